@@ -39,16 +39,30 @@ def with_updates(step: StepProgram, groups: Sequence[UpdateGroup]) -> StepProgra
     return _Updater(step, groups).updated()
 
 
+def step_of_sums(trained: Sequence[tuple[ModelTensor, TensorType]]) -> StepProgram:
+    """Returns a step whose gradients are there already: its batch is their sums.
+
+    Args:
+        trained: parameters, and the types of their gradients.
+    """
+    sums = tuple(Value(type_, "sum") for _, type_ in trained)
+    parameters = (Value(TensorType.of(source.tensor), source.name) for source, _ in trained)
+    numbers = tuple(range(len(sums)))
+    model = tuple(source for source, _ in trained)
+    return StepProgram(Program((*sums, *parameters), (), sums), (numbers,), model, numbers, ())
+
+
 class _Updater:
     def __init__(self, step: StepProgram, groups: Sequence[UpdateGroup]) -> None:
         self._step = step
         self._groups = tuple(groups)
         program = step.program
         first = sum(map(len, step.batch))
-        self._parameters = program.inputs[first : first + len(step.model)]
-        num_losses = len(step.batch)
+        self._end = first + len(step.model)
+        self._parameters = program.inputs[first : self._end]
+        end = len(program.outputs) - len(step.writes)
+        num_losses = end - len(step.gradients)
         self._losses = program.outputs[:num_losses]
-        end = num_losses + len(step.gradients)
         self._gradients = program.outputs[num_losses:end]
         self._writes = program.outputs[end:]
         self._leaves: dict[Any, Leaf] = {}
@@ -121,14 +135,14 @@ class _Updater:
     ) -> StepProgram:
         step, program = self._step, self._step.program
         changed = [value for call in self._calls for value in call.results]
-        *given, seed = program.inputs
+        given, seed = program.inputs[: self._end], program.inputs[self._end :]
         names = [f"{name} of {step.model[i].name}" for i, name in self._state]
         names += ["settings of the optimizer"] * len(settings)
         stand_in = torch.empty(0, device="meta")
         return replace(
             step,
             program=Program(
-                (*given, *self._state.values(), *settings, seed),
+                (*given, *self._state.values(), *settings, *seed),
                 (*program.calls, *self._calls),
                 (*self._losses, *(g for _, g in others), *self._writes, *changed),
             ),

@@ -60,6 +60,7 @@ from .passes.stages import (
     link_rank,
     predict,
     split,
+    update_stages,
 )
 from .passes.state import (
     Compilation,
@@ -88,6 +89,7 @@ PASSES = (
     choose_stage_recompute,
     repeat_micro_batches,
     update_parameters,
+    update_stages,
     reduce_to_primitives,
     decompose,
     lower,

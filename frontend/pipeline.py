@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..autodiff.updates import NotUpdatedError
 from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
@@ -42,10 +43,11 @@ from .page.write import PageData, about, write_page
 from .passes.context import Context
 from .passes.made import made_by
 from .passes.programs import PARTS, tensor_name
-from .passes.rank import SPLITS, RankCompilation, Split, Splitting, started
+from .passes.rank import SPLITS, UPDATE, RankCompilation, Split, Splitting, started
 from .passes.rank_compile import model_places, sum_names, unplanned_rank
 from .passes.stages import limit_bytes
 from .passes.state import Subject, between, run
+from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
 from .training_step import LossFunction, LossModel
 
 
@@ -196,6 +198,9 @@ def pipeline(
     backend: BackendName = "inductor",
     mesh: Any = None,
     timeout_s: float = 300.0,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Pipeline:
     """Splits a model into stages and compiles this rank's; every rank calls it in the same way.
 
@@ -223,6 +228,12 @@ def pipeline(
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
         timeout_s: how long a transfer may wait for another rank before the step fails.
+        optimizer: of the whole model's parameters on every rank; a step updates those of the rank's
+            stages, see :func:`compile_step`: in the program behind the stage's last backward, what
+            several ranks use after its gradient was summed, or all after the step, if any rank has
+            a reason to.
+        max_norm: gradients are clipped to this norm first, those of all ranks together.
+        scaler: scales the loss of a model in half precision; all ranks skip an update, or none.
 
     Raises:
         PipelineError: if the model cannot be split so, or ranks differ in model or versions.
@@ -233,6 +244,7 @@ def pipeline(
         >>> loss = pipe.step(ids, targets)
         >>> optimizer.step()
     """
+    update = step_optimizer(optimizer, max_norm, scaler)
     check_example("pipeline", model, args)
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
@@ -247,7 +259,7 @@ def pipeline(
     context = Context(settings)
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
-    return Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting)
+    return Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting, update)
 
 
 class Pipeline:
@@ -261,8 +273,10 @@ class Pipeline:
         ranks: Ranks,
         table: ActionTable,
         splitting: Splitting,
+        optimizer: StepOptimizer | None = None,
     ) -> None:
         self._model = model
+        self._optimizer = optimizer
         self._table = table
         self._ranks = ranks
         self._batch = Batch(example, table.num_micro_batches)
@@ -270,6 +284,7 @@ class Pipeline:
         rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs)
         state = started(context, subject, table, ranks.rank, splitting, rates)
+        state = replace(state, has_replicas=ranks.data_group is not None)
         self.last_report = state.report
         state = run(between(PASSES, "capture", "derive"), state)
         program = state.programs[PARTS[0]]
@@ -278,16 +293,15 @@ class Pipeline:
         self._places = model_places(program)
         self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
         state = run(between(PASSES, "split", "autodiff"), state)
-        # Ranks that share a cache compile in turn: the others find what the first one built.
-        with ranks.leader_first(context.cache_place), context.cached(self.last_report):
-            state = fitted(state)
-        state = run(between(PASSES, "predict"), state)
+        state = run(between(PASSES, "predict"), self._fitted_with_update(state))
         self.last_report.made = made_by(state)
         self.plan = ShownPlan.of(state.plan, self.last_report, ranks.rank)
-        self._derived = state.own
+        self._derived, self._updates = state.own, state.updates
+        self._updated = {source.name for one in state.updates for source in one.parameters}
+        self._state: tuple[list[Tensor], StateFacts] | None = None
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
         self._runs = self._planned or unplanned_rank(state)
-        self._sum_names = sum_names(self._derived)
+        self._sum_names = sum_names(state)
         self._sums = GradientSums()
         own = self._own_tensors()
         self._parameters = {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
@@ -300,6 +314,32 @@ class Pipeline:
         self._reduction = ranks.reduction(state.derived, table, self._sums)
         self._sums.allocate()
 
+    def _fitted_with_update(self, state: RankCompilation) -> RankCompilation:
+        """Compiles with the optimizer's update in the program, where every rank can have it so."""
+        update = self._optimizer
+        if update is None:
+            return self._fitted_in_turn(state)
+        goal = replace(state.goal, updates=update.groups())
+        # All ranks or none: those that share a parameter would round it in two ways.
+        why = self._ranks.agreed_reason(update.why_after)
+        if not why:
+            try:
+                made = self._fitted_in_turn(replace(state, goal=goal))
+            except NotUpdatedError as error:
+                why = str(error)
+            why = self._ranks.agreed_reason(why)
+        self.last_report.update_after = why
+        if why:
+            update.groups(why)
+            made = self._fitted_in_turn(state)
+        return made
+
+    def _fitted_in_turn(self, state: RankCompilation) -> RankCompilation:
+        # Ranks that share a cache compile in turn: the others find what the first one built.
+        place = state.context.cache_place
+        with self._ranks.leader_first(place), state.context.cached(self.last_report):
+            return fitted(state)
+
     def _present_parameters(self) -> dict[str, Tensor]:
         present = self._guard.tensors
         return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
@@ -309,7 +349,8 @@ class Pipeline:
         seed = 1.0 / self._table.num_micro_batches
         for derived in self._derived:
             for source, type_ in derived.trained_types:
-                self._sums.add_parameter(source.name, type_)
+                if source.name in self._sum_names:
+                    self._sums.add_parameter(source.name, type_)
         # Places in an arena hold in the order they were planned for, and in no other.
         progress = Progress(state.order) if self._planned is not None else None
         splits = self._table.splits_backward
@@ -444,14 +485,51 @@ class Pipeline:
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches[0])
         sums = [self._sums.buffers[name] for name in self._sum_names]
-        self._runs.begin([*self._guard.tensors, *sums], self._names)
+        self._runs.begin([*self._guard.tensors, *sums, *self._tensors_of_updates()], self._names)
         self._sums.zero()
+        seed = torch.tensor(1.0 / self._table.num_micro_batches, device=self._ranks.device)
+        scaled = None if self._optimizer is None else self._optimizer.scaled(seed)
+        if scaled is not None:
+            for one in self._steps:
+                one.begin_with(scaled)
         users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
         losses = self._runner.step(users)
         with torch.no_grad():
+            if self._planned is not None:
+                self._planned.run_due()
             self._reduction.run()
+            for update in self._updates:
+                if update.after is None:
+                    self._runs.run(update.unit, UPDATE, 0, ())
             self._hand_out()
+            if self._optimizer is not None and self.last_report.update_after:
+                self._optimizer.update(self._total_norm, self._reduction.agree_on_largest)
             return torch.stack(losses).mean() if losses else None
+
+    def _tensors_of_updates(self) -> list[Tensor]:
+        """Returns the optimizer's state and numbers, as the updates in the program take them."""
+        if self._optimizer is None or not self._updates:
+            return []
+        present = self._guard.tensors
+        own = [[present[self._places[id(s)]] for s in one.parameters] for one in self._updates]
+        if not self._optimizer.is_as_compiled() or not all(map(self._optimizer.has, own)):
+            raise PipelineError(
+                "The optimizer no longer is what this pipeline was compiled for (its groups, their "
+                "parameters and options but for numbers, hooks). Make a new pipeline."
+            )
+        if self._state is None or not self._state[1].hold(None):
+            tensors: list[Tensor] = []
+            for one, parameters in zip(self._updates, own, strict=True):
+                found, facts = self._optimizer.bound(one.step.updates, parameters)
+                tensors += found
+                self._state = tensors, facts
+        assert self._state is not None
+        return self._state[0]
+
+    def _total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        names = {id(p): name for name, p in self._present_parameters().items()}
+        named = [(names.get(id(p), ""), p.grad) for p in parameters if p.grad is not None]
+        return self._reduction.total_norm(named)
 
     def _check(self, leaves: Sequence[Any]) -> None:
         if not self._guard.accepts(list(leaves), self._batch.tree):
@@ -462,7 +540,8 @@ class Pipeline:
 
     def _hand_out(self) -> None:
         parameters, sums = self._present_parameters(), self._sums.buffers
-        given = {p: sums[name] for name, p in parameters.items() if sums.get(name) is not None}
+        mine = sums.keys() - self._updated
+        given = {p: sums[name] for name, p in parameters.items() if name in mine}
         if have_hooks(list(given)):
             pass_through_autograd(list(given), list(given.values()))
             return
@@ -478,9 +557,9 @@ def fitted(state: RankCompilation) -> RankCompilation:
     Raises:
         PipelineError: if it does not.
     """
-    limit, held = limit_bytes(state, state.rank), 0
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
+        limit = limit_bytes(made, state.rank)
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:
             return made

@@ -7,7 +7,7 @@ own, used in place, so that ``state_dict`` and checkpoints stay what they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _REFUSED = ("amsgrad", "differentiable", "capturable", "dampening")
 _FLAGS = (*_REFUSED, "maximize", "nesterov", "decoupled_weight_decay")
+
+
+def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm of all gradients together."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 class StepOptimizer:
@@ -151,13 +156,23 @@ class StepOptimizer:
         """Returns what a backward begins with in place of a seed, if a scaler scales the loss."""
         return None if self._scaler is None else self._scaler.scale(seed)
 
-    def update(self) -> None:
-        """Updates the parameters by their ``.grad``, as a training loop does."""
+    def update(
+        self,
+        total_norm: Callable[[Iterable[torch.Tensor]], torch.Tensor] = norm_of,
+        agree: Callable[[dict[Any, torch.Tensor]], None] = lambda found: None,
+    ) -> None:
+        """Updates the parameters by their ``.grad``, as a training loop does.
+
+        Args:
+            total_norm: of the gradients of parameters, and of those that other ranks hold.
+            agree: makes what the scaler found the same on all ranks.
+        """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+            agree(self._scaler._found_inf_per_device(self.optimizer))
         if self._max_norm is not None:
             params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+            torch.nn.utils.clip_grads_with_norm_(params, self._max_norm, total_norm(params))
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -188,6 +203,21 @@ class StepOptimizer:
         tensors = [self.optimizer.state[parameters[i]][name] for i, name in updates.state]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return [*tensors, *self._settings], StateFacts(self.optimizer)
+
+
+def step_optimizer(
+    optimizer: Optimizer | None, max_norm: float | None, scaler: torch.amp.GradScaler | None
+) -> StepOptimizer | None:
+    """Returns the optimizer of a step, if it has one.
+
+    Raises:
+        PlanError: for what is none, or options without an optimizer.
+    """
+    if optimizer is not None:
+        return StepOptimizer(optimizer, max_norm, scaler)
+    if max_norm is not None or scaler is not None:
+        raise PlanError("max_norm= and scaler= say how optimizer= updates; pass the optimizer too.")
+    return None
 
 
 class StateFacts:

@@ -44,7 +44,7 @@ from .guards.kept_programs import Inputs
 from .options import Batching, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
-from .torch_optimizer import StateFacts, StepOptimizer
+from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -117,9 +117,7 @@ def compile_step(
     options = Options(
         reuse=reuse, backend=backend, recompute=recompute, cache="disk", target=target
     )
-    if optimizer is None and (max_norm is not None or scaler is not None):
-        raise PlanError("max_norm= and scaler= say how optimizer= updates; pass the optimizer too.")
-    update = None if optimizer is None else StepOptimizer(optimizer, max_norm, scaler)
+    update = step_optimizer(optimizer, max_norm, scaler)
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic, update)
 
 

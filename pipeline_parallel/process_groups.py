@@ -186,6 +186,10 @@ class Ranks:
         if different:
             raise PipelineError(f"{text}. {'; '.join(different[:5])}.")
 
+    def agreed_reason(self, own: str) -> str:
+        """Returns the first reason of any rank of all pipelines; empty if none has one."""
+        return next(filter(None, _gathered(own, None)), "")
+
     @contextmanager
     def leader_first(self, place: str) -> Iterator[None]:
         """Lets one rank of the pipeline at each place do something, and then the others.
@@ -210,7 +214,7 @@ class Ranks:
         self, derived: Sequence[StageDerivative], table: ActionTable, sums: GradientSums
     ) -> Reduction:
         """Returns how gradients are summed over the ranks that use a parameter."""
-        users, types = _users(derived, table)
+        users, types = users_of(derived, table)
         shared = {n: ranks for n, ranks in users.items() if len(ranks) > 1}
         groups: dict[tuple[int, ...], Any] = {}
         for members in dict.fromkeys(shared.values()):
@@ -219,7 +223,7 @@ class Ranks:
         own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
         for name in own:
             sums.add_parameter(name, types[name])
-        return Reduction(sums, own, self.data_group, len(self.rows))
+        return Reduction(sums, own, self.group, self.data_group, len(self.rows), self.device)
 
 
 @dataclass(frozen=True)
@@ -229,14 +233,18 @@ class Reduction:
     Attributes:
         sums: the gradients.
         shared: for each parameter that other stages' ranks use too, the group of those ranks.
+        group: the ranks of this pipeline.
         data_group: replicas to average over.
         num_replicas: how many.
+        device: where this rank computes.
     """
 
     sums: GradientSums
     shared: Mapping[str, Any]
+    group: Any
     data_group: Any
     num_replicas: int
+    device: torch.device
 
     def run(self) -> None:
         """Sums over stages, then averages over replicas.
@@ -259,6 +267,21 @@ class Reduction:
                 f"Rank {dist.get_rank()} stopped while {doing}. {first_line(error)} Another rank "
                 "has ended or hangs: look at its output first."
             ) from error
+
+    def total_norm(self, gradients: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Returns the norm of the gradients of all ranks; one that several share counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, gradient in gradients:
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+            shared = self.shared.get(name)
+            total += square if shared is None else square / dist.get_world_size(shared)
+        dist.all_reduce(total, group=self.group)
+        return total.sqrt().float()
+
+    def agree_on_largest(self, flags: dict[Any, Tensor]) -> None:
+        """Sets the number of this rank's device to the largest of all ranks of the pipeline."""
+        flag = flags.setdefault(self.device, torch.zeros((), device=self.device))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
 
 
 def first_line(error: BaseException) -> str:
@@ -328,10 +351,10 @@ def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) ->
     return own
 
 
-def _users(
+def users_of(
     derived: Sequence[StageDerivative], table: ActionTable
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """For each parameter with a gradient: the ranks that use it, and the gradient's type."""
+    """Returns, of each parameter with a gradient, the ranks that use it, and its type."""
     ranks: dict[str, set[int]] = {}
     types: dict[str, Any] = {}
     for one in derived:

@@ -186,6 +186,11 @@ class StageSteps:
             self.progress.check_receive(Action(kind, stage, micro_batch))
         return self.runner.inbox(stage, way, micro_batch)
 
+    def begin_with(self, seed: Tensor) -> None:
+        """Lets backwards begin with another gradient of the loss."""
+        for own in self._seeds:
+            own.copy_(seed)
+
     def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
         """Returns the values for another rank, as they travel."""
         return self.runner.outbox(self.derived.stage.index, way, micro_batch)

@@ -205,14 +205,18 @@ class Layout:
         views = tuple(
             View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, source))
         )
-        launch = Launch(name, getattr(torch.Tensor, name), views, ())
+        launch = self.method(name, views)
         bases = tuple((p.instance, p.offset_bytes) for p in (target, source))
         for placed in (target, source):
             instance = self.instances[placed.instance]
             instance.death = max(instance.death, self.time + 1)
         self.time += 1
-        launch = with_native(launch) if self.runs == "native" else launch
         return PlacedLaunch(launch, bases, self.time - 1, call=self.time - 1)
+
+    def method(self, name: str, views: tuple[Any, ...]) -> Launch:
+        """Returns a launch of a method of tensors."""
+        launch = Launch(name, getattr(torch.Tensor, name), views, ())
+        return with_native(launch) if self.runs == "native" else launch
 
     def _taken_over(
         self,

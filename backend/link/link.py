@@ -184,7 +184,8 @@ def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
         if launch.leaf in updates:
             at = max(last.get(slot, -1) for slot in launch.operands)
             moved.setdefault(at, []).append(launch)
-    return [one for i, launch in enumerate(stay) for one in (launch, *moved.get(i, ()))]
+    found = [one for i, launch in enumerate(stay) for one in (launch, *moved.get(i, ()))]
+    return [*moved.get(-1, ()), *found]  # first those of gradients that were there before
 
 
 def _is_sum(leaf: Leaf) -> bool:

@@ -13,7 +13,8 @@ A run is then given the places of its regions, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -175,6 +176,7 @@ class UnitLayout:
         self._inbox_places: dict[str, list[tuple[int, Wire]]] = {}
         self._outbox_places: dict[str, list[tuple[int, Wire]]] = {}
         self._spans: list[tuple[int, int]] = []
+        self._added: dict[int, PlacedLaunch] = {}
         self._parts = [
             self._lay_out(number, spec, kernel_lists) for number, spec in enumerate(parts)
         ]
@@ -202,6 +204,10 @@ class UnitLayout:
         for output, tensor in spec.sums.items():
             sinks.setdefault(spec.flat.outputs[output], []).append(self._tensors[tensor])
         part = self.layout.add(spec.flat, inputs, kernel_lists, sinks)
+        sums = {placed.instance for own in sinks.values() for placed in own}
+        for launch in part.launches:
+            if launch.of is None and launch.bases[0][0] in sums:
+                self._added[launch.bases[0][0]] = launch
         part.launches[:0] = unpacked
         for output in (*spec.returned, *(output for output, _ in spec.outboxes)):
             instance = self.layout.instances[part.outputs[output].instance]
@@ -364,13 +370,28 @@ class UnitLayout:
         start, end = self._spans[number]
         return [*(cut - start for cut in self._cuts[number]), end - start + 1]
 
-    def _code(self, number: int) -> GeneratedCode:
+    def addition_to(self, tensor: int) -> tuple[int, int] | None:
+        """Returns the part and the phase in which a tensor is added to; None if none is."""
+        added = self._added.get(self._tensors[tensor].instance)
+        if added is None:
+            return None
+        part = bisect_right(self._spans, added.time, key=lambda span: span[0]) - 1
+        return part, bisect_right(self._cuts[part], added.time) - 1
+
+    def code_of_first(self, number: int, tensors: Collection[int]) -> GeneratedCode:
+        """Returns the code of a part that sets these tensors, in place of adding to them."""
+        added = [self._added[self._tensors[tensor].instance] for tensor in tensors]
+        return self._code(number, added)
+
+    def _code(self, number: int, first: Sequence[PlacedLaunch] = ()) -> GeneratedCode:
         part, spec = self._parts[number], self.specs[number]
         returned = [part.outputs[i] for i in spec.returned]
+        sets = {id(one): self.layout.method("copy_", one.launch.args) for one in first}
+        launches = [replace(one, launch=sets.get(id(one), one.launch)) for one in part.launches]
         return CodeWriter(
             self.layout,
             self._offsets,
-            Part(part.inputs, part.launches, returned),
+            Part(part.inputs, launches, returned),
             set(self.fixed),
             len(returned),
             self._foreign_taken(number),

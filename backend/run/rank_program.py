@@ -8,7 +8,7 @@ way to or from another rank keeps its place until it has arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.types import TensorType
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
@@ -44,6 +45,7 @@ class Schedule:
         arriving: (unit, way, flight) -> number of the run that has waited for it.
         delivered: (unit, way, flight) -> number of the run by which a send has arrived.
         handed: (unit, way, unit): the outbox of one is the inbox of the other.
+        due: what runs after a run, before the next one begins. They are among ``runs``.
     """
 
     runs: Sequence[Run]
@@ -51,9 +53,11 @@ class Schedule:
     arriving: Mapping[tuple[int, str, int], int]
     delivered: Mapping[tuple[int, str, int], int]
     handed: Sequence[tuple[int, str, int]]
+    due: Mapping[Run, Sequence[Run]] = field(default_factory=dict)
 
 
 Key = tuple[int, int, int]  # unit, region, flight
+_SUMS = -1  # in place of a unit: a sum, by number
 BufferUse: TypeAlias = Literal["part", "flight", "travels"]
 """Within one run, from one run of a flight to another, or between units."""
 
@@ -76,6 +80,9 @@ class RankPlan:
         units: by number.
         schedule: what runs when.
         plan: places regions.
+        tensors_of: for each unit, the numbers of its model tensors and sums among all.
+        sums: types of those that lie in the arena, from the first run that adds to them to the last
+            of a unit that takes them. They are the last of all tensors.
     """
 
     def __init__(
@@ -83,8 +90,12 @@ class RankPlan:
         units: Mapping[int, UnitLayout],
         schedule: Schedule,
         plan: Callable[[Buffers], ArenaPlan],
+        tensors_of: Mapping[int, Sequence[int]],
+        sums: Sequence[TensorType] = (),
     ) -> None:
         self.units = units
+        self.tensors_of = tensors_of
+        self.sums = sums
         self.schedule = schedule
         self._numbers = {run: i for i, run in enumerate(schedule.runs)}
         self._part_numbers = {
@@ -94,6 +105,8 @@ class RankPlan:
         self._times = self._run_times()
         # An outbox that the same rank takes from is the inbox there, so nothing is copied.
         self._joined = self._join()
+        first_sum = 1 + max(max(own, default=0) for own in tensors_of.values()) - len(sums)
+        self._first = self._first_additions(first_sum)
         lives = self.region_lives()
         self.arena = plan(_buffers(lives))
         self._starts = dict(zip(lives, self.arena.offsets.tolist(), strict=True))
@@ -130,7 +143,7 @@ class RankPlan:
         return times
 
     def region_lives(self) -> dict[Key, tuple[int, int, int]]:
-        """Birth, death and bytes of every region, in phases."""
+        """Birth, death and bytes of every region and sum, in phases."""
         found: dict[Key, tuple[int, int, int]] = {}
         times, schedule = self._times, self.schedule
         for unit, layout in self.units.items():
@@ -153,7 +166,29 @@ class RankPlan:
                         key = (unit, outboxes[number], flight)
                         death = max(death, times[schedule.delivered.get(key, 0)] + 1)
                     self._add_life(found, (unit, number, flight), (birth, death, region.num_bytes))
+        ends = {run.unit: times[number + 1] for run, number in self._numbers.items()}
+        for place, (tensor, (run, phase)) in enumerate(self._first.items()):
+            death = max(ends[unit] for unit, own in self.tensors_of.items() if tensor in own)
+            found[_SUMS, place, 0] = (times[run] + 1 + phase, death, self.sums[place].num_bytes)
         return found
+
+    def _is_between(self, unit: int, region: int) -> bool:
+        """Whether something is between units: on its way, or added up for an update."""
+        return unit == _SUMS or self.units[unit].regions[region].is_box
+
+    def _first_additions(self, first_sum: int) -> dict[int, tuple[int, int]]:
+        """Returns, for each sum in the arena, the run that first adds to it, and the phase."""
+        begins: dict[tuple[int, int], int] = {}
+        for index, run, _, part in self.parts():
+            begins.setdefault((run.unit, part), index)
+        found: dict[int, tuple[int, int]] = {}
+        for unit, numbers in self.tensors_of.items():
+            for place, tensor in enumerate(numbers):
+                added = self.units[unit].addition_to(place) if tensor >= first_sum else None
+                if added is not None:
+                    at = (begins[unit, added[0]], added[1])
+                    found[tensor] = min(at, found.get(tensor, at))
+        return dict(sorted(found.items()))
 
     def _add_life(
         self, found: dict[Key, tuple[int, int, int]], key: Key, life: tuple[int, int, int]
@@ -179,7 +214,7 @@ class RankPlan:
         starts, phases = self.moments()
         found = []
         for (unit, region, _), (birth, death, num_bytes) in self.region_lives().items():
-            if self.units[unit].regions[region].is_box:
+            if self._is_between(unit, region):
                 begin, end = phases[birth], phases[death - 1]
                 born = max(begin[1] - 1, begin[0])
                 dead = end[0] + (end[0] < end[1])
@@ -230,7 +265,7 @@ class RankPlan:
             use: BufferUse = "part" if buffer.last == number else "flight"
             yield BufferRow(birth, death, offset, buffer.num_bytes, use)
         for key, (birth, death, num_bytes) in self.region_lives().items():
-            if self.units[key[0]].regions[key[1]].is_box:
+            if self._is_between(*key[:2]):
                 begin, end = phases[birth][0], phases[death - 1][1]
                 row = (begin, max(end, begin + 1), self.start_of(key), num_bytes)
                 yield BufferRow(*row, "travels")
@@ -261,6 +296,12 @@ class RankPlan:
         """Kernel launches of all runs together."""
         return sum(layout.num_launches[number] for _, _, layout, number in self.parts())
 
+    def set_by(self, unit: int, number: int, flight: int) -> tuple[int, ...]:
+        """Returns which of a unit's tensors a run is the first to add to, among the arena's."""
+        run = self._numbers[Run(unit, self.units[unit].specs[number].name, flight)]
+        mine = {tensor for tensor, (first, _) in self._first.items() if first == run}
+        return tuple(i for i, tensor in enumerate(self.tensors_of[unit]) if tensor in mine)
+
     def start_of(self, key: Key) -> int:
         """Returns the start of a region of a flight in the arena, in bytes."""
         return self._starts[_root(self._joined, key)]
@@ -284,21 +325,15 @@ class RankProgram:
 
     Args:
         plan: where everything lies.
-        tensors_of: for each unit, the numbers of its model tensors and sums among all.
         tools: what loads kernels and the native loop.
     """
 
-    def __init__(
-        self,
-        plan: RankPlan,
-        tensors_of: Mapping[int, Sequence[int]],
-        tools: Tools,
-    ) -> None:
+    def __init__(self, plan: RankPlan, tools: Tools) -> None:
         self.plan = plan
-        self._tensors_of = tensors_of
         self._tools = tools
-        self._compiled: dict[tuple[int, int], CodeType] = {}
-        self._bound: dict[tuple[int, ...], Runner] = {}  # by unit, part and places of regions
+        self._due: Sequence[Run] = ()
+        self._compiled: dict[tuple[Any, ...], CodeType] = {}
+        self._bound: dict[tuple[Any, ...], Runner] = {}  # by unit, part and places of regions
         self._runners: dict[tuple[int, int, int], Runner] = {}  # by unit, part and flight
         self._tensors: Sequence[torch.Tensor] = ()
         self._addresses: list[int] = []
@@ -322,26 +357,45 @@ class RankProgram:
             RuntimeError: if the memory of one is gone; says its name.
         """
         addresses = [t.data_ptr() for t in tensors]
-        if addresses != self._addresses:
-            check_memory(tensors, names)
-            # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
-            self._tensors, self._addresses = [t.detach() for t in tensors], addresses
-            self._bound.clear()
-            self._runners.clear()
         if self._arena is None:
             self._arena = torch.empty(
                 max(self.plan.arena.peak_bytes, 64), dtype=torch.uint8, device="cpu"
             )
+        if addresses != self._addresses:
+            check_memory(tensors, names)
+            # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
+            self._tensors, self._addresses = [t.detach() for t in tensors], addresses
+            self._tensors += self._sums_in(self._arena)
+            self._bound.clear()
+            self._runners.clear()
+
+    def _sums_in(self, arena: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the sums of the plan: they are numbered after the caller's tensors."""
+        found = []
+        for place, type_ in enumerate(self.plan.sums):
+            start = self.plan.start_of((_SUMS, place, 0))
+            whole = arena.narrow(0, start, type_.num_bytes).view(type_.dtype)
+            found.append(whole.as_strided(type_.shape, type_.stride))
+        return found
 
     def forget(self) -> None:
         """Drops what runs left outside the arena for later runs of their flights."""
         self._foreign.clear()
+        self._due = ()
+
+    def run_due(self) -> None:
+        """Runs what is due after the last run: not in it, for what that sends goes first."""
+        due, self._due = self._due, ()
+        for run in due:
+            self.run(run.unit, run.part, run.flight, ())
 
     @without_autocast
     def run(
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Runs a part for a flight; returns what the caller gets, which later runs overwrite."""
+        self.run_due()
+        self._due = self.plan.schedule.due.get(Run(unit, part, flight), ())
         number = self.plan.part_number(unit, part)
         if number is None:
             return []
@@ -380,20 +434,24 @@ class RankProgram:
             return known
         layout = self.plan.units[unit]
         starts = {r: self.plan.start_of((unit, r, flight)) for r in layout.used_regions[number]}
+        sets = self.plan.set_by(unit, number, flight)
         # Flights whose regions lie at the same places share one bound function.
-        places = (unit, number, *starts.values())
+        places = (unit, number, sets, *starts.values())
         if places not in self._bound:
-            self._bound[places] = self._bind(unit, number, starts)
+            self._bound[places] = self._bind(unit, number, sets, starts)
         return self._runners.setdefault((unit, number, flight), self._bound[places])
 
-    def _bind(self, unit: int, number: int, starts: Mapping[int, int]) -> Runner:
-        layout = self.plan.units[unit]
-        code, arena = layout.codes[number], self._arena
+    def _bind(
+        self, unit: int, number: int, sets: tuple[int, ...], starts: Mapping[int, int]
+    ) -> Runner:
+        layout, arena = self.plan.units[unit], self._arena
+        code = layout.code_of_first(number, sets) if sets else layout.codes[number]
         assert arena is not None
-        own = self._tensors_of[unit]
+        own = self.plan.tensors_of[unit]
         tensors = {instance: self._tensors[own[i]] for instance, i in layout.fixed.items()}
         offsets = layout.offsets_from(number, starts)
         memory = Memory(arena, offsets, tensors, self._tools, starts)
-        if (unit, number) not in self._compiled:
-            self._compiled[unit, number] = compile(code.source, "<lazyinline program>", "exec")
-        return memory.runner(code, self._compiled[unit, number])
+        key = (unit, number, sets)
+        if key not in self._compiled:
+            self._compiled[key] = compile(code.source, "<lazyinline program>", "exec")
+        return memory.runner(code, self._compiled[key])

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
+from ...autodiff.training_program import StepProgram
 from ...pipeline_parallel.actions import ActionTable
 from ...pipeline_parallel.call_costs import CallCosts
 from ...pipeline_parallel.coloring import color_balanced, color_by_marks, color_evenly
@@ -16,7 +17,7 @@ from ...pipeline_parallel.rank_order import RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
-from ...reuse.ir.program import Program
+from ...reuse.ir.program import ModelTensor, Program
 from ..marks import STAGE_MARK
 from ..tracing.capture_errors import WHOLE, user_path
 from .context import Context
@@ -62,6 +63,36 @@ def _marks(model: nn.Module, program: Program) -> dict[str, int]:
     return {"" if p == WHOLE else user_path(model, p): stage for p, stage in marks.items()}
 
 
+UPDATE = "U"
+"""The part of a rank that updates parameters."""
+
+
+@dataclass(frozen=True)
+class RankUpdate:
+    """An update of parameters by a rank.
+
+    Attributes:
+        unit: its number among the rank's units, after those of the stages.
+        after: the stage after whose last action it runs; None if it waits until gradients were
+            reduced, after all of them.
+        step: takes the gradients of a whole step; its tensors.
+    """
+
+    unit: int
+    after: int | None
+    step: StepProgram
+
+    @property
+    def parameters(self) -> list[ModelTensor]:
+        """The parameters that it updates."""
+        return [self.step.model[i] for i in self.step.updates.parameters]
+
+    @property
+    def more(self) -> list[tuple[int, int]]:
+        """Returns a key for each tensor of state and numbers that follows the parameters."""
+        return [(self.unit, i) for i in range(len(self.parameters), len(self.step.model))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankCompilation(Compilation):
     """One rank's compile. Other ranks' stages are cut and differentiated too, for the plan.
@@ -76,6 +107,8 @@ class RankCompilation(Compilation):
         stages: all of them, in order.
         plain: their derivatives, before it is chosen what they save.
         derived: their derivatives.
+        has_replicas: whether gradients are averaged over other pipelines.
+        updates: of parameters, by this rank.
         ordered: what this rank does, and when what travels comes and goes.
         predicted: what the pipeline will take.
     """
@@ -89,6 +122,8 @@ class RankCompilation(Compilation):
     stages: tuple[Stage, ...] = ()
     plain: tuple[StageDerivative, ...] = ()
     derived: tuple[StageDerivative, ...] = ()
+    has_replicas: bool = False
+    updates: tuple[RankUpdate, ...] = ()
     ordered: RankOrder | None = None
     predicted: PipelinePlan | None = None
 

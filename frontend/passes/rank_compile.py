@@ -19,14 +19,14 @@ from ...pipeline_parallel.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
 )
-from ...pipeline_parallel.rank_order import Boundaries, RankOrder
+from ...pipeline_parallel.rank_order import Boundaries
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
 from .link import changed_buffer, hindrance, launches
-from .rank import RankCompilation
+from .rank import UPDATE, RankCompilation, RankUpdate
 from .state import Unplanned
 
 # Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
@@ -54,7 +54,7 @@ def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
     why = hindrance(state) or next(filter(None, written), None)
     if why is not None:
         return why
-    schedule = _schedule(state.order, sorted(one.stage.index for one in own))
+    schedule = _schedule(state, sorted(one.stage.index for one in own))
     kernel_lists, tools = launches(state), state.context.tools
     plan_regions = partial(place, tools=tools)
 
@@ -63,27 +63,42 @@ def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
             one.stage.index: unit_of(one, state.flats, kernel_lists, plan_regions, num_phases)
             for one in own
         }
-        return RankPlan(units, schedule, plan_regions)
+        for one in state.updates:
+            flat = state.flats[update_name(one)]
+            types = [flat.slot_types[slot] for slot in flat.inputs]
+            spec = PartSpec(UPDATE, UPDATE, flat, [Source("model", i) for i in range(len(types))])
+            units[one.unit] = UnitLayout([spec], kernel_lists, types, [], plan_regions)
+        return RankPlan(units, schedule, plan_regions, places, list(held_sums(state).values()))
 
+    places = tensor_places(state)
     tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
     best = min(map(planned, tried), key=lambda plan: plan.held_bytes)
-    return RankProgram(best, tensor_places(state.captured.program, own), tools)
+    return RankProgram(best, tools)
 
 
-def tensor_places(program: Program, own: Sequence[StageDerivative]) -> dict[int, list[int]]:
-    """Says for each stage where its model tensors and then its sums are among the rank's.
+def tensor_places(state: RankCompilation) -> dict[int, list[int]]:
+    """Says for each unit where its model tensors and then its sums are among the rank's.
 
-    The rank's are all tensors of the model, then the sums of :func:`sum_names`.
+    The rank's are all tensors of the model, then the sums of :func:`sum_names`, then the state and
+    the numbers of each update, then the sums in the arena.
     """
-    places = model_places(program)
-    sums = {name: len(places) + i for i, name in enumerate(sum_names(own))}
-    return {
-        d.stage.index: [
-            *(places[id(s)] for s in d.stage.model_tensors),
-            *(sums[s.name] for s in d.trained),
-        ]
-        for d in own
+    keys: list[object] = [*model_places(state.captured.program), *sum_names(state)]
+    keys += [key for one in state.updates for key in one.more]
+    places = {key: place for place, key in enumerate((*keys, *held_sums(state)))}
+    tensors: dict[int, list[object]] = {
+        d.stage.index: [*map(id, d.stage.model_tensors), *(s.name for s in d.trained)]
+        for d in state.own
     }
+    for one in state.updates:
+        own = one.parameters
+        tensors[one.unit] = [*(s.name for s in own), *map(id, own), *one.more]
+    return {unit: [places[key] for key in found] for unit, found in tensors.items()}
+
+
+def held_sums(state: RankCompilation) -> dict[str, TensorType]:
+    """Returns the sums that lie in the arena, for an update frees them, by their parameters."""
+    held = {s.name for one in state.updates if one.after is not None for s in one.parameters}
+    return {s.name: t for d in state.own for s, t in d.trained_types if s.name in held}
 
 
 def model_places(program: Program) -> dict[int, int]:
@@ -92,9 +107,18 @@ def model_places(program: Program) -> dict[int, int]:
     return {id(source): place for place, source in enumerate(own)}
 
 
-def sum_names(own: Sequence[StageDerivative]) -> list[str]:
-    """Names the parameters whose gradients a rank sums, each once."""
-    return list(dict.fromkeys(s.name for d in own for s in d.trained))
+def sum_names(state: RankCompilation) -> list[str]:
+    """Names the parameters whose gradients a rank sums outside of the arena, each once."""
+    names = dict.fromkeys(s.name for d in state.own for s in d.trained)
+    names |= dict.fromkeys(s.name for one in state.updates for s in one.parameters)
+    held = held_sums(state)
+    return [name for name in names if name not in held]
+
+
+def update_name(update: RankUpdate) -> str:
+    """Names an update among the programs of a rank."""
+    where = "the reduction" if update.after is None else f"stage {update.after}"
+    return f"update after {where}"
 
 
 def part_name(derived: StageDerivative, kind: str) -> str:
@@ -106,7 +130,7 @@ def unplanned_rank(state: RankCompilation) -> UnplannedRank:
     """Returns what runs a rank where memory is not planned: closures one by one."""
     units = {one.stage.index: part_specs(one, state.flats) for one in state.own}
     kernels = state.context.kernels_of(state.linked)
-    places = tensor_places(state.captured.program, state.own)
+    places = tensor_places(state)
     return UnplannedRank(units, kernels, _handed(sorted(units)), places)
 
 
@@ -120,19 +144,32 @@ def parts_of(derived: StageDerivative) -> dict[str, Program]:
     return found
 
 
-def _schedule(order: RankOrder, stages: Sequence[int]) -> Schedule:
-    runs = [Run(a.stage, a.kind, a.micro_batch) for a in order.actions]
+def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
+    order, runs, due = state.order, list[Run](), dict[Run, list[Run]]()
+    last = {action.stage: number for number, action in enumerate(order.actions)}
+    places, ends = list[int](), [0]  # where each action begins, and so many of them have ended
+    for number, action in enumerate(order.actions):
+        places.append(len(runs))
+        runs.append(Run(action.stage, action.kind, action.micro_batch))
+        ends.append(len(runs))
+        is_last = number == last[action.stage]
+        behind = [u.unit for u in state.updates if is_last and u.after == action.stage]
+        due[runs[-1]] = [Run(unit, UPDATE, 0) for unit in behind]
+        runs += due[runs[-1]]
+    places.append(len(runs))
+    runs += [Run(one.unit, UPDATE, 0) for one in state.updates if one.after is None]
     ways = {FORWARD: FORWARD, BACKWARD: BACKWARD, BACKWARD_INPUT: BACKWARD}
     posted, arriving, delivered = {}, {}, {}
     for number, action in enumerate(order.actions):
         if action.kind in ways:
             key = (action.stage, ways[action.kind], action.micro_batch)
-            arriving[key] = number
+            arriving[key] = places[number]
+            # Posted before an update that is due then, too: PyTorch's runtime does not wait for it.
             if action in order.posted:
-                posted[key] = order.posted[action]
+                posted[key] = ends[order.posted[action]]
             if action in order.delivered:
-                delivered[key] = order.delivered[action]
-    return Schedule(runs, posted, arriving, delivered, _handed(stages))
+                delivered[key] = places[order.delivered[action]]
+    return Schedule(runs, posted, arriving, delivered, _handed(stages), due)
 
 
 def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:

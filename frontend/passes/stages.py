@@ -5,26 +5,37 @@ What they hold, and what they compute again so that it fits, is chosen on the wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ...autodiff.derivative import Request
+from ...autodiff.updates import NotUpdatedError, step_of_sums, with_updates
 from ...backend.link.unit_layout import least
 from ...pipeline_parallel.cut import Stage, cut_program
 from ...pipeline_parallel.plan import make_plan
+from ...pipeline_parallel.process_groups import users_of
 from ...pipeline_parallel.rank_order import StageMemory, bytes_beside, rank_order
 from ...pipeline_parallel.split_backward import Splitter
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.policy import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
-from ...reuse.ir.program import Program
+from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.ir.types import TensorType
 from .link import hindrance, launches, linked
 from .programs import PARTS, decompose, estimate, lower
-from .rank import RankCompilation, colors_of
-from .rank_compile import boundaries_of, part_name, parts_of, plan_rank, unit_of
+from .rank import RankCompilation, RankUpdate, colors_of
+from .rank_compile import (
+    boundaries_of,
+    held_sums,
+    part_name,
+    parts_of,
+    plan_rank,
+    unit_of,
+    update_name,
+)
 from .recompute_choice import ProgramPeaks
 from .state import Pass, Unplanned, apply, compile_pass
 
@@ -122,16 +133,22 @@ def limit_bytes(state: RankCompilation, rank: int) -> int | None:
     if isinstance(policy, Budget) and policy.saved_bytes is not None:
         limits.append(policy.saved_bytes)
     if memory is not None and not isinstance(policy, str):
-        limits.append(memory - owned_bytes(_stages_of(state, rank)))
+        held = held_sums(state) if rank == state.rank else ()
+        limits.append(memory - owned_bytes(_stages_of(state, rank), held))
     return min(limits, default=None)
 
 
-def owned_bytes(stages: Sequence[StageDerivative]) -> int:
-    """Returns the bytes of the model's tensors in stages, and of the sums of their gradients."""
+def owned_bytes(stages: Sequence[StageDerivative], held: Collection[str] = ()) -> int:
+    """Returns the bytes of the model's tensors in stages, and of the sums of their gradients.
+
+    Args:
+        stages: which.
+        held: names of the sums that lie in the arena, and are counted there.
+    """
     tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
-    sums = {s.name: t for d in stages for s, t in d.trained_types}
-    held = sum(t.numel() * t.element_size() for t in tensors.values())
-    return held + _total(list(sums.values()))
+    sums = {s.name: t for d in stages for s, t in d.trained_types if s.name not in held}
+    own = sum(t.numel() * t.element_size() for t in tensors.values())
+    return own + _total(list(sums.values()))
 
 
 def stage_memory(derived: StageDerivative) -> StageMemory:
@@ -182,6 +199,29 @@ def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
     return replace(state, programs=_programs(state.own))
 
 
+@compile_pass("update", goals=("rank",), wanted=lambda state: bool(state.goal.updates))
+def update_stages(state: RankCompilation) -> RankCompilation:
+    """Adds the optimizer's updates, each behind the last stage that uses its parameters."""
+    members = frozenset[int]().union(*(group.members for group in state.goal.updates))
+    users, types = users_of(state.derived, state.table)
+    actions = state.table.ranks[state.rank]
+    ends = {action.stage: number for number, action in enumerate(actions)}
+    own = sorted(state.own, key=lambda one: ends[one.stage.index])
+    last = {source: one.stage.index for one in own for source in one.stage.model_tensors}
+    after: dict[int | None, list[ModelTensor]] = defaultdict(list)
+    for source in last:
+        if source.name in types and id(source.tensor) in members:
+            is_reduced = state.has_replicas or len(users[source.name]) > 1
+            after[None if is_reduced else last[source]].append(source)
+    updates = []
+    for stage, sources in after.items():
+        step = step_of_sums([(source, types[source.name]) for source in sources])
+        unit = state.table.num_stages * (2 if stage is None else 1) + (stage or 0)
+        updates.append(RankUpdate(unit, stage, with_updates(step, state.goal.updates)))
+    programs = {update_name(one): one.step.program for one in updates}
+    return replace(state, updates=tuple(updates), programs={**state.programs, **programs})
+
+
 @compile_pass("link", "flat", goals=("rank",))
 def link_rank(state: RankCompilation) -> RankCompilation:
     """Lays out all that the rank runs in the schedule's order: the deferred inline."""
@@ -189,6 +229,8 @@ def link_rank(state: RankCompilation) -> RankCompilation:
     state = linked(replace(state, ordered=order))
     planned, report = plan_rank(state), state.report
     if isinstance(planned, Unplanned):
+        if state.goal.updates:
+            raise NotUpdatedError(f"memory is not planned: {planned.reason}")
         report.unplanned = planned.reason
         return replace(state, unplanned=planned)
     report.num_launches = planned.num_launches
