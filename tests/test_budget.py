@@ -5,15 +5,16 @@ from link_tree import ROOT
 
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
-# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), the planner's exact
-# search (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390).
+# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), and in a pipeline
+# (frontend +180, backend +120, pipeline_parallel +30, autodiff +20), the planner's exact search
+# (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_340, 116),
+    "frontend": (23_500, 116),
     "reuse": (8_060, 37),  # the printer writes all of a program, and a parser reads it
-    "autodiff": (6_640, 38),
+    "autodiff": (6_660, 38),
     "recompute": (1_350, 9),
-    "pipeline_parallel": (2_970, 12),
-    "backend": (12_280, 54),
+    "pipeline_parallel": (2_980, 12),
+    "backend": (12_350, 54),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -767,6 +767,22 @@ def test_a_scheduler_marks_its_wrapper_of_step_and_asks_whether_that_was_called(
         schedule.step()
 
 
+@contract("._found_inf_per_device")
+def test_a_scaler_skips_an_update_for_what_is_set_among_what_it_found() -> None:
+    for gradient in (torch.ones(2), None):  # also where it found nothing to look at
+        optimizer, scaler = sgd(), torch.amp.GradScaler("cpu", init_scale=8.0)
+        (parameter,) = optimizer.param_groups[0]["params"]
+        scaler.scale(torch.ones(()))
+        parameter.grad = gradient
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        assert len(found) == (gradient is not None)
+        found.setdefault(torch.device("cpu"), torch.zeros(())).fill_(1)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0 and torch.equal(parameter, torch.ones(2))
+
+
 def test_hooks_of_an_optimizer_are_in_two_tables_and_those_of_all_in_two() -> None:
     optimizer = sgd()
     assert not StepOptimizer(optimizer)._have_hooks()
