@@ -7,16 +7,15 @@ import inspect
 import logging
 import pathlib
 import resource
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from apart import in_threads, run_apart
-from comparing import assert_close, assert_equals_eager, assert_same_gradients, seed_all
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, run_once, seed_all
 from printed import unfolded
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError
@@ -30,6 +29,7 @@ from lazyinline.frontend.dispatch import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
 WIDTH = 4
+Run = Callable[[Any, Tensor], Any]
 
 
 class Mlp(nn.Module):
@@ -40,27 +40,32 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x)) * 2)
+        return self.down(nn.functional.gelu(self.up(x)) * 2)
+
+
+class Part(nn.Module):
+    """A module whose forward a test writes; keywords become attributes."""
+
+    def __init__(self, run: Run, **attributes: Any) -> None:
+        super().__init__()
+        self.run, self.linear = run, nn.Linear(WIDTH, WIDTH)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
 
 
 class Around(nn.Module):
     """Two parts that can be captured, with something between that cannot."""
 
-    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, between: Run, **attributes: Any) -> None:
         super().__init__()
-        self.first, self.second, self.between = Mlp(), Mlp(), Between(between)
+        seed_all()
+        self.first, self.second, self.between = Mlp(), Mlp(), Part(between, **attributes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.between(self.first(x)))
-
-
-class Between(nn.Module):
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.run, self.linear = run, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def by_a_mask(module: Any, x: Tensor) -> Tensor:
@@ -100,15 +105,11 @@ def by_a_gradient_hook(module: Any, x: Tensor) -> Tensor:
     return y
 
 
-LINES = (
-    by_a_mask,
-    by_an_item,
-    by_numpy,
-    by_branching,
-    by_a_gradient_hook,
-    by_pythons_random_and_an_item,
+NO_LINE = (by_pythons_random, by_vmap)  # told after the run, or where the result is used
+WAYS = (
+    *(by_a_mask, by_an_item, by_numpy, by_branching, by_a_gradient_hook),
+    *(by_pythons_random_and_an_item, *NO_LINE),
 )
-WAYS = {f.__name__: f for f in (*LINES, by_pythons_random, by_vmap)}
 
 
 def assert_trains_like_eager(model: nn.Module, *batches: Any, **options: Any) -> Any:
@@ -123,33 +124,38 @@ def batches(count: int = 3, rows: int = 6) -> list[tuple[Tensor]]:
     return [(torch.randn(rows, WIDTH),) for _ in range(count)]
 
 
+def compiled_around(between: Run = by_a_mask, **options: Any) -> Any:
+    return lazyinline.compile(Around(between), backend="eager", **options)
+
+
 def by_path(compiled: Any) -> dict[str, Any]:
     return {part.path: part for part in compiled.last_report.parts}
 
 
-@pytest.mark.parametrize(
-    ("way", "backend"), [*((way, "eager") for way in WAYS), ("by_a_mask", "inductor")]
-)
+def is_compiled(compiled: Any, *paths: str) -> bool:
+    return not any(by_path(compiled)[path].ran_eagerly for path in paths)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.sweep(keep="by_a_mask-eager")
 def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
-    way: str, backend: str
+    way: Run, backend: str
 ) -> None:
-    seed_all()
-    compiled = assert_trains_like_eager(Around(WAYS[way]), *batches(), backend=backend)
+    compiled = assert_trains_like_eager(Around(way), *batches(), backend=backend)
     report, found = compiled.last_report, by_path(compiled)
     assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
     assert found["first"].num_programs == found["second"].num_programs == 1
-    source, line = inspect.getsourcelines(WAYS[way])
-    if WAYS[way] in LINES:  # not told after the run, or where the result is used
-        lines = [f"test_fallback.py:{line + i} {way}" for i in range(len(source))]
+    source, line = inspect.getsourcelines(way)
+    if way not in NO_LINE:
+        lines = [f"test_fallback.py:{line + i} {way.__name__}" for i in range(len(source))]
         assert any(text in found["between"].ran_eagerly for text in lines)
         assert any(text in unfolded(report) for text in lines)
     assert "only parts are compiled" in str(report)
-    assert "between (Between): runs eagerly" in str(report)
+    assert "between (Part): runs eagerly" in str(report)
 
 
 def test_modes_around_a_call_hold_in_its_parts() -> None:
-    seed_all()
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
     for (x,) in batches(2):
@@ -157,15 +163,28 @@ def test_modes_around_a_call_hold_in_its_parts() -> None:
             model.train(training)
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 assert_close(compiled(x), model(x), tolerance=1e-2 if autocast else 1e-5)
-    assert not by_path(compiled)["first"].ran_eagerly
+    assert is_compiled(compiled, "first")
 
 
-def test_errors_are_asked_for_and_options_checked() -> None:
-    compiled = lazyinline.compile(Around(by_a_mask), backend="eager", fallback="error")
-    with pytest.raises(CaptureError, match="by_a_mask"):
-        compiled(*batches()[0])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fallback": "error"}, "by_a_mask"),
+        (
+            {"recompute": Budget(fraction=1)},
+            r"by_a_mask.*recompute=Budget.* would not hold there",
+        ),
+    ],
+    ids=["asked for", "what was asked of a program would be left out"],
+)
+def test_what_cannot_be_captured_is_an_error_where(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        compiled_around(**options)(*batches()[0])
+
+
+def test_an_unknown_fallback_is_refused() -> None:
     with pytest.raises(PlanError, match="fallback='python' is unknown"):
-        lazyinline.compile(Around(by_a_mask), fallback="python")
+        compiled_around(fallback="python")
 
 
 def test_the_report_is_about_the_newest_call_that_compiled_or_ran_eagerly() -> None:
@@ -179,27 +198,20 @@ def test_the_report_is_about_the_newest_call_that_compiled_or_ran_eagerly() -> N
     assert compiled.last_report is newest
 
 
-def test_what_was_asked_of_a_program_is_not_silently_left_out() -> None:
-    compiled = lazyinline.compile(Around(by_a_mask), backend="eager", recompute=Budget(fraction=1))
-    with pytest.raises(CaptureError, match=r"by_a_mask.*recompute=Budget.* would not hold there"):
-        compiled(*batches()[0])
-
-
 def test_scripted_modules_run_eagerly() -> None:
     seed_all()
     scripted = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
     model = nn.Sequential(Mlp(), scripted)  # a copy of which has parameters that are no leaves
     compiled = lazyinline.compile(model, backend="eager")
-    for (x,) in batches():
+    for inputs in batches():
         gradients = []
         for run in (compiled, model):
             model.zero_grad()
-            result = run(x)
-            result.square().sum().backward()
-            gradients.append([result, *(p.grad for p in model.parameters())])
+            result = run_once(run, inputs, {}, 0)
+            gradients.append([result[0], *(p.grad for p in model.parameters())])
         assert_close(*gradients)
     assert "torch.jit" in compiled.last_report.ran_eagerly
-    assert not by_path(compiled)["0"].ran_eagerly
+    assert is_compiled(compiled, "0")
 
 
 def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None:
@@ -207,12 +219,9 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
     model = nn.Sequential(Mlp(), Mlp())
     weight = model[1].up.weight
     weight.data = torch._neg_view(weight.data.clone())
-    compiled = lazyinline.compile(model, backend="eager")
-    for (x,) in batches():
-        assert_close(compiled(x), model(x))
-    found = by_path(compiled)
-    assert "lazily negated view" in found["1"].ran_eagerly
-    assert not found["0"].ran_eagerly
+    compiled = assert_equals_eager(model, batches=batches()).compiled
+    assert "lazily negated view" in by_path(compiled)["1"].ran_eagerly
+    assert is_compiled(compiled, "0")
 
 
 @pytest.mark.sweep
@@ -222,15 +231,13 @@ def test_a_model_in_a_wrapper_runs_eagerly_around_its_parts(tmp_path: pathlib.Pa
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
-        seed_all()
         model = Around(by_a_mask)
         expected = copy.deepcopy(model)
         wrapped = lazyinline.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
-        for (x,) in batches():
-            for run in (wrapped, expected):
-                run(x).square().sum().backward()
+        for inputs in batches():
+            run_once(wrapped, inputs, {}, 0), run_once(expected, inputs, {}, 0)
             assert_same_gradients(model, expected)
-        assert not by_path(wrapped)["first"].ran_eagerly
+        assert is_compiled(wrapped, "first")
         assert "by_a_mask" in wrapped.last_report.ran_eagerly
     finally:
         dist.destroy_process_group()
@@ -245,11 +252,16 @@ def test_a_users_own_mistake_fails_as_in_eager_and_is_forgotten() -> None:
     assert not compiled.last_report.ran_eagerly
 
 
-@pytest.mark.sweep
-def test_the_slots_of_modules_are_empty_outside_of_a_call() -> None:
+def test_the_slots_of_modules_are_empty_outside_of_a_call_in_each_thread() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
-    compiled(*batches()[0])
+
+    def run(number: int) -> None:
+        for (x,) in batches(4, rows=4 + number % 2):
+            with torch.no_grad():
+                assert_close(compiled(x), model(x))
+
+    in_threads(run, 4)
     with pytest.raises(RuntimeError):
         compiled(torch.ones(3, WIDTH + 1))
     assert not any(vars(m).get(CALL_SLOT) for m in model.modules())
@@ -276,19 +288,19 @@ class Experts(nn.Module):
         return out
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.experts, self.norm = Mlp(), Experts(), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mlp(x)
-        return x + self.experts(self.norm(x))
+def layer(module: Any, x: Tensor) -> Tensor:
+    x = x + module.mlp(x)
+    return x + module.experts(module.norm(x))
 
 
 def experts(num_layers: int) -> nn.Module:
     seed_all()
-    return nn.Sequential(*(Layer() for _ in range(num_layers)))
+    return nn.Sequential(
+        *(
+            Part(layer, mlp=Mlp(), experts=Experts(), norm=nn.LayerNorm(WIDTH))
+            for _ in range(num_layers)
+        )
+    )
 
 
 def num_lowered(compiled: Any) -> int:
@@ -299,7 +311,7 @@ def num_lowered(compiled: Any) -> int:
 def test_work_does_not_grow_with_the_number_of_layers() -> None:
     one, many = (assert_trains_like_eager(experts(n), *batches(2)) for n in (1, 3))
     found = by_path(many)
-    assert all(not found[f"{i}.mlp"].ran_eagerly for i in range(3))
+    assert is_compiled(many, *(f"{i}.mlp" for i in range(3)))
     assert all("value of a tensor" in found[f"{i}.experts"].ran_eagerly for i in range(3))
     shapes = parts.MAX_SHAPES
     assert num_lowered(many) <= 2 * (1 + shapes) + 2  # forward and backward, for each set of sizes
@@ -309,31 +321,20 @@ def test_work_does_not_grow_with_the_number_of_layers() -> None:
 @pytest.mark.sweep
 def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
-    programs = {p: r.num_programs for p, r in by_path(compiled).items() if ".experts.experts." in p}
-    assert all(count <= parts.MAX_SHAPES for count in programs.values())
-    changing = [r.ran_eagerly for p, r in by_path(compiled).items() if ".experts.experts." in p]
-    assert any("keep changing" in reason for reason in changing)
+    changing = [r for p, r in by_path(compiled).items() if ".experts.experts." in p]
+    assert all(row.num_programs <= parts.MAX_SHAPES for row in changing)
+    assert any("keep changing" in row.ran_eagerly for row in changing)
     lowered = num_lowered(compiled)
     for (x,) in batches(8, rows=11):
         compiled(x)
     assert num_lowered(compiled) <= lowered + 4
 
 
-class Ever(nn.Module):
-    """One part, called with another size at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x[: int(x.detach().abs().sum() * 0) + len(x)])
-
-
 @pytest.mark.sweep
 def test_one_part_learns_sizes_and_then_gives_up() -> None:
+    model = Part(lambda m, x: m.mlp(x[: int(x.detach().abs().sum() * 0) + len(x)]), mlp=Mlp())
     compiled = assert_trains_like_eager(
-        Ever(), *((torch.randn(rows, WIDTH),) for rows in range(2, 16))
+        model, *((torch.randn(rows, WIDTH),) for rows in range(2, 16))
     )
     assert by_path(compiled)["mlp"].num_programs <= parts.MAX_PROGRAMS
     assert "keep changing" in by_path(compiled)["mlp"].ran_eagerly
@@ -345,8 +346,7 @@ def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
 ) -> None:
     model = experts(4)
     compiled = lazyinline.compile(model, backend="eager")
-    seed_all()
-    x = torch.randn(6, WIDTH)
+    (x,) = batches(1)[0]
     for _ in range(2):
         compiled(x)
     monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
@@ -357,30 +357,18 @@ def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
 # ---- what users have --------------------------------------------------------------------------
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.rnn = Mlp(), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        rnn = nn.utils.rnn
-        packed = rnn.pack_padded_sequence(self.mlp(x), lengths, batch_first=True)
-        return rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+def packed(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    rnn = nn.utils.rnn
+    sequence = rnn.pack_padded_sequence(module.mlp(x), lengths, batch_first=True)
+    return rnn.pad_packed_sequence(module.rnn(sequence)[0], batch_first=True)[0]
 
 
 @pytest.mark.sweep
 def test_packed_sequences_run_between_compiled_parts() -> None:
     seed_all()
     steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
-    compiled = assert_trains_like_eager(Packed(), *steps)
-    assert not by_path(compiled)["mlp"].ran_eagerly
-
-
-def changed_by(change: Callable[[nn.Module], Any]) -> nn.Module:
-    seed_all()
-    model = nn.Sequential(Mlp(), Mlp(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    change(model)
-    return model
+    model = Part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
+    assert is_compiled(assert_trains_like_eager(model, *steps), "mlp")
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -390,25 +378,21 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def changed_by(change: Callable[[Any], Any]) -> nn.Module:
+    seed_all()
+    model = nn.Sequential(Mlp(), Mlp(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    change(model)
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.sweep(keep="spectral")
 def test_layers_that_hooks_give_their_weights_run_eagerly(change: str) -> None:
-    model = changed_by(CHANGES[change])
-    expected = changed_by(CHANGES[change])  # PyTorch copies no weight that a hook has computed
-    compiled = lazyinline.compile(model, backend="eager")
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
-    for (x,) in batches():
-        for run, optimizer in zip((compiled, expected), optimizers, strict=True):
-            optimizer.zero_grad()
-            run(x).square().sum().backward()
-        assert_same_gradients(model, expected)
-        assert_close(compiled(x), expected(x))
-        for optimizer in optimizers:
-            optimizer.step()
-    found = by_path(compiled)
-    assert not found["1"].ran_eagerly
-    assert "of Linear at test_fallback.py:" in found["0"].ran_eagerly
+    model, expected = (changed_by(CHANGES[change]) for _ in range(2))  # no copy of such a weight
+    compiled = assert_trains_like_eager(model, *batches(), reference=expected)
+    assert is_compiled(compiled, "1")
+    assert "of Linear at test_fallback.py:" in by_path(compiled)["0"].ran_eagerly
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -422,77 +406,41 @@ def test_quantized_layers_run_eagerly() -> None:
     with torch.no_grad():
         for (x,) in batches():
             assert_close(compiled(x), model(x))
-    assert not by_path(compiled)["0"].ran_eagerly
+    assert is_compiled(compiled, "0")
 
 
 @pytest.mark.sweep
 def test_a_transformer_that_looks_at_its_mask_has_compiled_layers() -> None:
     seed_all()
     model = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(3)
-    expected, x = copy.deepcopy(model), torch.randn(2, 3, WIDTH)
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(2):
-        results = [run(x, x, tgt_mask=mask) for run in (compiled, expected)]
-        assert_close(*results)
-        for result in results:
-            result.square().sum().backward()
-    assert_same_gradients(model, expected)
-    found = by_path(compiled)
-    assert not found["encoder"].ran_eagerly
-    assert not any(found[f"decoder.layers.{i}"].ran_eagerly for i in range(2))
+    mask, x = nn.Transformer.generate_square_subsequent_mask(3), torch.randn(2, 3, WIDTH)
+    compiled = assert_equals_eager(model, (x, x), {"tgt_mask": mask}).compiled
+    assert is_compiled(compiled, "encoder", "decoder.layers.0", "decoder.layers.1")
 
 
-class Halves(nn.Module):
+def doubling(module: Any, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return torch.sin(x) + module.linear(x)
+
+
+def halved(module: Any, x: Tensor) -> Tensor:
     """Changes the halves of a tensor in place, one after the other; backward reads both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Doubling()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(x)
-        return torch.cat([self.part(x[:1]), self.part(x[1:])])
-
-
-class Doubling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)
-        return torch.sin(x) + self.linear(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.part, x, use_reentrant=False)
+    x = torch.tanh(x)
+    return torch.cat([module.part(x[:1]), module.part(x[1:])])
 
 
 def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eager_can() -> None:
     # Both halves share one version counter: eager says so in backward, but not under checkpoint.
     x = torch.randn(3, WIDTH)
-    model: nn.Module = Halves()
+    model = Part(halved, part=Part(doubling))
     compiled = lazyinline.compile(model, backend="eager")
     assert_close(compiled(x), model(x))
-    assert compiled.last_report is not None
-    line = Doubling.forward.__code__.co_firstlineno + 1
-    assert f"test_fallback.py:{line} Doubling.forward" in compiled.last_report.ran_eagerly
-    model = Checkpointed(Halves())
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(2):
-        wanted, found = expected(x), compiled(x)
-        wanted.sum().backward(), found.sum().backward()
-        assert_close(found, wanted)
-        assert_same_gradients(model, expected)
+    line = doubling.__code__.co_firstlineno + 1
+    assert f"test_fallback.py:{line} doubling" in compiled.last_report.ran_eagerly
+    around = Part(lambda m, x: x + checkpoint(m.part, x, use_reentrant=False), part=model)
+    assert_equals_eager(around, (x,))
     with pytest.raises(CaptureError, match="is changed in place after it was computed"):
-        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
+        lazyinline.compile_step(around, loss_fn=torch.sum, backend="eager")(x)
 
 
 class Straight(torch.autograd.Function):
@@ -514,76 +462,38 @@ class Straight(torch.autograd.Function):
 kept = Straight.apply
 
 
-def test_a_function_of_autograd_keeps_its_derivative_however_it_is_applied() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp, self.rounded = Mlp(), Straight.apply
+def straight(module: Any, x: Tensor) -> Any:
+    """Applies a function that an attribute, the class and a global hold."""
+    y = module.mlp(x)
+    first, second = module.rounded(y), Straight.apply(y, 1)
+    return first, second, kept(y * 3), kept(y, digits=1)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            y = self.mlp(x)
-            first, second = self.rounded(y), Straight.apply(y, 1)
-            return first, second, kept(y * 3), kept(y, digits=1)
 
+def penalty(module: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(module.mlp(x).sum(), x, create_graph=True)
+    assert slope.sum() < 1e9
+    return slope.square().sum(-1)
+
+
+def changing(module: Any, x: Tensor) -> Tensor:
+    """Changes in place what parts return, a view among it."""
+    y = module.mlp(x)
+    y[x.detach()[:, 0] > 0] += 1
+    left, right = module.heads(y)
+    if left.sum() > 1e9:
+        return left
+    return left.mul(2).add_(right)
+
+
+@pytest.mark.parametrize("run", [straight, penalty, changing], ids=lambda run: run.__name__)
+def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: Run) -> None:
     seed_all()
-    assert_trains_like_eager(Model(), *batches())
-
-
-def test_gradients_of_gradients_flow_through_what_runs_eagerly() -> None:
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.critic = Mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
-            assert slope.sum() < 1e9
-            return slope.square().sum(-1)
-
-    seed_all()
-    assert_trains_like_eager(Penalty(), *batches())
-
-
-def test_what_a_part_returns_can_be_changed_in_place() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp, self.heads = Mlp(), Heads()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.mlp(x)
-            y[x.detach()[:, 0] > 0] += 1
-            left, right = self.heads(y)
-            if left.sum() > 1e9:
-                return left
-            return left.mul(2).add_(right)
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, 2 * WIDTH)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.linear(x * 2).tanh().chunk(2, -1)
-
-    seed_all()
-    compiled = assert_trains_like_eager(Changing(), *batches())
-    assert not by_path(compiled)["heads"].ran_eagerly
-
-
-@pytest.mark.sweep
-def test_threads_share_a_model_that_runs_eagerly() -> None:
-    model = Around(by_a_mask)
-    compiled = lazyinline.compile(model, backend="eager")
-
-    def run(number: int) -> None:
-        for (x,) in batches(4, rows=4 + number % 2):
-            with torch.no_grad():
-                assert_close(compiled(x), model(x))
-
-    in_threads(run, 4)
-    assert not any(vars(m).get(CALL_SLOT) for m in model.modules())
+    heads = Part(lambda m, x: m.linear(x * 2).tanh().chunk(2, 0))
+    heads.linear = nn.Linear(WIDTH, WIDTH)
+    model = Part(run, mlp=Mlp(), rounded=Straight.apply, heads=heads)
+    compiled = assert_trains_like_eager(model, *batches())
+    assert run is not changing or is_compiled(compiled, "heads")
 
 
 # ---- what a forward does besides computing ----------------------------------------------------
@@ -592,120 +502,82 @@ def test_threads_share_a_model_that_runs_eagerly() -> None:
 class Writer:
     """As loggers of training runs are: it keeps what it is given."""
 
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float]] = []
+    def __init__(self, scalars: list[Any]) -> None:
+        self.scalars = scalars
 
-    def add_scalar(self, name: str, value: Any) -> None:
-        self.scalars.append((name, round(float(value), 4)))
-
-
-def _with(effect: Callable[[Any, Tensor], Any], held: Any) -> tuple[nn.Module, Callable[[], Any]]:
-    def run(module: Any, x: Tensor) -> Tensor:
-        effect(module, x)
-        return x * 2
-
-    return Around(run), lambda: held
+    def add_mean(self, module: Any, x: Tensor) -> None:
+        self.scalars.append(("mean", round(float(x.mean()), 4)))
 
 
-def appends_to_its_own_list() -> Any:
-    model, _ = _with(lambda module, x: module.cache.append(x.detach()), None)
-    model.between.cache = []
-    return model, lambda: model.between.cache
+class Logging(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+        logger = logging.getLogger("lazyinline_tests_fallback")
+        logger.handlers, logger.propagate = [self], False
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+
+    def log(self, module: Any, x: Tensor) -> None:
+        logging.getLogger("lazyinline_tests_fallback").info("%s", x.shape)
 
 
-def writes_scalars() -> Any:
-    writer = Writer()
-    return _with(lambda module, x: writer.add_scalar("mean", x.mean()), writer.scalars)
-
-
-def counts_in_a_dictionary() -> Any:
-    counts = {"calls": 0}
-    return _with(lambda module, x: counts.update(calls=counts["calls"] + 1), counts)
-
-
-def logs() -> Any:
-    seen: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.getMessage())
-
-    logger = logging.getLogger("lazyinline_tests_fallback")
-    logger.handlers, logger.propagate = [Handler()], False
-    logger.setLevel(logging.INFO)
-    return _with(lambda module, x: logger.info("%s", x.shape), seen)
-
-
-def warns() -> Any:
-    seen: list[str] = []
-
+def warning(seen: list[Any]) -> Run:
     def warn(module: Any, x: Tensor) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             warnings.warn("rows", stacklevel=1)
         seen.extend(str(w.message) for w in caught)
 
-    return _with(warn, seen)
+    return warn
 
 
-def shows_progress() -> Any:
-    tqdm = pytest.importorskip("tqdm").tqdm
-    seen: list[int] = []
-
-    def run(module: Any, x: Tensor) -> None:
-        for index in tqdm(range(2), disable=True):
-            seen.append(index)
-
-    return _with(run, seen)
+def counting(seen: list[Any]) -> Run:
+    seen.append({"calls": 0})
+    return lambda module, x: seen[0].update(calls=seen[0]["calls"] + 1)
 
 
-def measures_time() -> Any:
-    times: list[bool] = []
-
-    def run(module: Any, x: Tensor) -> None:
-        start = time.time()
-        times.append(time.time() >= start)
-
-    return _with(run, times)
-
-
-def hook_in_a_shared_block() -> Any:
-    kept: list[Tensor] = []
-    model = Around(lambda module, x: x * 2)
-    model.second.up.register_forward_hook(lambda m, args, output: kept.append(output.detach()))
-    return model, lambda: kept
+EFFECTS: dict[str, Callable[[list[Any]], Run]] = {
+    "appends to its own list": lambda seen: lambda module, x: module.seen.append(x.detach()),
+    "writes scalars": lambda seen: Writer(seen).add_mean,
+    "counts in a dictionary": counting,
+    "logs": lambda seen: Logging(seen).log,
+    "warns": warning,
+    "moves an iterator": lambda seen: lambda module, x: seen.append(next(module.steps)),
+    "hook in a shared block": lambda seen: lambda module, x: None,
+}
 
 
-EFFECTS = (
-    appends_to_its_own_list,
-    writes_scalars,
-    counts_in_a_dictionary,
-    logs,
-    warns,
-    shows_progress,
-    measures_time,
-    hook_in_a_shared_block,
-)
-
-
-@pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
-@pytest.mark.sweep(keep="hook_in_a_shared_block")
-def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(make: Any) -> None:
-    runs = []
+@pytest.mark.parametrize("kind", EFFECTS)
+@pytest.mark.sweep(keep=["hook in a shared block", "iterator"])
+def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(kind: str) -> None:
+    runs: list[Any] = []
+    is_hook = kind == "hook in a shared block"
     for compiles in (True, False):
-        seed_all()
-        model, held = make()
-        run = lazyinline.compile(model, backend="eager") if compiles else model
-        outputs = [run(x) for (x,) in batches()]
-        runs.append((outputs, held()))
+        seen: list[Any] = []
+        effect = EFFECTS[kind](seen)
+
+        def run(module: Any, x: Tensor, effect: Run = effect) -> Tensor:
+            effect(module, x)
+            return x * 2
+
+        model: Any = Around(run, seen=seen, steps=iter([1.0, 2.0, 3.0]))
+        if is_hook:
+            model.second.up.register_forward_hook(
+                lambda module, args, output, seen=seen: seen.append(output.detach())
+            )
+        call = lazyinline.compile(model, backend="eager") if compiles else model
+        runs.append(([call(x) for (x,) in batches()], plain(seen)))
         if compiles:
-            found = by_path(run)
-            assert not found["first"].ran_eagerly
-            which = "second" if make is hook_in_a_shared_block else "between"
-            assert found[which].ran_eagerly
+            assert is_compiled(call, "first")
+            assert by_path(call)["second" if is_hook else "between"].ran_eagerly
     (outputs, held), (expected, wanted) = runs
     torch.testing.assert_close(outputs, expected)
-    assert plain(held) == plain(wanted)
+    assert held and held == wanted
 
 
 def plain(value: Any) -> Any:
@@ -715,84 +587,75 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def test_an_iterator_is_named_as_what_a_part_reads() -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        return x * next(module.steps) * x.detach().max().item()
+
+    compiled = lazyinline.compile(Around(run, steps=iter([1.0] * 9)), backend="eager")
+    for (x,) in batches():
+        compiled(x)
+    assert "reads a list_iterator at test_fallback.py" in by_path(compiled)["between"].ran_eagerly
+
+
 @pytest.mark.sweep
 def test_a_forward_that_fails_half_way_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     def run(module: Any, x: Tensor) -> Tensor:
         print("rows", len(x))
         return by_an_item(module, x)
 
-    compiled = lazyinline.compile(Around(run), backend="eager")
+    compiled = compiled_around(run)
     for (x,) in batches():
         compiled(x)
         assert capsys.readouterr().out == "rows 6\n"
 
 
-def test_an_iterator_moves_on_once_a_call() -> None:
-    def run(module: Any, x: Tensor) -> Tensor:
-        return x * next(module.steps) * x.detach().max().item()
-
-    seed_all()
-    model = Around(run)
-    compiled = lazyinline.compile(model, backend="eager")
-    found = []
-    for one in (model, compiled):
-        model.between.steps = iter([1.0, 2.0, 3.0])
-        found.append([one(x) for (x,) in batches()[:3]])
-    torch.testing.assert_close(*found)
-    assert "reads a list_iterator at test_fallback.py" in by_path(compiled)["between"].ran_eagerly
-
-
-def inductor_error() -> Exception:
-    return InductorError(SyntaxError("invalid syntax"), None)
-
+# ---- what a backend fails at ------------------------------------------------------------------
 
 FAILURES: dict[str, Callable[[], Exception]] = {
-    "SyntaxError: invalid syntax": inductor_error,
+    "SyntaxError: invalid syntax": lambda: InductorError(SyntaxError("invalid syntax"), None),
     "OSError: .*No space left": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "AssertionError": AssertionError,
 }
 
 
-@pytest.mark.sweep(keep="SyntaxError")
-@pytest.mark.parametrize("said", FAILURES)
-def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_at_tanh(patch: pytest.MonkeyPatch, error: Callable[[], Exception]) -> None:
     compile_leaf = torch_inductor._compile
 
     def failing(module: torch.fx.GraphModule) -> Any:
         if any(node.target is torch.ops.aten.tanh.default for node in module.graph.nodes):
-            raise FAILURES[said]()
+            raise error()
         return compile_leaf(module)
 
-    monkeypatch.setattr(torch_inductor, "_compile", failing)
-    assert_the_others_are_compiled(said)
+    patch.setattr(torch_inductor, "_compile", failing)
 
 
-def test_a_closure_whose_kernel_cannot_be_built_is_run_by_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def write_no_tanh(patch: pytest.MonkeyPatch) -> None:
     safe = torch_builds.guarded
 
     def wrong(source: str, num_threads: int) -> str:
         made = safe(source, num_threads)
         return made.replace(".tanh()", ".no_such_thing()").replace("std::tanh", "no_such_thing")
 
-    monkeypatch.setattr(torch_builds, "guarded", wrong)
-    assert_the_others_are_compiled("no_such_thing")
+    patch.setattr(torch_builds, "guarded", wrong)
 
 
-def assert_the_others_are_compiled(said: str) -> None:
-    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
-    expected, x = copy.deepcopy(model), torch.randn(3, WIDTH)
-    compiled = lazyinline.compile(model)
+def mixed_layers() -> nn.Module:
+    return nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
+
+
+@pytest.mark.sweep(keep=["SyntaxError", "no_such_thing"])
+@pytest.mark.parametrize("said", [*FAILURES, "no_such_thing"])
+def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if said in FAILURES:
+        fail_at_tanh(monkeypatch, FAILURES[said])
+    else:
+        write_no_tanh(monkeypatch)
+    model, x = mixed_layers(), torch.randn(3, WIDTH)
+    expected = copy.deepcopy(model)
     with pytest.warns(UserWarning, match=f"(?s)PyTorch runs the operators.*{said}"):
-        found = compiled(x)
-    assert_close(found, expected(x))
-    for result in (found, expected(x)):
-        result.square().sum().backward()
-    assert_same_gradients(model, expected)
-    report = compiled.last_report
+        report = assert_equals_eager(model, (x,), calls=1, backend="inductor").told
     assert 0 < len(report.eager_kernels) < report.num_kernels
     assert "run operator by operator, @" in str(report)
     with pytest.warns(UserWarning, match="PyTorch runs the operators"):  # nor is it kept on disk
@@ -802,22 +665,13 @@ def assert_the_others_are_compiled(said: str) -> None:
 def run_with_a_full_disk() -> None:
     """No file grows from some point on: what a full disk is to who writes."""
     importlib.import_module("torch._inductor.compile_fx")  # tries, by writing, the system's folder
-    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
-    expected, x = copy.deepcopy(model), torch.randn(3, WIDTH)
+    model, x = mixed_layers(), torch.randn(3, WIDTH)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    compiled = lazyinline.compile(model)
     with pytest.warns(UserWarning, match="PyTorch runs the operators") as warned:
-        found = compiled(x)
+        assert_equals_eager(model, (x,), backend="inductor")
     assert sum("PyTorch runs the operators" in str(one.message) for one in warned) == 1
-    for result in (found, expected(x)):
-        result.square().sum().backward()
-    assert torch.allclose(found, expected(x), atol=1e-6)
-    assert_same_gradients(model, expected)
-    step = lazyinline.compile_step(model, loss_fn=lambda output: output.square().sum())
     with pytest.warns(UserWarning):
-        loss = step(x)
-    assert torch.allclose(loss, expected(x).square().sum(), atol=1e-6)
-    assert_same_gradients(model, expected)
+        assert_equals_eager(model, (x,), backend="inductor", door="step")
 
 
 @pytest.mark.sweep
@@ -826,28 +680,31 @@ def test_with_a_full_disk_pytorch_runs_the_operators(tmp_path: pathlib.Path) -> 
     run_apart(run_with_a_full_disk, **folders, LAZYINLINE_CACHE_DIR=str(tmp_path / "lazyinline"))
 
 
-class _Branches(nn.Module):
+# ---- what the user is told --------------------------------------------------------------------
+
+
+class Branches(nn.Sequential):
     """Reads the value of a tensor, itself or in so many of its layers."""
 
-    def __init__(self, num_compiled: int, num_eager: int) -> None:
-        super().__init__()
-        block = nn.TransformerEncoderLayer
-        self.compiled = nn.ModuleList(
-            block(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(num_compiled)
-        )
-        self.eager = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_eager))
-
     def forward(self, x: Tensor) -> Tensor:
-        for layer in [*self.compiled, *self.eager]:
-            x = layer(x)
+        x = super().forward(x)
         return x + 1 if x.sum().item() > 0 else x
 
 
-def _told(run: Callable[[], Any], num_calls: int) -> list[str]:
+def branches(num_compiled: int, num_eager: int) -> nn.Module:
+    layers = (
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        for _ in range(num_compiled)
+    )
+    return Branches(nn.Sequential(*layers), *(nn.Linear(8, 8) for _ in range(num_eager)))
+
+
+def told(run: Callable[..., Any], num_calls: int, inputs: Iterable[Tensor] = ()) -> list[str]:
+    inputs = inputs or (torch.randn(2, 3, 8),)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(num_calls):
-            run()
+            run(*inputs)
     assert all(warning.filename == __file__ for warning in seen)
     return [str(w.message) for w in seen if "runs eagerly" in str(w.message)]
 
@@ -858,34 +715,31 @@ def _told(run: Callable[[], Any], num_calls: int) -> list[str]:
 def test_a_model_of_which_most_runs_eagerly_says_so_once(
     layers: tuple[int, int], share: str, in_place: bool
 ) -> None:
-    model = lazyinline.compile(_Branches(*layers), backend="eager", in_place=in_place)
-    x = torch.randn(2, 3, 8)
-    assert _told(lambda: model(x), 1) == [], "it may be compiled at the next call"
-    told = _told(lambda: model(x), 4)
-    assert len(told) == 1
+    model = lazyinline.compile(branches(*layers), backend="eager", in_place=in_place)
+    assert told(model, 1) == [], "it may be compiled at the next call"
+    (said,) = told(model, 4)
     reason = lazyinline.last_report(model).ran_eagerly
-    assert "test_fallback.py" in reason and reason in told[0]
-    assert share in told[0] and "fallback='error' makes that an error" in told[0]
+    assert "test_fallback.py" in reason and reason in said
+    assert share in said and "fallback='error' makes that an error" in said
     with torch.no_grad():
-        assert _told(lambda: model(x), 3) == [], "once for each model that was compiled"
+        assert told(model, 3) == [], "once for each model that was compiled"
 
 
-def test_a_model_of_which_most_is_compiled_says_nothing() -> None:
-    model = lazyinline.compile(_Branches(3, 1), backend="eager")
-    assert _told(lambda: model(torch.randn(2, 3, 8)), 4) == []
+class Filling(nn.Linear):
+    """Fills a table at its first call."""
+
+    table: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(8)
+        return super().forward(x * self.table)
 
 
-def test_what_a_model_does_at_its_first_call_only_is_not_worth_a_word() -> None:
-    class Filling(nn.Linear):
-        table: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.table is None:
-                self.table = torch.ones(8)
-            return super().forward(x * self.table)
-
+def test_a_model_of_which_most_is_compiled_in_the_end_says_nothing() -> None:
+    assert told(lazyinline.compile(branches(3, 1), backend="eager"), 4) == []
     model = lazyinline.compile(Filling(8, 8), backend="eager")
-    assert _told(lambda: model(torch.randn(2, 3, 8)), 4) == []
+    assert told(model, 4) == []
     assert not model.last_report.ran_eagerly
 
 
@@ -895,30 +749,27 @@ def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -
             print("rows", len(x))
             return super().forward(x)
 
-    x = torch.randn(2, 8)
-    model = lazyinline.compile(Printing(8, 8), backend="eager")
-    told = _told(lambda: model(x), 4)
-    assert len(told) == 1 and "prints or logs something at test_fallback.py" in told[0]
+    (said,) = told(lazyinline.compile(Printing(8, 8), backend="eager"), 4)
+    assert "prints or logs something at test_fallback.py" in said
     hooked = nn.Linear(8, 8)
     hooked.register_full_backward_hook(lambda *_: None)
     model = lazyinline.compile(hooked, backend="eager", fallback="error")
-    told = _told(lambda: model(x).sum().backward(), 4)
-    assert len(told) == 1 and "has a backward hook" in told[0] and "makes" not in told[0]
+    (said,) = told(lambda x: model(x).sum().backward(), 4)
+    assert "has a backward hook" in said and "makes" not in said
+
+
+def drawing(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    drawn = []
+    for view in (lambda t: t, Tensor.t, lambda t: t[:, ::2]):
+        held = torch.cat([x, x], 1)
+        view(held).normal_()
+        drawn += [held * 1, torch.rand(2)]
+    return tuple(drawn)
 
 
 @pytest.mark.parametrize("size", [3, 15, 16, 17])
 def test_numbers_drawn_into_a_view_are_eagers(size: int) -> None:
-    class Drawing(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            drawn = []
-            for view in (lambda t: t, Tensor.t, lambda t: t[:, ::2]):
-                held = torch.cat([x, x], 1)
-                view(held).normal_()
-                drawn += [held * 1, torch.rand(2)]
-            return tuple(drawn)
-
-    model = Drawing()
-    found = []
+    model, found = Part(drawing), []
     for call in (lazyinline.compile(model, backend="eager"), model):
         torch.manual_seed(1)
         with torch.no_grad():
