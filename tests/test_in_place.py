@@ -4,13 +4,13 @@ import copy
 import inspect
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hugging_face
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients, twin
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
 from models import MarkedBlock, Net
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ class Small(Net):
     """Three blocks with dropout, and a head."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         super().__init__(lambda: MarkedBlock(8, dropout=0.5), 3, width=8)
 
 
@@ -33,9 +34,8 @@ def batch(*, seed: int = 0) -> Tensor:
 
 
 def pair(kind: type[nn.Module] = Small, **options: Any) -> tuple[Any, Any]:
-    """Returns a model compiled in place, and its twin for eager."""
-    torch.manual_seed(0)
-    model = kind()
+    """Returns a model in eval mode that is compiled in place, and its twin for eager."""
+    model = kind().eval()
     expected = twin(model)
     return lazyinline.compile(model, **{"backend": "eager", **options}, in_place=True), expected
 
@@ -46,21 +46,8 @@ def report(model: nn.Module) -> CompileReport:
     return found
 
 
-def assert_trains_like(model: nn.Module, expected: nn.Module, steps: int = 3) -> None:
-    results = []
-    for run in (model, expected):
-        optimizer = torch.optim.AdamW(run.parameters(), lr=1e-2)
-        torch.manual_seed(7)  # the masks of dropout
-        losses = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = run(batch(seed=step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        results.append(torch.stack(losses))
-    torch.testing.assert_close(*results)
-    assert_same_gradients(model, expected)
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 # ---- the same object -------------------------------------------------------------------------
@@ -70,20 +57,21 @@ def assert_trains_like(model: nn.Module, expected: nn.Module, steps: int = 3) ->
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_a_model_compiled_in_place_is_the_users_object_and_trains_as_before(backend: str) -> None:
-    torch.manual_seed(0)
     model = Small()
-    expected, before = twin(model), dict(vars(model))
-    assert lazyinline.compile(model, backend=backend, in_place=True) is model
-    assert type(model) is Small
+    before = dict(vars(model))
+    batches = [(batch(seed=step),) for step in range(3)]
+    outcome = assert_equals_eager(
+        model, batches=batches, door="in place", backend=backend, optimizer=adamw, tolerance=1e-4
+    )
+    assert outcome.compiled is model and type(model) is Small
     assert vars(model).items() >= before.items()
-    assert lazyinline.last_report(model) is None
-    assert_trains_like(model, expected)
-    assert report(model).num_block_calls == 3
-    assert report(model).ran_eagerly == ""
+    assert outcome.told.num_block_calls == 3
+    assert outcome.told.ran_eagerly == ""
 
 
 def test_what_tools_look_at_is_the_models() -> None:
     model, expected = pair()
+    assert lazyinline.last_report(model) is None
     assert inspect.signature(model.forward) == inspect.signature(expected.forward)
     assert repr(model) == repr(expected)
     assert list(model.state_dict()) == list(expected.state_dict())
@@ -92,19 +80,31 @@ def test_what_tools_look_at_is_the_models() -> None:
         model(batch())
 
 
-def test_train_and_eval_are_the_models_and_each_has_its_program() -> None:
+def test_modes_and_dtypes_are_the_models_and_each_has_its_program() -> None:
     model, expected = pair()
-    model(batch())
-    assert_close(model.eval()(batch()), expected.eval()(batch()))
-    with torch.no_grad():
-        assert_close(model(batch(), scale=2.0), expected(batch(), scale=2.0))
-    assert_trains_like(model.train(), expected.train())
+    for _ in range(2):
+        assert_close(model(batch()), expected(batch()))
+        with torch.no_grad():
+            assert_close(model(batch(), scale=2.0), expected(batch(), scale=2.0))
+    assert report(model).num_compiles == 2
+    results = []
+    for run in (model, expected):
+        torch.manual_seed(7)  # the masks of dropout
+        results.append(run.train()(batch()))
+        results[-1].square().mean().backward()
+    assert_close(*results)
+    assert_same_gradients(model, expected)
+    assert model.eval().to(torch.float64) is model
+    x = batch().double()
+    assert_close(model(x), expected.eval().double()(x))
+    assert report(model).num_compiles == 4
 
 
 def test_a_state_dict_is_loaded_into_the_compiled_model(tmp_path: pathlib.Path) -> None:
     model, _ = pair()
-    model.eval()(batch())
+    model(batch())
     other = Small().eval()
+    nn.init.ones_(other.head.weight)
     torch.save(other.state_dict(), tmp_path / "weights.pt")
     model.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert_close(model(batch()), other(batch()))
@@ -139,14 +139,14 @@ def test_copies_of_it_are_plain_models(
     kind: type[nn.Module], copied: Callable[..., Any], tmp_path: pathlib.Path
 ) -> None:
     model, expected = pair(kind)
-    model.eval()(batch())
+    model(batch())
     other = copied(model, tmp_path)
     assert type(other) is kind
     if copied is copy.copy or kind is Small:
-        assert_close(other(batch()), expected.eval()(batch()))
+        assert_close(other(batch()), expected(batch()))
         with pytest.raises(PlanError, match="was not compiled by lazyinline"):
             lazyinline.last_report(other)
-    assert_close(model(batch()), expected.eval()(batch()))
+    assert_close(model(batch()), expected(batch()))
     assert report(model).num_compiles == 1
 
 
@@ -166,11 +166,10 @@ def test_what_was_not_compiled_has_no_report() -> None:
     with pytest.raises(PlanError, match="This Small was not compiled by lazyinline"):
         lazyinline.last_report(Small())
     compiled = lazyinline.compile(Small(), backend="eager")
-    compiled(batch())
-    assert lazyinline.last_report(compiled) is compiled.last_report
     step = lazyinline.compile_step(Small(), loss_fn=torch.sum, backend="eager")
-    step(batch())
-    assert lazyinline.last_report(step) is step.last_report is not None
+    for run in (compiled, step):
+        run(batch())
+        assert lazyinline.last_report(run) is run.last_report is not None
 
 
 class Around(Small):
@@ -181,9 +180,7 @@ class Around(Small):
 def test_a_class_with_a_call_of_its_own_is_refused_in_place_only() -> None:
     with pytest.raises(PlanError, match=r"Around overrides __call__.*in_place=False"):
         lazyinline.compile(Around(), in_place=True)
-    model = Around().eval()
-    compiled = lazyinline.compile(model, backend="eager")
-    assert_close(compiled(batch()), twin(model)(batch()))
+    assert_equals_eager(Around(), (batch(),), calls=1)
 
 
 # ---- hooks -----------------------------------------------------------------------------------
@@ -193,77 +190,54 @@ def doubled(module: nn.Module, args: Any, output: Any = None) -> Any:
     return (args[0] * 2,) if output is None else output * 2
 
 
-def on_forward(model: Small, log: Log) -> Any:
-    return model.register_forward_hook(doubled)
+def with_scale(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, {**kwargs, "scale": 3.0}
 
 
-def on_forward_of_a_layer(model: Small, log: Log) -> Any:
-    return model.blocks[1].register_forward_hook(doubled)
+def doubled_products(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if isinstance(module, nn.Linear) else None
 
 
-def before_forward(model: Small, log: Log) -> Any:
-    return model.register_forward_pre_hook(doubled)
+def collecting(log: Log) -> Callable[..., None]:
+    """Returns a hook that keeps a forward's output, or a backward's gradient."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        log.append((output if isinstance(output, Tensor) else output[0]).detach().clone())
+
+    return hook
 
 
-def with_keywords(model: Small, log: Log) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "scale": 3.0}
-
-    return model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def that_collects(model: Small, log: Log) -> Any:
-    return model.register_forward_hook(lambda m, a, output: log.append(output.detach().clone()))
-
-
-def of_a_layer_that_collects(model: Small, log: Log) -> Any:
-    return model.blocks[0].register_forward_hook(lambda m, a, o: log.append(o.detach().clone()))
-
-
-def on_backward(model: Small, log: Log) -> Any:
-    def hook(module: nn.Module, inward: Any, outward: Any) -> None:
-        log.append(outward[0].clone())
-
-    return model.register_full_backward_hook(hook)
-
-
-def before_backward(model: Small, log: Log) -> Any:
-    return model.blocks[1].register_full_backward_pre_hook(lambda m, outward: (outward[0] * 2,))
+HOOKS: dict[str, Callable[[Any, Log], Any]] = {
+    "on forward": lambda model, log: model.register_forward_hook(doubled),
+    "on forward of a layer": lambda model, log: model.blocks[1].register_forward_hook(doubled),
+    "before forward": lambda model, log: model.register_forward_pre_hook(doubled),
+    "with keywords": lambda model, log: model.register_forward_pre_hook(
+        with_scale, with_kwargs=True
+    ),
+    "that collects": lambda model, log: model.register_forward_hook(collecting(log)),
+    "of a layer that collects": lambda model, log: model.blocks[0].register_forward_hook(
+        collecting(log)
+    ),
+    "on backward": lambda model, log: model.register_full_backward_hook(collecting(log)),
+    "before backward": lambda model, log: model.blocks[1].register_full_backward_pre_hook(
+        lambda m, outward: (outward[0] * 2,)
+    ),
+    "on all modules": lambda model, log: nn.modules.module.register_module_forward_hook(
+        doubled_products
+    ),
+}
 
 
-def on_all_modules(model: Small, log: Log) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return output * 2 if isinstance(module, nn.Linear) else None
-
-    return nn.modules.module.register_module_forward_hook(hook)
-
-
-HOOKS = [
-    on_forward,
-    on_forward_of_a_layer,
-    before_forward,
-    with_keywords,
-    that_collects,
-    of_a_layer_that_collects,
-    on_backward,
-    before_backward,
-    on_all_modules,
-]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("compiled_before", [False, True])
-@pytest.mark.sweep(keep=["False-on_backward", "True-that_collects"])
-def test_hooks_run_at_each_call_as_in_eager(
-    hook: Callable[[Any, Log], Any], compiled_before: bool
-) -> None:
+@pytest.mark.sweep(keep=["False-on backward", "True-that collects"])
+def test_hooks_run_at_each_call_as_in_eager(kind: str, compiled_before: bool) -> None:
     model, expected = pair()
-    model.eval(), expected.eval()
     if compiled_before:
         model(batch())
     logs: list[Log] = [[], []]
     for run, log in zip((model, expected), logs, strict=True):
-        handle = hook(run, log)
+        handle = HOOKS[kind](run, log)
         for seed in range(3):
             x = batch(seed=seed).requires_grad_()
             run(x).square().sum().backward()
@@ -277,23 +251,17 @@ def test_hooks_run_at_each_call_as_in_eager(
 # ---- among others ----------------------------------------------------------------------------
 
 
-class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.last = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.inner(x)))
+def outer(inner: nn.Module) -> nn.Module:
+    return nn.Sequential(inner, nn.ReLU(), nn.Linear(2, 2)).eval()
 
 
 def test_a_compile_of_what_is_around_goes_through_what_was_compiled_in_place() -> None:
     inner, _ = pair()
-    outer = Outer(inner).eval()
-    expected = twin(outer)
-    assert_close(outer(batch()), expected(batch()))
+    around = outer(inner)
+    expected = twin(around)
+    assert_close(around(batch()), expected(batch()))
     alone = report(inner)
-    compiled = lazyinline.compile(outer, backend="eager")
+    compiled = lazyinline.compile(around, backend="eager")
     assert_close(compiled(batch()), expected(batch()))
     assert compiled.last_report.num_block_calls == 3
     assert report(inner) is alone
@@ -304,12 +272,16 @@ def test_a_compile_of_what_is_around_goes_through_what_was_compiled_in_place() -
 
 
 def test_blocks_compiled_one_by_one_train_as_before() -> None:
-    torch.manual_seed(0)
-    model = Small()
+    model = Small().eval()
     expected = twin(model)
     for layer in model.blocks:
         lazyinline.compile(layer, backend="eager", in_place=True)
-    assert_trains_like(model, expected)
+    for run in (model, expected):
+        optimizer = adamw(run.parameters())
+        for step in range(2):
+            run(batch(seed=step)).square().mean().backward()
+            optimizer.step()
+    assert_same_gradients(model, expected)
     assert all(report(layer).ran_eagerly == "" for layer in model.blocks)
 
 
@@ -317,7 +289,6 @@ def test_blocks_compiled_one_by_one_train_as_before() -> None:
 def test_other_ways_in_take_it_as_the_model_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROUND_S", 0.001)
     model, expected = pair()
-    model.eval(), expected.eval()
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
     assert_close(step(batch()).detach(), expected(batch()).sum().detach())
     assert lazyinline.capture(model, (batch(),)).num_nodes() > 0
@@ -329,7 +300,6 @@ def test_other_ways_in_take_it_as_the_model_that_it_is(monkeypatch: pytest.Monke
 
 
 def test_what_torch_compile_holds_in_the_same_place_is_captured_through() -> None:
-    torch.manual_seed(0)
     model = Small().eval()
     expected = twin(model)
     for layer in model.blocks:
@@ -341,87 +311,42 @@ def test_what_torch_compile_holds_in_the_same_place_is_captured_through() -> Non
 
 def test_parameters_swapped_for_a_call_are_the_ones_that_count() -> None:
     model, expected = pair()
-    model.eval(), expected.eval()
     model(batch())
     other = {name: p.detach() * 2 for name, p in expected.named_parameters()}
-    found = torch.func.functional_call(model, other, (batch(),))
-    assert_close(found, torch.func.functional_call(expected, other, (batch(),)))
+    call = torch.func.functional_call
+    assert_close(call(model, other, (batch(),)), call(expected, other, (batch(),)))
     assert_close(model(batch()), expected(batch()))
-
-
-# ---- Hugging Face ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.sweep(keep="gpt2")
 def test_a_model_of_hugging_face_stays_what_it_is(name: str, tmp_path: pathlib.Path) -> None:
     model, inputs = hugging_face.example(name)
-    expected = twin(model)
-    lazyinline.compile(model, backend="eager", in_place=True)
-    labels = inputs["input_ids"]
-    for _ in range(2):
-        results = [run(**inputs, labels=labels) for run in (model, expected)]
-        assert type(results[0]) is type(results[1])
-        assert_close(results[0].loss, results[1].loss)
-        for result in results:
-            result.loss.backward()
-        assert_same_gradients(model, expected)
-        for run in (model, expected):
-            torch.optim.SGD(run.parameters(), lr=0.1).step()
-    assert report(model).num_block_calls == 3
+    outcome = assert_equals_eager(
+        model, (), {**inputs, "labels": inputs["input_ids"]}, door="in place"
+    )
+    assert outcome.told.num_block_calls == 3
     model.save_pretrained(tmp_path)
     assert (tmp_path / "config.json").exists()
     loaded = type(model).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
 
 
-# ---- other compilers, other dtypes, copies of what ran ---------------------------------------
-
-
 def test_a_module_that_torch_compile_returned_is_refused_with_what_to_do() -> None:
     for in_place in (False, True):
         with pytest.raises(CaptureError, match=r"Compile the module itself: lazyinline.compile"):
             lazyinline.compile(torch.compile(Small()), in_place=in_place)  # type: ignore[call-overload]
-    with pytest.raises(CaptureError, match=r"inner is what torch.compile returned"):
-        lazyinline.compile(Outer(torch.compile(Small())))  # type: ignore[arg-type]
-
-
-def test_another_dtype_is_another_program() -> None:
-    model, expected = pair()
-    model.eval()(batch())
-    assert model.to(torch.float64) is model
-    x = batch().double()
-    assert_close(model(x), expected.eval().double()(x))
-    assert report(model).num_compiles == 2
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
-@pytest.mark.sweep(keep="deepcopy")
-def test_a_step_that_ran_is_copied_and_compiles_anew(copied: Callable[..., Any]) -> None:
-    model = Small().eval()
-    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
-    loss = step(batch())
-    other = copied(step)
-    assert other.last_report is None
-    assert_close(other(batch()), loss)
-    assert_close(step(batch()), loss)
+    with pytest.raises(CaptureError, match=r"0 is what torch.compile returned"):
+        lazyinline.compile(outer(torch.compile(Small())))
 
 
 # ---- the wrapper -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wrapper() -> Iterator[Any]:
-    torch.manual_seed(0)
-    yield lazyinline.compile(Small().eval(), backend="eager")
-
-
-def test_the_wrapper_shows_the_models_signature(wrapper: Any) -> None:
+def test_the_wrapper_shows_the_models_signature_and_reading_it_never_raises() -> None:
+    wrapper = lazyinline.compile(Small().eval(), backend="eager")
     expected = inspect.signature(Small().forward)
     assert inspect.signature(wrapper) == inspect.signature(wrapper.forward) == expected
-
-
-def test_reading_what_a_wrapper_has_never_raises(wrapper: Any) -> None:
     for _ in range(2):
         for name in dir(wrapper):
             getattr(wrapper, name, None)  # absent is an AttributeError, and nothing else
@@ -429,7 +354,8 @@ def test_reading_what_a_wrapper_has_never_raises(wrapper: Any) -> None:
         wrapper(batch())
 
 
-def test_a_forward_put_on_the_wrapper_runs(wrapper: Any) -> None:
+def test_a_forward_put_on_the_wrapper_runs() -> None:
+    wrapper: Any = lazyinline.compile(Small().eval(), backend="eager")
     own, expected = wrapper.forward, wrapper(batch())
     wrapper.forward = lambda x: own(x) + 1  # as accelerate does
     assert_close(wrapper(batch()), expected + 1)

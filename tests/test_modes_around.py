@@ -1,15 +1,14 @@
 """Calls inside what sees or changes every operator, or differentiates in another way."""
 
-import copy
 import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_close, assert_same_gradients, gradients
+from comparing import assert_close, assert_equals_eager, gradients
 from models import batch
-from test_compile import WAYS, make, net
+from test_compile import WAYS, make, net, sides_of
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -23,8 +22,8 @@ from lazyinline import CaptureError
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A model that was compiled, with a wrapper or in place, and its twin for eager."""
     way: str = request.param
-    compiled, _, expected = make(net, way.partition("-")[2], in_place=WAYS[way])
-    return compiled, expected
+    ours, theirs = sides_of(way)
+    return ours.run, theirs.run
 
 
 def why_eager(compiled: Any) -> str:
@@ -86,12 +85,7 @@ def test_a_mode_that_the_forward_enters_sees_the_operators_inside(mode: Any) -> 
             with mode():
                 return self.inner(x)
 
-    compiled, model, expected = make(Entering, "eager")
-    for _ in range(2):
-        torch.testing.assert_close(compiled(batch()), expected(batch()))
-        for run in (compiled, expected):
-            run(batch()).square().sum().backward()
-    assert_same_gradients(model, expected)
+    assert_equals_eager(Entering(), (batch(),))
     if mode is DoublingProducts:
         with pytest.raises(CaptureError, match=r"enters a TorchDispatchMode \(DoublingProducts\)"):
             lazyinline.capture(Entering(), (batch(),))
@@ -137,12 +131,7 @@ class OfAnotherLayout(nn.Module):
 
 def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() -> None:
     model = nn.Sequential(OfAnotherLayout(), OfAnotherLayout())
-    expected = copy.deepcopy(model)
-    x = torch.randn(2, 8, 8)
-    for run in (lazyinline.compile(model, backend="eager"), expected):
-        run(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_equals_eager(model, (torch.randn(2, 8, 8),), calls=1)
 
 
 @pytest.mark.parametrize("called_before", [False, True])
@@ -166,7 +155,7 @@ def test_what_traces_the_model_traces_the_model_itself(
 
 
 def test_no_property_of_what_is_compiled_raises() -> None:
-    compiled, model, _ = make(net, "eager")
+    (compiled, model), _ = make(net, "eager")
     assert compiled.last_report is None
     step = lazyinline.compile_step(model, loss_fn=lambda y: y.sum(), backend="eager")
     assert step.last_report is None
