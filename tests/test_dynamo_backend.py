@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close, assert_same_buffers, assert_same_gradients, twin
-from decoders import llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -36,6 +35,37 @@ class Layer(nn.Module):
         return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
 
 
+class InModes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.up(self.norm(x))
+        return x + self.down(F.gelu(y.float())) * scale
+
+
+class Normed(Layer):
+    """Changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Past a tanh the next norm does not take a bias out again, whose gradient would be 0.
+        return torch.tanh(super().forward(self.mean(x.mT).mT))
+
+
+class Drops(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Again(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Net(nn.Module):
     """Layers one after another; ``between`` is done to the hidden state in the middle."""
 
@@ -44,12 +74,16 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.between = between
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, power: int = 1) -> Tensor:
         for index, layer in enumerate(self.layers):
             if self.between is not None and index == len(self.layers) // 2:
                 x = self.between(x)
             x = layer(x)
-        return x
+        return x * power
+
+
+def net(count: int = 4, layer: Callable[[], nn.Module] = Layer, **options: Any) -> Net:
+    return Net(*(layer() for _ in range(count)), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +117,8 @@ class Compiled:
     def reports(self) -> list[Any]:
         return [graph.last_report for graph in self.graphs]
 
-
-def layers(count: int, scale: float = 1.0) -> list[Layer]:
-    return [Layer(scale) for _ in range(count)]
+    def shared(self, graph: int = 0) -> list[bool]:
+        return [decision.shared for decision in self.reports[graph].decisions]
 
 
 def assert_trains_like_eager(model: nn.Module, *batches: Tensor, **options: Any) -> Compiled:
@@ -115,11 +148,33 @@ def batch(length: int = 5, count: int = 3) -> Tensor:
 # ---- sharing -------------------------------------------------------------------------------
 
 
-def test_layers_of_a_flat_graph_share_a_closure_and_train_like_eager() -> None:
-    compiled = assert_trains_like_eager(Net(*layers(4)), batch(), batch(), batch())
-    (report,) = compiled.reports
-    assert [d.shared for d in report.decisions] == [False, False, True, True]
-    assert report.decisions[-1].path == "layers.3"
+def called_four_times() -> nn.Module:
+    layer = Layer()
+    return Net(layer, layer, layer, layer)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], list[bool] | int]] = {
+    "a flat graph": (net, [False, False, True, True]),
+    "a constant that differs": (
+        lambda: Net(*(Layer(scale) for scale in [1.0] * 4 + [0.5] * 4)),
+        [False, False, True, True, False, True, True, True],
+    ),
+    "a module that is called again": (called_four_times, 2),
+    "modes": (lambda: net(layer=InModes), 2),
+    "buffers that are changed": (lambda: net(layer=Normed), 2),
+    "dropout": (lambda: net(layer=Drops), 2),
+}
+
+
+@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.sweep(keep=[kind for kind in NETS if "buffers" not in kind])
+def test_layers_share_a_closure_and_train_like_eager(kind: str) -> None:
+    make, shared = NETS[kind]
+    compiled = assert_trains_like_eager(make(), batch(), batch())
+    found = compiled.shared()
+    assert (found if isinstance(shared, list) else sum(found)) == shared
+    if kind == "a flat graph":
+        assert compiled.reports[0].decisions[-1].path == "layers.3"
 
 
 @pytest.mark.sweep
@@ -127,51 +182,35 @@ def test_work_does_not_grow_with_depth() -> None:
     held = []
     for count in (4, 12):
         torch._dynamo.reset()
-        compiled = Compiled(Net(*layers(count)))
+        compiled = Compiled(net(count))
         compiled(batch()).sum().backward()
         held.append((compiled.reports[0].num_closures, compiled.reports[0].num_kernels))
     assert held[0] == held[1]
 
 
-def test_a_constant_that_differs_keeps_layers_apart() -> None:
-    net = Net(*layers(4), *layers(4, 0.5))
-    compiled = assert_trains_like_eager(net, batch())
-    shared = [d.shared for d in compiled.reports[0].decisions]
-    assert shared == [False, False, True, True, False, True, True, True]
-
-
-def test_a_module_that_is_called_again_is_a_call_again() -> None:
-    layer = Layer()
-    compiled = assert_trains_like_eager(Net(layer, layer, layer, layer), batch())
-    assert sum(d.shared for d in compiled.reports[0].decisions) == 2
-
-
 def test_layers_inside_layers_are_shared_inside() -> None:
-    groups = [Net(*layers(4)) for _ in range(2)]
-    compiled = assert_trains_like_eager(Net(*groups), batch())
+    compiled = assert_trains_like_eager(Net(net(), net()), batch())
     assert compiled.reports[0].num_nodes < 4 * 9 * 2
 
 
-@pytest.mark.sweep
-def test_the_own_decoder_is_like_eager() -> None:
-    model, args = llama(4)
-    expected = twin(model)
-    compiled = Compiled(model)
-    for run in (compiled, expected):
-        run(*args).backward()
-    assert_same_gradients(model, expected)
-    assert sum(d.shared for d in compiled.reports[0].decisions) >= 2
+@pytest.mark.parametrize(
+    "option", [{"layer": Again}, {"options": {"recompute": "full"}}], ids=["checkpoint", "option"]
+)
+@pytest.mark.sweep(keep="checkpoint")
+def test_what_is_computed_again_is_not_saved_and_is_shared(option: dict[str, Any]) -> None:
+    model = net(layer=option.pop("layer", Layer))
+    compiled = assert_trains_like_eager(model, batch(), batch(), **option)
+    plain = Compiled(net())
+    plain(batch())
+    assert compiled.reports[0].saved_bytes < plain.reports[0].saved_bytes
+    assert sum(compiled.shared()) >= 2
 
 
 # ---- torch.compiler.nested_compile_region -----------------------------------------------------
 
 
-class RegionLayer(Layer):
+class RegionLayer(Normed):
     """A layer that Dynamo traces once; it draws, writes a buffer and switches modes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.BatchNorm1d(WIDTH)
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor) -> Tensor:
@@ -201,31 +240,31 @@ class Gates(nn.Module):
         return x
 
 
-REGIONS = {"layers": lambda count: Net(*(RegionLayer() for _ in range(count))), "gates": Gates}
+REGIONS = {"layers": lambda count: net(count, RegionLayer), "gates": Gates}
 
 
 @pytest.mark.parametrize("kind", REGIONS)
 def test_a_nested_compile_region_is_a_call_and_is_compiled_once(kind: str) -> None:
     work = []
-    for count in (4, 8):
+    for count in (4, 6):
         torch._dynamo.reset()
         compiled = assert_trains_like_eager(REGIONS[kind](count), batch(), batch())
         report = compiled.reports[0]
         # Dynamo inlines the first call: its input needs no gradient, which no other's is like.
         assert report.num_block_calls == count - 1
-        assert sum(d.shared for d in report.decisions) == count - 2
+        assert sum(compiled.shared()) == count - 2
         work.append((report.num_closures, report.num_kernels, report.num_operators))
     assert work[0] == work[1]
     torch._dynamo.reset()
-    net, x = REGIONS[kind](4).eval(), batch()
+    model, x = REGIONS[kind](4).eval(), batch()
     with torch.no_grad():
-        assert_close(Compiled(net)(x), net(x))
+        assert_close(Compiled(model)(x), model(x))
 
 
 def test_nested_compile_regions_take_sizes_that_vary() -> None:
     compiled = assert_trains_like_eager(Gates(4), *(batch(length) for length in (5, 6, 8)))
     assert (compiled.reports[1].num_compiles, compiled.reports[1].num_links) == (1, 1)
-    assert sum(d.shared for d in compiled.reports[1].decisions) == 2
+    assert sum(compiled.shared(1)) == 2
 
 
 def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
@@ -234,18 +273,18 @@ def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
         regions[-1].meta["nested_region_config"] = object()
         return compile_graph(module, inputs, options={"backend": "eager"})
 
-    net, x = Gates(3), batch()
+    model, x = Gates(3), batch()
     with pytest.warns(HandedOnWarning, match="options for another compiler"):
-        assert_close(torch.compile(net, backend=backend)(x), net(x))
+        assert_close(torch.compile(model, backend=backend)(x), model(x))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_like_eager(mode: Callable[[], Any]) -> None:
-    net = Net(*layers(4)).eval()
-    compiled, x = Compiled(net), batch()
+    model = net().eval()
+    compiled, x = Compiled(model), batch()
     with mode():
-        assert_close(compiled(x), net(x))
-    assert any(d.shared for d in compiled.reports[0].decisions)
+        assert_close(compiled(x), model(x))
+    assert any(compiled.shared())
 
 
 @pytest.mark.sweep
@@ -262,7 +301,7 @@ def test_gpt2_with_its_defaults_is_like_eager() -> None:
     assert_close(losses[0], losses[1])
     assert_same_gradients(model, expected)
     assert all(isinstance(graph, CompiledGraph) for graph in compiled.graphs)
-    assert any(d.shared for report in compiled.reports for d in report.decisions)
+    assert any(any(compiled.shared(number)) for number in range(len(compiled.graphs)))
 
 
 # ---- what Dynamo does ----------------------------------------------------------------------
@@ -273,7 +312,7 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Net(*layers(4)), Net(*layers(4))
+        self.first, self.second = net(), net()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -284,160 +323,30 @@ class Halves(nn.Module):
 def test_graph_breaks_are_dynamos() -> None:
     compiled = assert_trains_like_eager(Halves(), batch(), batch())
     assert len(compiled.graphs) == 2
-    assert all(any(d.shared for d in report.decisions) for report in compiled.reports)
+    assert all(any(compiled.shared(number)) for number in range(2))
 
 
 def test_a_length_that_varies_is_compiled_once_and_linked() -> None:
     batches = [batch(length) for length in (5, 6, 7, 9, 6)]
-    compiled = assert_trains_like_eager(Net(*layers(4)), *batches)
+    compiled = assert_trains_like_eager(net(), *batches)
     assert len(compiled.graphs) == 2  # Dynamo's second graph is for all lengths
     report = compiled.reports[1]
     assert (report.num_compiles, report.num_links, report.why_static) == (1, 2, "")
 
 
-@pytest.mark.sweep
-def test_a_size_in_arithmetic_is_asked_of_the_tensor() -> None:
-    def shifted(x: Tensor) -> Tensor:
-        return x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1]
-
-    batches = [batch(length) for length in (5, 6, 8)]
-    assert_trains_like_eager(Net(*layers(4), between=shifted), *batches)
-
-
 def test_a_number_that_varies_and_is_no_size_is_handed_on() -> None:
-    class Powers(Net):
-        def forward(self, x: Tensor, power: int) -> Tensor:  # type: ignore[override]
-            return super().forward(x) * power
-
-    net = Powers(*layers(2))
-    compiled, x = Compiled(net), batch()
+    model, x = net(2), batch()
+    compiled = Compiled(model)
     compiled(x, 3)
     with pytest.warns(HandedOnWarning, match="varies and no size of an input"):
-        assert_close(compiled(x, 4), net(x, 4))
-    assert_close(compiled(x, 7), net(x, 7))
+        assert_close(compiled(x, 4), model(x, 4))
+    assert_close(compiled(x, 7), model(x, 7))
 
 
-# ---- modes, mutations, checkpoints -----------------------------------------------------------
+# ---- modes, mutations, derivatives of one's own ----------------------------------------------
 
 
-def test_modes_in_the_graph_hold_for_what_they_surround() -> None:
-    class Mixed(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = x.abs().mean()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = self.up(self.norm(x))
-            return x + self.down(F.gelu(y.float())) * scale
-
-    def halved(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return (x @ x.transpose(1, 2) @ x).float()
-
-    net = Net(*(Mixed() for _ in range(4)), between=halved)
-    compiled = assert_trains_like_eager(net, batch(), batch())
-    assert any(d.shared for d in compiled.reports[0].decisions)
-
-
-@pytest.mark.sweep
-def test_autocast_around_the_call_is_that_of_the_call() -> None:
-    net = Net(*layers(4))
-    expected, x = twin(net), batch()
-    compiled = Compiled(net)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_close(compiled(x), expected(x))
-    assert_close(compiled(x), expected(x))
-
-
-def test_a_mode_that_is_left_switched_is_handed_on() -> None:
-    def leave(x: Tensor) -> Tensor:
-        torch.set_grad_enabled(False)
-        return x * 2
-
-    net = Net(*layers(2), between=leave)
-    with pytest.warns(HandedOnWarning, match="mode"):
-        out = Compiled(net)(batch())
-    was_switched = not torch.is_grad_enabled()
-    torch.set_grad_enabled(True)
-    assert was_switched
-    assert not out.requires_grad
-
-
-@pytest.mark.sweep
-def test_buffers_that_the_forward_changes_are_changed() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
-            self.layer = Layer()
-
-        def forward(self, x: Tensor) -> Tensor:
-            # Past a tanh the next norm does not take a bias out again, whose gradient would be 0.
-            return torch.tanh(self.layer(self.norm(x.transpose(1, 2)).transpose(1, 2)))
-
-    assert_trains_like_eager(Net(*(Norm() for _ in range(4))), batch(), batch())
-
-
-class Writes(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        y.add_(x.sum())
-        return x.transpose(0, 1), y * 2
-
-
-class WritesAndViews(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        y.add_(x.sum())
-        return x.transpose(0, 1), y[0]
-
-
-@pytest.mark.filterwarnings(
-    "ignore::lazyinline.frontend.dynamo.torch_dynamo_backend.HandedOnWarning"
-)
-@pytest.mark.parametrize("kind", [Writes, WritesAndViews])
-def test_an_input_that_is_changed_and_a_view_of_one_are_the_users_own(
-    kind: type[nn.Module],
-) -> None:
-    model, x = kind(), torch.randn(3, 4)
-    ours, theirs = torch.zeros(2, 2), torch.zeros(2, 2)
-    compiled = Compiled(model)
-    found, expected = compiled(x, ours), model(x, theirs)
-    assert_close(found, expected)
-    assert_close(ours, theirs)
-    assert found[0].data_ptr() == x.data_ptr()
-    assert (found[1].data_ptr() == ours.data_ptr()) == (expected[1].data_ptr() == theirs.data_ptr())
-    is_ours = isinstance(compiled.graphs[0], CompiledGraph)
-    assert is_ours == (kind is Writes)  # the other is handed on
-
-
-def test_dropout_draws_as_eager_does() -> None:
-    class Drops(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(super().forward(x), 0.3, self.training)
-
-    assert_trains_like_eager(Net(*(Drops() for _ in range(4))), batch(), batch())
-
-
-def test_a_checkpoint_is_computed_again_and_shared() -> None:
-    class Again(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    compiled = assert_trains_like_eager(Net(*(Again() for _ in range(4))), batch(), batch())
-    (report,) = compiled.reports
-    plain = Compiled(Net(*layers(4)))
-    plain(batch())
-    assert report.saved_bytes < plain.reports[0].saved_bytes
-    assert sum(d.shared for d in report.decisions) >= 2
-
-
-@pytest.mark.sweep
-def test_recompute_is_an_option() -> None:
-    compiled = assert_trains_like_eager(Net(*layers(4)), batch(), options={"recompute": "full"})
-    plain = Compiled(Net(*layers(4)))
-    plain(batch())
-    assert compiled.reports[0].saved_bytes < plain.reports[0].saved_bytes
-
-
-class _Doubled(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -447,20 +356,80 @@ class _Doubled(torch.autograd.Function):
         return grad * 3
 
 
-def test_an_autograd_function_keeps_its_own_derivative() -> None:
-    net = Net(*layers(2), between=_Doubled.apply)
+def with_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ x.transpose(1, 2) @ x).float()
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "autocast": with_autocast,
+    "sizes": lambda x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1],
+    "an autograd function": Doubled.apply,
+    "a transform": lambda x: torch.func.vmap(lambda row: row * row.sum())(x),
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN)
+@pytest.mark.sweep(keep=["auto", "transform"])
+def test_what_stands_between_layers_is_right(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HandedOnWarning)
-        assert_trains_like_eager(net, batch())
+        batches = [batch(length) for length in (5, 6, 8)[: 3 if kind == "sizes" else 1]]
+        assert_trains_like_eager(net(2, between=BETWEEN[kind]), *batches)
 
 
-def test_a_transform_of_torch_func_is_right() -> None:
-    def mapped(x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda row: row * row.sum())(x)
+@pytest.mark.sweep
+def test_autocast_around_the_call_is_that_of_the_call() -> None:
+    model, x = net(), batch()
+    compiled = Compiled(model)
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            assert_close(compiled(x), model(x))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HandedOnWarning)
-        assert_trains_like_eager(Net(*layers(2), between=mapped), batch())
+
+def test_a_mode_that_is_left_switched_is_handed_on() -> None:
+    def leave(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return x * 2
+
+    with pytest.warns(HandedOnWarning, match="mode"):
+        out = Compiled(net(2, between=leave))(batch())
+    was_switched = not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert was_switched
+    assert not out.requires_grad
+
+
+class Writes(nn.Module):
+    """Changes an input, and returns a view of one."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y.add_(x.sum())
+        return x.transpose(0, 1), self.view(y)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::lazyinline.frontend.dynamo.torch_dynamo_backend.HandedOnWarning"
+)
+@pytest.mark.parametrize(
+    ("view", "is_ours"), [(lambda y: y * 2, True), (lambda y: y[0], False)], ids=["none", "changed"]
+)
+def test_an_input_that_is_changed_and_a_view_of_one_are_the_users_own(
+    view: Callable[[Tensor], Tensor], is_ours: bool
+) -> None:
+    model, x = Writes(view), torch.randn(3, 4)
+    ours, theirs = torch.zeros(2, 2), torch.zeros(2, 2)
+    compiled = Compiled(model)
+    found, expected = compiled(x, ours), model(x, theirs)
+    assert_close(found, expected)
+    assert_close(ours, theirs)
+    assert found[0].data_ptr() == x.data_ptr()
+    assert (found[1].data_ptr() == ours.data_ptr()) == (expected[1].data_ptr() == theirs.data_ptr())
+    assert isinstance(compiled.graphs[0], CompiledGraph) == is_ours  # or it is handed on
 
 
 # ---- options and the name ------------------------------------------------------------------
@@ -469,18 +438,14 @@ def test_a_transform_of_torch_func_is_right() -> None:
 @pytest.mark.parametrize("wrong", [{"options": {"colour": 1}}, {"mode": "reduce-overhead"}])
 def test_an_option_that_does_not_exist_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="does not know"):
-        torch.compile(Net(*layers(1)), backend=compile_graph, **wrong)(batch())
+        torch.compile(net(1), backend=compile_graph, **wrong)(batch())
 
 
-def test_the_name_is_registered_where_pytorch_looks() -> None:
+def test_the_name_is_registered_where_pytorch_looks_and_what_it_made_can_be_copied() -> None:
     (found,) = entry_points(group="torch_dynamo_backends", name="lazyinline")
     assert found.load() is compile_graph
     assert "lazyinline" in torch._dynamo.list_backends()
-    net, x = Net(*layers(2)), batch()
-    assert_close(torch.compile(net, backend="lazyinline", options={"backend": "eager"})(x), net(x))
-
-
-def test_a_compiled_model_can_be_copied() -> None:
-    net, x = Net(*layers(2)), batch()
-    Compiled(net)(x)
-    assert_close(copy.deepcopy(net)(x), net(x))
+    model, x = net(2), batch()
+    compiled = torch.compile(model, backend="lazyinline", options={"backend": "eager"})
+    assert_close(compiled(x), model(x))
+    assert_close(copy.deepcopy(model)(x), model(x))
