@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from comparing import Door, assert_equals_eager
 from torch import Tensor, nn
 
 import lazyinline
@@ -20,20 +20,16 @@ Write = Callable[[Tensor, Tensor], Any]
 """Writes one number per atom into one per molecule, in place."""
 
 
-def masked(into: Tensor, values: Tensor) -> None:
-    into.masked_scatter_(torch.tensor([True, True]), values)
-
-
-def indexed(into: Tensor, values: Tensor) -> None:
-    into[PLACES[:2]] = values[:2]
-
-
 def added(into: Tensor, values: Tensor) -> None:
     into += values.view(2, 2).sum(1)
 
 
 def item(into: Tensor, values: Tensor) -> None:
     into[0] = values.sum()
+
+
+def indexed(into: Tensor, values: Tensor) -> None:
+    into[PLACES[:2]] = values[:2]
 
 
 WRITES: dict[str, Write] = {
@@ -45,7 +41,7 @@ WRITES: dict[str, Write] = {
     "index_put_": lambda into, values: into.index_put_((PLACES,), values, accumulate=True),
     "put_": lambda into, values: into.put_(PLACES[:2], values[:2]),
     "masked_fill_": lambda into, values: into.masked_fill_(torch.tensor([True, False]), values[0]),
-    "masked_scatter_": masked,
+    "masked_scatter_": lambda into, values: into.masked_scatter_(torch.ones(2).bool(), values),
     "copy_": lambda into, values: into.copy_(values[:2]),
     "add_": lambda into, values: into.add_(values[1:3], alpha=2),
     "sub_": lambda into, values: into.sub_(values[2:]),
@@ -59,6 +55,7 @@ WRITES: dict[str, Write] = {
     "[0] =": item,
     "[places] =": indexed,
 }
+FOREACH: Write = lambda into, values: torch._foreach_add_([into], [values[:2]])  # noqa: E731
 
 Root = Callable[[Write, Tensor], Tensor]
 """Returns one number per molecule that some numbers per atom were written into."""
@@ -98,7 +95,7 @@ class Energies(nn.Module):
     def __init__(self, root: Root, *writes: Write) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
         self.writes, self.root = writes, root
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -127,105 +124,96 @@ def positions() -> Tensor:
     return torch.randn(ATOMS, 3, dtype=torch.float64)
 
 
-def loss_of(result: tuple[Tensor, Tensor]) -> Tensor:
-    energies, forces = result
-    return energies.sum() + forces.square().sum()
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
 
 
-ALL = "all"
 roots = pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
 names = pytest.mark.parametrize("name", WRITES)
 
 
+@pytest.mark.parametrize("door", ["compile", "step"])
 @roots
-@pytest.mark.parametrize("name", [ALL, *WRITES])
-@pytest.mark.sweep(keep=["[scatter_add_-", "[all-through_a_view]", "[all-into_what_moves"])
-def test_forces_and_all_gradients_are_eagers(name: str, root: Root) -> None:
-    model = Forces(root, *(WRITES.values() if name == ALL else [WRITES[name]]))
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", fallback="error")
-    found, wanted = compiled(positions()), expected(positions())
-    torch.testing.assert_close(found, wanted)
-    assert wanted[1].abs().max() > 1e-3
-    for one in (found, wanted):
-        loss_of(one).backward()
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
-
-
-@roots
-@names
-@pytest.mark.sweep(keep=["[scatter_add_-through_a_view]", "[scatter_add_-into_what_moves"])
-def test_a_step_trains_like_eager(name: str, root: Root) -> None:
-    model = Forces(root, WRITES[name])
-    expected = copy.deepcopy(model)
-    step = lazyinline.compile_step(model, loss_fn=loss_of, backend="eager")
-    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, expected)]
-    for _ in range(2):
-        optimizers[1].zero_grad()
-        wanted = loss_of(expected(positions()))
-        wanted.backward()
-        torch.testing.assert_close(step(positions()), wanted.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+@pytest.mark.parametrize("name", ["all", "foreach", *WRITES])
+@pytest.mark.sweep(
+    keep=[
+        *("[scatter_add_-through_a_view-", "[scatter_add_-into_what_moves"),
+        *("[all-through_a_view-compile", "[all-into_what_moves-compile"),
+    ]
+)
+def test_forces_and_all_gradients_are_eagers(name: str, root: Root, door: Door) -> None:
+    of = {**WRITES, "foreach": FOREACH}
+    model = Forces(root, *(of.values() if name == "all" else [of[name]]))
+    assert model(positions())[1].abs().max() > 1e-3
+    options: dict[str, Any] = {} if door == "step" else {"fallback": "error"}
+    assert_equals_eager(model, (positions(),), door=door, optimizer=sgd, tolerance=1e-7, **options)
 
 
 @roots
 @names
 @pytest.mark.usefixtures("eager_derivatives")
 @pytest.mark.sweep(keep="[scatter_add_-into_what_moves")
-def test_gradients_of_functions_are_pytorchs(name: str, root: Root) -> None:
+def test_gradients_and_hessians_of_functions_are_pytorchs(name: str, root: Root) -> None:
     energies = Energies(root, WRITES[name])
+
+    def value(x: Tensor) -> Tensor:
+        return energies(x).square().sum()
+
     given = positions().requires_grad_()
-    (wanted,) = torch.autograd.grad(energies(given).square().sum(), given)
-    found = func.grad(lambda x: energies(x).square().sum())(positions())
-    torch.testing.assert_close(found, wanted)
+    (wanted,) = torch.autograd.grad(value(given), given)
+    torch.testing.assert_close(func.grad(value)(positions()), wanted)
+    if name == "scatter_add_":
+        hessian = torch.autograd.functional.hessian(value, positions())
+        torch.testing.assert_close(func.hessian(value)(positions())[:], hessian)
 
 
-@roots
-@pytest.mark.sweep(keep=["through_a_view]", "into_what_moves"])
-def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
-    model = Forces(root, lambda into, values: torch._foreach_add_([into], [values[:2]]))
-    torch.testing.assert_close(
-        lazyinline.compile(model, backend="eager")(positions()), model(positions())
-    )
-
-
-@roots
-@pytest.mark.usefixtures("eager_derivatives")
-@pytest.mark.sweep(keep="into_what_moves")
-def test_hessians_of_functions_are_pytorchs(root: Root) -> None:
-    energies = Energies(root, WRITES["scatter_add_"])
-    wanted = torch.autograd.functional.hessian(lambda x: energies(x).square().sum(), positions())
-    found = func.hessian(lambda x: energies(x).square().sum())(positions())
-    torch.testing.assert_close(found[:], wanted)
-
-
-@lazy_inline
-class Adds(nn.Module):
-    """Writes into its argument, and returns nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 1).double()
-
-    def forward(self, into: Tensor, positions: Tensor) -> None:
-        into[1:].index_add_(0, PLACES, self.linear(positions).tanh()[:, 0])
-
-
-@lazy_inline
-class Keeps(nn.Module):
-    """Writes into its own buffer."""
+class Writing(nn.Module):
+    """A block that writes, and returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 1).double()
         self.register_buffer("kept", torch.zeros(1 + MOLECULES).double())
 
+
+@lazy_inline
+class Adds(Writing):
+    """Writes into its argument."""
+
+    def forward(self, into: Tensor, positions: Tensor) -> None:
+        into[1:].index_add_(0, PLACES, self.linear(positions).tanh()[:, 0])
+
+
+@lazy_inline
+class Keeps(Writing):
+    """Writes into its own buffer."""
+
     def forward(self, into: Tensor, positions: Tensor) -> None:
         self.kept.zero_()
         self.kept.scatter_add_(0, PLACES, self.linear(positions).tanh()[:, 0])
+
+
+class Blocks(nn.Module):
+    """What blocks write, and its slopes by the positions or by each block's weight."""
+
+    def __init__(self, block: type[nn.Module], by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.by = nn.ModuleList(block() for _ in range(3)), by
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.view_as(positions).requires_grad_()
+        energies, slopes = [], []
+        for one in self.blocks:
+            into = torch.zeros(1 + MOLECULES, dtype=positions.dtype)
+            one(into, positions)
+            energies.append(one.kept.clone() if isinstance(one, Keeps) else into)
+            assert energies[-1].requires_grad
+            moved = positions if self.by == "positions" else one.linear.weight
+            slopes += torch.autograd.grad(
+                energies[-1].sum(), moved, create_graph=True, allow_unused=True
+            )
+        return torch.cat(energies), torch.cat([g for g in slopes if g is not None])
 
 
 @pytest.mark.parametrize("block", [Adds, Keeps])
@@ -234,35 +222,13 @@ class Keeps(nn.Module):
 def test_a_call_on_a_shared_closure_writes_as_its_python_would(
     block: type[nn.Module], by: str
 ) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(block() for _ in range(3))
-
-        def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-            positions = positions.view_as(positions).requires_grad_()
-            energies, slopes = [], []
-            for one in self.blocks:
-                into = torch.zeros(1 + MOLECULES, dtype=positions.dtype)
-                one(into, positions)
-                energies.append(one.kept.clone() if isinstance(one, Keeps) else into)
-                assert energies[-1].requires_grad
-                moved = positions if by == "positions" else one.linear.weight
-                slopes += torch.autograd.grad(
-                    energies[-1].sum(), moved, create_graph=True, allow_unused=True
-                )
-            return torch.cat(energies), torch.cat([g for g in slopes if g is not None])
-
-    model = Model()
-    expected = copy.deepcopy(model)
+    model, expected = Blocks(block, by), Blocks(block, by)
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     found, wanted = compiled(positions()), expected(positions())
     torch.testing.assert_close(found, wanted)
-    for one in (found, wanted):
-        loss_of(one).backward()
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
-    report = lazyinline.last_report(compiled)
-    assert report is not None
+    for energies, slopes in (found, wanted):
+        (energies.sum() + slopes.square().sum()).backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    report: Any = lazyinline.last_report(compiled)
     assert [decision.shared for decision in report.decisions] == [False, True, True]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_equals_eager
 from torch import Tensor, nn
 
 import lazyinline
@@ -15,118 +16,82 @@ from lazyinline import CaptureError, PlanError
 
 
 class Scaled(nn.Module):
-    """A layer whose weight another parameter is multiplied into, outside of the forward."""
+    """A layer, and a parameter that a weight is computed from outside of the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[Any], None]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.randn(4, 4))
+        self.weight_of: Callable[[Any], Any] = lambda self: self.weight
+        place(self)
 
-    def loss(self, weight: Tensor, x: Tensor) -> Tensor:
-        return (self.linear(x) @ weight).square().mean()
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) @ self.weight_of(self)).square().mean()
 
 
-class Rebound(Scaled):
+def in_the_layer(model: Any) -> None:
     """The layer's own weight is no parameter any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.linear.weight.detach()
-        del self.linear.weight
-        self.linear.weight = self.scale * weight  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
+    weight = model.linear.weight.detach()
+    del model.linear.weight
+    model.linear.weight, model.weight = model.scale * weight, torch.eye(4)
 
 
-class InAnAttribute(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.scale * 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.weight, x)
+def in_an_attribute(model: Any) -> None:
+    model.weight = model.scale * 2
 
 
-class InABuffer(InAnAttribute):
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.weight
-        del self.weight
-        self.register_buffer("weight", weight)
+def in_a_buffer(model: Any) -> None:
+    model.register_buffer("weight", model.scale * 2)
 
 
-class InAList(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = [self.scale * 2]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.weights[0], x)
+def in_a_list(model: Any) -> None:
+    model.weights, model.weight_of = [model.scale * 2], lambda self: self.weights[0]
 
 
-class InAClosure(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.scale * 2
-        self.of = lambda x: self.loss(weight, x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of(x)
+def in_a_closure(model: Any) -> None:
+    weight = model.scale * 2
+    model.weight_of = lambda self: weight
 
 
-class InAHook(nn.Module):
+def of_another(model: Any) -> None:
+    """Computed by a hypernetwork that is none of the model's modules."""
+    model.weight = nn.Linear(2, 16)(torch.ones(2)).view(4, 4)
+
+
+def in_a_hook(model: Any) -> None:
     """As weight norm once was: a hook before the forward sets the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.utils.spectral_norm(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
+    model.linear, model.weight = torch.nn.utils.spectral_norm(nn.Linear(4, 4)), torch.eye(4)
 
 
-class OfAnother(Scaled):
-    """A hypernetwork that is none of the model's modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Linear(2, 16)(torch.ones(2)).view(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.weight, x)
-
-
-COMPUTED = [Rebound, InAnAttribute, InABuffer, InAList, InAClosure, OfAnother]
+PLACES = [
+    in_the_layer,
+    in_an_attribute,
+    in_a_buffer,
+    in_a_list,
+    in_a_closure,
+    of_another,
+    in_a_hook,
+]
 
 
-@pytest.mark.parametrize("make", [*COMPUTED, InAHook])
-def test_a_step_refuses_a_weight_that_is_computed_outside(make: type[nn.Module]) -> None:
-    step = lazyinline.compile_step(make(), backend="eager")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_refuses_a_weight_that_is_computed_outside(place: Any) -> None:
+    step = lazyinline.compile_step(Scaled(place), backend="eager")
     with pytest.raises((PlanError, CaptureError), match=r"weight|outside"):
         step(torch.randn(3, 4))
 
 
-@pytest.mark.parametrize("make", [*COMPUTED, InAHook])
-@pytest.mark.sweep(keep=["Rebound", "InABuffer", "InAClosure", "OfAnother", "InAHook"])
-def test_compile_gives_its_gradient_to_what_a_weight_is_computed_from(
-    make: type[nn.Module],
-) -> None:
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = make()
-        run = lazyinline.compile(model, backend="eager") if compiled else model
-        torch.manual_seed(1)
-        run(torch.randn(3, 4)).backward()
-        found.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*found)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.sweep(keep=["layer", "buffer", "closure", "another", "hook"])
+def test_compile_gives_its_gradient_to_what_a_weight_is_computed_from(place: Any) -> None:
+    model, expected = Scaled(place), Scaled(place)
+    assert_equals_eager(model, (torch.randn(3, 4),), calls=1, reference=expected)
 
 
 def test_a_step_refuses_a_weight_that_is_computed_from_some_step_on() -> None:
-    model = InAnAttribute()
-    model.weight = model.weight.detach().requires_grad_()
+    model = Scaled(in_an_attribute)
+    model.weight = torch.randn(4, 4).requires_grad_()
     step = lazyinline.compile_step(model, backend="eager")
     step(torch.randn(3, 4))
     assert model.weight.grad is not None
@@ -138,7 +103,6 @@ def test_a_step_refuses_a_weight_that_is_computed_from_some_step_on() -> None:
 class Parametrized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         self.hyper = nn.Linear(2, 16)
         self.register_buffer("code", torch.randn(2))
@@ -148,25 +112,19 @@ class Parametrized(nn.Module):
 
 
 def test_a_step_trains_what_the_forward_computes_weights_from() -> None:
-    model = Parametrized()
-    expected = copy.deepcopy(model)
-    step = lazyinline.compile_step(model, backend="eager")
-    x = torch.randn(3, 4)
-    step(x)
-    expected(x).backward()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad)
+    assert_equals_eager(Parametrized(), (torch.randn(3, 4),), door="step")
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
 
 
 def test_a_step_refuses_a_complex_loss_and_micro_batches_without_rows() -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.weight).sum()
-
     with pytest.raises(RuntimeError, match="complex64"):
         Complex()(torch.randn(4)).backward()
     with pytest.raises(CaptureError, match=r"real, not torch\.complex64"):
@@ -176,57 +134,67 @@ def test_a_step_refuses_a_complex_loss_and_micro_batches_without_rows() -> None:
         step(torch.randn(0, 4))
 
 
-def in_part(self: Any, x: Tensor) -> Any:
+def in_part(linear: nn.Module, x: Tensor) -> Any:
     with torch.enable_grad():
-        inner = self.linear(x)
+        inner = linear(x)
     return inner.detach() * 2, inner
 
 
-def at_the_end(self: Any, x: Tensor) -> Any:
+def at_the_end(linear: nn.Module, x: Tensor) -> Any:
     with torch.set_grad_enabled(True):
-        return self.linear(x).sum()
+        return linear(x).sum()
 
 
-def of_the_input(self: Any, x: Tensor) -> Any:
+def of_the_input(linear: nn.Module, x: Tensor) -> Any:
     with torch.enable_grad():
         moved = x.detach().requires_grad_()
-        energy = self.linear(moved).sum()
+        energy = linear(moved).sum()
         (force,) = torch.autograd.grad(energy, moved)
-    return force, x, self.linear.weight
+    return force, x, linear.weight
 
 
-@pytest.mark.parametrize("forward", [in_part, at_the_end, of_the_input])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+class Switching(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.run = nn.Linear(4, 4), run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self.linear, x)
+
+
+@pytest.mark.parametrize(
+    ("run", "mode"),
+    [
+        *((run, torch.no_grad) for run in (in_part, at_the_end, of_the_input)),
+        *((run, torch.enable_grad) for run in (in_part, at_the_end, of_the_input)),
+        *((run, torch.inference_mode) for run in (in_part, at_the_end)),  # eager refuses the third
+    ],
+)
 def test_grad_mode_switched_inside_gives_results_the_history_that_eager_gives(
-    forward: Callable[..., Any], mode: Callable[[], Any]
+    run: Callable[..., Any], mode: Callable[[], Any]
 ) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = nn.Linear(4, 4)
-
-    Model.forward = forward  # type: ignore[method-assign,assignment]
-    if mode is torch.inference_mode and forward is of_the_input:
-        return  # eager refuses it
-    model = Model()
+    model = Switching(run)
     expected = copy.deepcopy(model)
     compiled = lazyinline.compile(model, backend="eager")
     for _ in range(2):
-        x = torch.randn(3, 4)
-        with mode():
-            found, wanted = compiled(x), expected(x)
-        found, wanted = (r if isinstance(r, tuple) else (r,) for r in (found, wanted))
-        torch.testing.assert_close(found, wanted)
-        assert [r.requires_grad for r in found] == [r.requires_grad for r in wanted]
-        for one, results in ((model, found), (expected, wanted)):
-            one.zero_grad()
+        x, seen = torch.randn(3, 4), []
+        for call, owner in ((compiled, model), (expected, expected)):
+            with mode():
+                results = call(x)
+            results = results if isinstance(results, tuple) else (results,)
+            owner.zero_grad()
             for result in results:
                 if result.requires_grad and not result.is_leaf:
                     result.sum().backward()
-        torch.testing.assert_close(
-            [p.grad for p in model.parameters()], [p.grad for p in expected.parameters()]
-        )
+            seen.append(([*results], [r.requires_grad for r in results], gradients(owner)))
+        torch.testing.assert_close(*seen)
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+# ---- several gradients at once -----------------------------------------------------------------
 
 
 def network() -> nn.Module:
@@ -234,32 +202,27 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-def test_cotangents_in_a_batch_give_a_batch_of_gradients() -> None:
-    model = network()
-    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    x = torch.randn(3, 4)
-    found = []
-    for run in (compiled, model):
-        given = x.clone().requires_grad_()
-        sources = (given, *run.parameters())
-        cotangents = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-        found.append(torch.autograd.grad(run(given), sources, cotangents, is_grads_batched=True))
-    torch.testing.assert_close(*found)
+def batched(run: Any, x: Tensor) -> Any:
+    given = x.clone().requires_grad_()
+    sources = (given, *run.parameters())
+    cotangents = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    return torch.autograd.grad(run(given), sources, cotangents, is_grads_batched=True)
 
 
-def test_derivatives_by_vectorized_rows_are_eagers() -> None:
-    model = network()
+DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "cotangents in a batch": batched,
+    "jacobian": lambda run, x: torch.autograd.functional.jacobian(run, x, vectorize=True),
+    "hessian": lambda run, x: torch.autograd.functional.hessian(
+        lambda x: run(x).sum(), x, vectorize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_by_vectorized_rows_are_eagers(kind: str) -> None:
+    model, x = network(), torch.randn(3, 4)
     compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    x = torch.randn(3, 4)
-    jacobians = [
-        torch.autograd.functional.jacobian(run, x, vectorize=True) for run in (compiled, model)
-    ]
-    torch.testing.assert_close(*jacobians)
-    hessians = [
-        torch.autograd.functional.hessian(lambda x, run=run: run(x).sum(), x, vectorize=True)
-        for run in (compiled, model)
-    ]
-    torch.testing.assert_close(*hessians)
+    torch.testing.assert_close(*(DERIVATIVES[kind](run, x) for run in (compiled, model)))
 
 
 def test_a_batch_of_gradients_that_is_to_be_differentiated_is_refused_in_words() -> None:
