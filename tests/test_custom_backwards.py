@@ -17,127 +17,68 @@ from lazyinline import lazy_inline
 STATE = SimpleNamespace(strength=1.0, log=[])
 
 
-class Scaled(torch.autograd.Function):
-    """Reads its strength from its class, in the backward alone."""
-
-    strength = 1.0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return -Scaled.strength * g
+def function_of(name: str, forward: Any, backward: Any, **attributes: Any) -> Any:
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), {**methods, **attributes})
 
 
-class WithSetup(torch.autograd.Function):
-    """Reads it from a global, and saves apart from the forward."""
+def saving(forward: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a forward that saves its operand."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return STATE.strength * g * ctx.saved_tensors[0].cos()
-
-
-class InForward(torch.autograd.Function):
-    """Reads it in the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * STATE.strength
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * 2
-
-
-class Outer(torch.autograd.Function):
-    """Applies another one, in its forward and in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def saved(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return WithSetup.apply(x) * 2
+        return forward(x)
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            again = x.detach().requires_grad_()
-            result = WithSetup.apply(again) * 2
-        return torch.autograd.grad(result, again, g)[0]
+    return saved
 
 
-class Converts(torch.autograd.Function):
-    """Calls methods that are operators by another name, and changes a layout of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x.double().T.float().t_() * 2).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g.double().mul(2 * STATE.strength).type_as(*ctx.saved_tensors)
+def in_place(ctx: Any, x: Tensor) -> Tensor:
+    ctx.mark_dirty(x)
+    return x.mul_(2)
 
 
-class InPlace(torch.autograd.Function):
-    """Changes its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * 2 * STATE.strength
+def through_another(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    with torch.enable_grad():
+        again = x.detach().requires_grad_()
+        result = WithSetup.apply(again) * 2
+    return torch.autograd.grad(result, again, g)[0]
 
 
-class NeedsAValue(torch.autograd.Function):
-    """Computes by a number in the cotangent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g / max(float(g.norm()), 1.0)
+def saves_apart(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-class Logs(torch.autograd.Function):
-    """Keeps a log of its backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        STATE.log.append("backward")
-        return g * 2
-
-
-class Prints(torch.autograd.Function):
-    """Prints."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        print("backward")
-        return g * 2
+# Each reads its strength: from its class or a global, in the backward alone or in the forward; by
+# another function that it applies; under other names of operators; beside a change in place.
+Scaled = function_of(
+    "Scaled",
+    lambda ctx, x: x.view_as(x),
+    lambda ctx, g: -Scaled.strength * g,
+    strength=1.0,
+)
+WithSetup = function_of(
+    "WithSetup",
+    lambda x: x.sin(),
+    lambda ctx, g: STATE.strength * g * ctx.saved_tensors[0].cos(),
+    setup_context=staticmethod(saves_apart),
+)
+InForward = function_of("InForward", lambda ctx, x: x * STATE.strength, lambda ctx, g: g * 2)
+Outer = function_of("Outer", saving(lambda x: WithSetup.apply(x) * 2), through_another)
+Converts = function_of(
+    "Converts",
+    saving(lambda x: (x.double().T.float().t_() * 2).to(x.dtype)),
+    lambda ctx, g: g.double().mul(2 * STATE.strength).type_as(*ctx.saved_tensors),
+)
+InPlace = function_of("InPlace", in_place, lambda ctx, g: g * 2 * STATE.strength)
+# Their backwards do more than compute.
+NeedsAValue = function_of(
+    "NeedsAValue", lambda ctx, x: x * 1, lambda ctx, g: g / max(float(g.norm()), 1.0)
+)
+Logs = function_of(
+    "Logs", lambda ctx, x: x * 1, lambda ctx, g: (STATE.log.append("backward"), g * 2)[1]
+)
+Prints = function_of("Prints", lambda ctx, x: x * 1, lambda ctx, g: (print("backward"), g * 2)[1])
 
 
 class Block(nn.Module):
@@ -213,54 +154,39 @@ def test_a_backward_that_does_more_than_compute_runs_eagerly(
     assert report.ran_eagerly
 
 
-class SetsStrength(Block):
-    """Leaves the strength where the backward of every layer will find it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        Scaled.strength = float(self.strength)
-        return super().forward(x)
+# Reads its strength from the class of the layer that applied it.
+OfItsLayer = function_of(
+    "OfItsLayer", lambda ctx, x: x.view_as(x), lambda ctx, g: -SetsOnOwnClass.strength_of_all * g
+)
 
 
-class SetsThroughAttribute(SetsStrength):
-    def forward(self, x: Tensor) -> Tensor:
-        self.function.strength = float(self.strength)
-        return Block.forward(self, x)
+def setter_of(name: str, put: Callable[[Any, float], None], function: Any = Scaled) -> Any:
+    """Makes a block class that leaves a strength where the backward of every layer will find it."""
 
-
-class SetsThroughItem(SetsStrength):
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)
+    def init(self: Any, _: Any) -> None:
+        Block.__init__(self, function)
         self.table = {"functions": [function]}
 
-    def forward(self, x: Tensor) -> Tensor:
-        setattr(self.table["functions"][0], "strength", float(self.strength))  # noqa: B010
+    def forward(self: Any, x: Tensor) -> Tensor:
+        put(self, float(self.strength))
         return Block.forward(self, x)
 
-
-class OfItsLayer(torch.autograd.Function):
-    """Reads its strength from the class of the layer that applied it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return -SetsOnOwnClass.strength_of_all * g
+    members = {"__init__": init, "forward": forward, "strength_of_all": 1.0}
+    return type(name, (Block,), members)
 
 
-class SetsOnOwnClass(Block):
-    strength_of_all = 1.0
-
-    def __init__(self, function: Any) -> None:
-        super().__init__(OfItsLayer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).strength_of_all = float(self.strength)
-        return super().forward(x)
-
-
-SETTERS = [SetsStrength, SetsThroughAttribute, SetsThroughItem, SetsOnOwnClass]
+SetsStrength = setter_of("SetsStrength", lambda self, value: setattr(Scaled, "strength", value))
+SetsOnOwnClass = setter_of(
+    "SetsOnOwnClass",
+    lambda self, value: setattr(type(self), "strength_of_all", value),
+    OfItsLayer,
+)
+SETTERS = [
+    SetsStrength,
+    setter_of("ThroughAttribute", lambda self, v: setattr(self.function, "strength", v)),
+    setter_of("ThroughItem", lambda self, v: setattr(self.table["functions"][0], "strength", v)),
+    SetsOnOwnClass,
+]
 
 
 @pytest.mark.parametrize("setter", SETTERS)

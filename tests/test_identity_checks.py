@@ -1,17 +1,15 @@
 """The one check that a guard makes of many: every kind of change is noticed, nothing else is."""
 
-import copy
 import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import MappingProxyType
+from types import CellType, MappingProxyType  # noqa: F401, cases name them
 from typing import Any
 
 import pytest
 import torch
 from decoders import llama
-from torch import nn
 
 import lazyinline
 from lazyinline.backend.launches.torch_native import native_library
@@ -50,175 +48,81 @@ def function(request: pytest.FixtureRequest) -> Function:
     return lambda checks: checks.function(native_library().hold)
 
 
-def cell_of(value: Any) -> Any:
-    def read() -> Any:
-        return value
-
-    assert read.__closure__
-    return read.__closure__[0]
-
-
-TABLES: list[Any] = [{"a": [1], "b": [2]}, OrderedDict(a=[1], b=[2]), Odd(a=[1], b=[2])]
-
-
-@pytest.mark.parametrize("table", TABLES, ids=["dict", "ordered", "own-subscript"])
-def test_an_entry_that_is_replaced_or_removed_is_noticed(table: Any, function: Function) -> None:
-    table, checks = copy.copy(table), IdentityChecks()
-    kept = dict.get(table, "a")
-    checks.entry(table, "a", kept)
-    unchanged = function(checks)
-    assert unchanged()
-    table["a"] = list(kept)  # equal, and another object
-    assert not unchanged()
-    table["a"] = kept
-    assert unchanged()
-    del table["a"]
-    assert not unchanged()
-
-
-WHOLE_TABLES: list[Any] = [{"a": 1, "b": 2}, OrderedDict(a=1, b=2), Odd(a=1, b=2)]
-
-
-@pytest.mark.parametrize("table", WHOLE_TABLES, ids=["dict", "ordered", "own-methods"])
-def test_a_table_is_compared_in_order_and_as_a_whole(table: Any, function: Function) -> None:
-    table, checks = copy.copy(table), IdentityChecks()
-    checks.values(table)
-    unchanged = function(checks)
-    assert unchanged()
-    first = table.pop("a")
-    assert not unchanged()
-    table["a"] = first  # now last
-    assert not unchanged()
-    last = table.pop("b")
-    table["b"] = last
-    assert unchanged()
-    table["c"] = 3
-    assert not unchanged()
-
-
-@pytest.mark.parametrize("table", [{"a": None}, Odd(a=None)], ids=["dict", "own-methods"])
-def test_nothing_under_a_name_is_not_none(table: Any, function: Function) -> None:
-    table, checks = copy.copy(table), IdentityChecks()
-    checks.entry(table, "a", None)
-    checks.absent(table, "b")
-    unchanged = function(checks)
-    assert unchanged()
-    del table["a"]
-    assert not unchanged()
-    table["a"] = None
-    assert unchanged()
-    table["b"] = None
-    assert not unchanged()
-
-
-def change_absent(found: dict[str, Any]) -> None:
-    found["table"]["forward"] = len
-
-
-def change_slot(found: dict[str, Any]) -> None:
-    found["slotted"].size = [1]
-
-
-def change_cell(found: dict[str, Any]) -> None:
-    found["cell"].cell_contents = [1]
-
-
-def empty_cell(found: dict[str, Any]) -> None:
-    del found["cell"].cell_contents
-
-
-def change_kind(found: dict[str, Any]) -> None:
-    found["module"].__class__ = nn.Tanh
-
-
-def fill_empty(found: dict[str, Any]) -> None:
-    found["hooks"][0] = print
-
-
-def change_behind_proxy(found: dict[str, Any]) -> None:
-    found["behind"]["x"] = [1]
+# What there is, what is checked of it (``c``), and what happens then, step by step: "+" where the
+# checks hold after it, "-" where not. Tables are of each class below.
+IN_A_TABLE = {
+    "an entry": (
+        "t = Table(a=[1]); kept = dict.get(t, 'a')",
+        "c.entry(t, 'a', kept)",
+        ["- t['a'] = [1]", "+ t['a'] = kept", "- del t['a']"],
+    ),
+    "all of it in order": (
+        "t = Table(a=1, b=2)",
+        "c.values(t)",
+        ["- a = t.pop('a')", "- t['a'] = a", "+ t['b'] = t.pop('b')", "- t['c'] = 3"],
+    ),
+    "no entry": (
+        "t = Table(a=None)",
+        "c.entry(t, 'a', None); c.absent(t, 'b')",
+        ["- del t['a']", "+ t['a'] = None", "- t['b'] = None"],
+    ),
+    "an empty one": ("t = Table()", "c.values(t)", ["- t[0] = print"]),
+    "its names": ("t = Table(a=1)", "c.names(t)", ["+ t['a'] = 2", "- t['b'] = 3"]),
+}
+ELSEWHERE = {
+    "behind a proxy": (
+        "t = {'x': [1]}; p = MappingProxyType(t)",
+        "c.entry(p, 'x', p['x'])",
+        ["- t['x'] = [1]"],
+    ),
+    "the order of hooks": (
+        "t = OrderedDict(a=[1], b=[2])",
+        "c.values(t)",
+        ["- t.move_to_end('a')"],
+    ),
+    "a slot": ("s = Slotted()", "c.attribute(s, 'size', s.size)", ["- s.size = [1]"]),
+    "a cell": (
+        "s = CellType([1])",
+        "c.captured(s, s.cell_contents)",
+        ["- s.cell_contents = [1]", "- del s.cell_contents"],
+    ),
+    "a class": ("m = torch.nn.ReLU()", "c.kind(m, type(m))", ["- m.__class__ = torch.nn.Tanh"]),
+    "where a function is found": (
+        "class Base: forward = lambda self: 1\n"
+        "class Other: forward = lambda self: 2\n"
+        "class Middle(Base): pass\n"
+        "class Last(Middle): pass",
+        "c.attribute(Last, 'forward', Last.forward)",
+        [
+            *("+ Middle.extra = 1", "- Middle.forward = Other.forward", "+ del Middle.forward"),
+            *("- Last.__bases__ = (Other,)", "+ Last.__bases__ = (Middle,)"),
+            "- Base.forward = Other.forward",
+        ],
+    ),
+}
+TABLES = {"dict": dict, "OrderedDict": OrderedDict, "Odd": Odd}
+CASES = [
+    *((name, row, table) for name, row in IN_A_TABLE.items() for table in TABLES),
+    *((name, row, "") for name, row in ELSEWHERE.items()),
+]
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        change_absent,
-        change_slot,
-        change_cell,
-        empty_cell,
-        change_kind,
-        fill_empty,
-        change_behind_proxy,
-    ],
+    ("row", "table"),
+    [pytest.param(row, table, id=f"{name} {table}".strip()) for name, row, table in CASES],
 )
 def test_each_kind_of_change_is_noticed(
-    change: Callable[[dict[str, Any]], None], function: Function
+    row: tuple[str, str, list[str]], table: str, function: Function
 ) -> None:
-    behind = {"x": [1]}
-    found: dict[str, Any] = {
-        "table": {},
-        "slotted": Slotted(),
-        "cell": cell_of([1]),
-        "module": nn.ReLU(),
-        "hooks": OrderedDict(),
-        "behind": behind,
-    }
-    proxy = MappingProxyType(behind)
-    checks = IdentityChecks()
-    checks.absent(found["table"], "forward")
-    checks.attribute(found["slotted"], "size", found["slotted"].size)
-    checks.captured(found["cell"], found["cell"].cell_contents)
-    checks.kind(found["module"], nn.ReLU)
-    checks.values(found["hooks"])
-    checks.entry(proxy, "x", proxy["x"])
-    unchanged = function(checks)
+    setup, checked, steps = row
+    scope: dict[str, Any] = {**globals(), "Table": TABLES.get(table), "c": IdentityChecks()}
+    exec(setup, scope)
+    exec(checked, scope)
+    unchanged = function(scope["c"])
     assert unchanged()
-    change(found)
-    assert not unchanged()
-
-
-def test_a_new_name_in_a_table_read_as_a_whole_is_noticed(function: Function) -> None:
-    table: dict[str, Any] = {"a": 1}
-    checks = IdentityChecks()
-    checks.names(table)
-    unchanged = function(checks)
-    table["a"] = 2
-    assert unchanged()
-    table["b"] = 3
-    assert not unchanged()
-
-
-def test_where_functions_are_found_is_watched(function: Function) -> None:
-    base = type("Base", (), {"forward": lambda self: 1})
-    other = type("Other", (), {"forward": lambda self: 2})
-    middle = type("Middle", (base,), {})
-    last = type("Last", (middle,), {})
-    checks = IdentityChecks()
-    checks.attribute(last, "forward", last.forward)
-    unchanged = function(checks)
-    assert unchanged()
-    middle.extra = 1  # nobody asked
-    assert unchanged()
-    middle.forward = other.forward
-    assert not unchanged()
-    del middle.forward
-    assert unchanged()
-    last.__bases__ = (other,)
-    assert not unchanged()
-    last.__bases__ = (middle,)
-    assert unchanged()
-    base.forward = other.forward
-    assert not unchanged()
-
-
-def test_reordering_hooks_is_noticed(function: Function) -> None:
-    hooks = OrderedDict(a=[1], b=[2])
-    checks = IdentityChecks()
-    checks.values(hooks)
-    unchanged = function(checks)
-    assert unchanged()
-    hooks.move_to_end("a")
-    assert not unchanged()
+    for step in steps:
+        exec(step[2:], scope)
+        assert unchanged() == (step[0] == "+"), step
 
 
 def test_what_is_written_beside_is_no_change_and_hides_none(function: Function) -> None:

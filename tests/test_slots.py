@@ -19,7 +19,6 @@ from lazyinline.reuse.evidence.slots import OpenIndex, is_index
 
 LAYERS = 4
 SIZE = 6
-TABLE = (1.0, 1.0, 2.0, 2.0)
 Act = Callable[["Layer", Tensor, Cache], Any]
 
 
@@ -49,199 +48,89 @@ class Model(nn.Module):
         return x
 
 
-def updates(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    keys, values = cache.update(x, x * 2, layer.layer_idx)
-    return keys.mean() + values.sum(-2, keepdim=True)
-
-
-def slot_of(cache: Cache, index: Any) -> Any:
-    return cache.layers[index]
-
-
-def reads_the_first(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * (1 + cache.get_seq_length())
-
-
-def reads_the_one_before(layer: Layer, x: Tensor, cache: Cache) -> Any:
-    result = updates(layer, x, cache)
-    if layer.layer_idx > 0:
-        result = result + slot_of(cache, layer.layer_idx - 1).keys.mean()
-    return result
-
-
-def reads_all(layer: Layer, x: Tensor, cache: Cache) -> Any:
-    result = updates(layer, x, cache)
-    return result + sum(one.keys.sum() for one in cache.layers if one.is_initialized)
-
-
-def writes_the_next(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    result = updates(layer, x, cache)
-    following = slot_of(cache, (layer.layer_idx + 1) % LAYERS)
-    if following.is_initialized:
-        following.values = following.values + 1
-    return result
-
-
-def counts_in_the_first(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    first: Any = cache.layers[0]
-    first.count = getattr(first, "count", 0) + 1
-    return updates(layer, x, cache) * first.count
-
-
-def scales_by_index(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * (layer.layer_idx + 1)
-
-
-def takes_from_a_table(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * TABLE[layer.layer_idx]
-
-
-def is_the_first(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * (2 if layer.layer_idx == 0 else 1)
-
-
-def is_odd(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * (2 if layer.layer_idx % 2 else 1)
-
-
-def names_itself(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * len(f"{'x' * 3}{layer.layer_idx * 7}")
-
-
-def indexes_a_tensor(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * x[..., layer.layer_idx : layer.layer_idx + 1]
-
-
-def makes_a_tensor(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * torch.tensor(float(layer.layer_idx))
-
-
-def fills_with_the_index(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    """No operator takes what stands for the index."""
-    return updates(layer, x, cache) + torch.full((1,), layer.layer_idx)
-
-
-def keeps_the_index(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot: Any = slot_of(cache, layer.layer_idx)
-    slot.number = layer.layer_idx
-    return updates(layer, x, cache)
-
-
-def reads_a_dictionary(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot = slot_of(cache, layer.layer_idx)
-    return updates(layer, x, cache) * (
-        1 + len(vars(slot)["values"].shape if slot.is_initialized else ())
-    )
-
-
-def writes_a_dictionary(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    result = updates(layer, x, cache)
-    vars(slot_of(cache, layer.layer_idx))["keys"] = slot_of(cache, layer.layer_idx).keys * 2
-    return result
-
-
-def copies_a_slot(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    result = updates(layer, x, cache)
-    return result + copy.copy(slot_of(cache, layer.layer_idx)).values.mean()
-
-
-def deletes(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot: Any = slot_of(cache, layer.layer_idx)
-    slot.extra = 1
-    del slot.extra
-    return updates(layer, x, cache)
-
-
-def swaps_slots(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    result = updates(layer, x, cache)
-    if layer.layer_idx == 1:
-        cache.layers[0], cache.layers[1] = cache.layers[1], cache.layers[0]
-    return result
-
-
-def replaces_its_slot(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    cache.layers[layer.layer_idx] = DynamicLayer()
-    return updates(layer, x, cache)
-
-
-def appends_a_slot(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    result = updates(layer, x, cache)
-    cache.layers.append(DynamicLayer())
-    return result * len(cache.layers)
-
-
-def counts_slots(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    return updates(layer, x, cache) * sum(one.is_initialized for one in list(cache.layers))
-
-
-def keeps_its_input(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot: Any = slot_of(cache, layer.layer_idx)
-    result = x * 2 if getattr(slot, "last", None) is None else x + slot.last
-    slot.last = x
-    return result
-
-
-def writes_in_place(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot = slot_of(cache, layer.layer_idx)
-    if not slot.is_initialized:
-        return updates(layer, x, cache)
-    slot.values.mul_(2).add_(x.detach().mean())
-    return x + slot.values.sum() + slot.keys.mean()
-
-
-def adds_in_place(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot = slot_of(cache, layer.layer_idx)
-    slot.lazy_initialization(x, x)
-    slot.keys = slot.values = torch.zeros_like(x)
-    slot.values.add_(x)
-    return x + slot.keys
-
-
-def shares_memory(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    slot = slot_of(cache, layer.layer_idx)
-    if not slot.is_initialized:
-        return updates(layer, x, cache)
-    slot.values = slot.keys[..., :1, :]
-    return x + slot.values.sum()
-
-
-def reads_by_two_ways(layer: Layer, x: Tensor, cache: Cache) -> Tensor:
-    first, own = slot_of(cache, 0), slot_of(cache, layer.layer_idx)
-    result = updates(layer, x, cache)
-    first.values = first.values * 3
-    return result + own.values.sum()
-
-
-ACTS: dict[Act, bool] = {
-    updates: True,
-    keeps_its_input: True,
-    writes_in_place: True,
-    adds_in_place: False,
-    is_the_first: False,
-    reads_the_first: False,
-    reads_the_one_before: False,
-    reads_all: False,
-    writes_the_next: False,
-    counts_in_the_first: False,
-    scales_by_index: False,
-    takes_from_a_table: False,
-    is_odd: False,
-    names_itself: False,
-    indexes_a_tensor: False,
-    makes_a_tensor: False,
-    fills_with_the_index: False,
-    keeps_the_index: False,
-    reads_a_dictionary: False,
-    writes_a_dictionary: False,
-    copies_a_slot: False,
-    deletes: False,
-    swaps_slots: False,
-    replaces_its_slot: False,
-    appends_a_slot: False,
-    counts_slots: False,
-    shares_memory: False,
-    reads_by_two_ways: False,
+# What a layer makes of its input and its own part of a cache, as text: ``out`` is what it returns,
+# ``i`` its number, ``slot(n)`` a part of the cache. Of the first ones all layers share a closure.
+UPDATES = (
+    "keys, values = cache.update(x, x * 2, i); out = keys.mean() + values.sum(-2, keepdim=True)"
+)
+SHARED = {
+    "updates": UPDATES,
+    "keeps its input": """
+out = x * 2 if getattr(slot(i), "last", None) is None else x + slot(i).last
+slot(i).last = x
+""",
+    "writes in place": """
+if slot(i).is_initialized:
+    slot(i).values.mul_(2).add_(x.detach().mean())
+    out = x + slot(i).values.sum() + slot(i).keys.mean()
+else:
+    UPDATES
+""",
 }
+ACTS = SHARED | {
+    "adds in place": """
+slot(i).lazy_initialization(x, x)
+slot(i).keys = slot(i).values = torch.zeros_like(x)
+slot(i).values.add_(x)
+out = x + slot(i).keys
+""",
+    "is the first": "UPDATES; out = out * (2 if i == 0 else 1)",
+    "reads the first": "UPDATES; out = out * (1 + cache.get_seq_length())",
+    "reads the one before": "UPDATES; out = out + (slot(i - 1).keys.mean() if i > 0 else 0)",
+    "reads all": "UPDATES; out = out + sum(s.keys.sum() for s in cache.layers if s.is_initialized)",
+    "writes the next": """
+UPDATES
+after = slot((i + 1) % LAYERS)
+if after.is_initialized: after.values = after.values + 1
+""",
+    "counts in the first": """
+slot(0).count = getattr(slot(0), "count", 0) + 1
+UPDATES; out = out * slot(0).count
+""",
+    "scales by index": "UPDATES; out = out * (i + 1)",
+    "takes from a table": "UPDATES; out = out * (1.0, 1.0, 2.0, 2.0)[i]",
+    "is odd": "UPDATES; out = out * (2 if i % 2 else 1)",
+    "names itself": "UPDATES; out = out * len(f\"{'x' * 3}{i * 7}\")",
+    "indexes a tensor": "UPDATES; out = out * x[..., i : i + 1]",
+    "makes a tensor": "UPDATES; out = out * torch.tensor(float(i))",
+    "fills with the index": "UPDATES; out = out + torch.full((1,), i)",  # no operator takes it
+    "keeps the index": "slot(i).number = i; UPDATES",
+    "reads a dictionary": """
+held = vars(slot(i))["values"].shape if slot(i).is_initialized else ()
+UPDATES; out = out * (1 + len(held))
+""",
+    "writes a dictionary": "UPDATES; vars(slot(i))['keys'] = slot(i).keys * 2",
+    "copies a slot": "UPDATES; out = out + copy.copy(slot(i)).values.mean()",
+    "deletes": "slot(i).extra = 1; del slot(i).extra; UPDATES",
+    "swaps slots": """
+UPDATES
+if i == 1: cache.layers[0], cache.layers[1] = cache.layers[1], cache.layers[0]
+""",
+    "replaces its slot": "cache.layers[i] = DynamicLayer(); UPDATES",
+    "appends a slot": "UPDATES; cache.layers.append(DynamicLayer()); out = out * len(cache.layers)",
+    "counts slots": "UPDATES; out = out * sum(one.is_initialized for one in list(cache.layers))",
+    "shares memory": """
+if slot(i).is_initialized:
+    slot(i).values = slot(i).keys[..., :1, :]
+    out = x + slot(i).values.sum()
+else:
+    UPDATES
+""",
+    "reads by two ways": """
+first, own = slot(0), slot(i)
+UPDATES; first.values = first.values * 3; out = out + own.values.sum()
+""",
+}
+
+
+def act_of(name: str) -> Act:
+    """Returns the function of an act."""
+    lines = ACTS[name].strip().replace("UPDATES", UPDATES).split("\n")
+    head = ["def act(layer, x, cache):", "i = layer.layer_idx", "slot = lambda n: cache.layers[n]"]
+    scope: dict[str, Any] = {**globals()}
+    exec("\n    ".join([*head, *lines, "return out"]), scope)
+    act: Act = scope["act"]
+    return act
 
 
 def a_cache(kind: str) -> Cache:
@@ -250,13 +139,13 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
-USUAL = ["updates", "in_place", "the_first", "names_itself", "deletes", "shares", "replaces"]
+USUAL = ["updates", "in place", "the first", "names", "deletes", "shares", "replaces"]
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", ACTS)
 @pytest.mark.sweep(keep=USUAL)
-def test_what_blocks_do_to_a_cache_is_what_eager_does(act: Act) -> None:
-    model = Model(act)
+def test_what_blocks_do_to_a_cache_is_what_eager_does(act: str) -> None:
+    model = Model(act_of(act))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     caches = a_cache("dynamic"), a_cache("dynamic")
@@ -269,16 +158,14 @@ def test_what_blocks_do_to_a_cache_is_what_eager_does(act: Act) -> None:
             for name in vars(one):
                 if isinstance(vars(one)[name], (Tensor, int)):
                     assert_close(vars(one)[name], vars(other)[name])
-    if ACTS[act]:
+    if act in SHARED:
         assert run.last_report.num_closures == 1
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize(
-    "act", [updates, writes_in_place, adds_in_place], ids=lambda act: act.__name__
-)
-def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: Act, kind: str) -> None:
-    model = Model(act)
+@pytest.mark.parametrize("act", ["updates", "writes in place", "adds in place"])
+def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, kind: str) -> None:
+    model = Model(act_of(act))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     results = []
@@ -293,7 +180,7 @@ class SharesSlots(Model):
     """Puts one tensor into several places before its layers run."""
 
     def __init__(self, together: tuple[int, ...]) -> None:
-        super().__init__(writes_in_place)
+        super().__init__(act_of("writes in place"))
         self.together = together
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
