@@ -8,46 +8,30 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import decoders as models
+import decoders
 import pytest
 import torch
+from models import WIDTH, block
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
-from lazyinline import PlanError, lazy_inline
+from lazyinline import PlanError
 from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes.gradients import _require_same_draws
 
-WIDTH = 8
+Residual = block(lambda self, x: x + self.linear(self.norm(x)).tanh())
 
 
-@lazy_inline
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x)).tanh()
+def residual() -> nn.Module:
+    return Residual(norm=nn.LayerNorm(WIDTH))
 
 
-class Net(nn.Module):
-    def __init__(self, num_layers: int = 3, block: type[nn.Module] = Residual) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, WIDTH)
-        self.layers = nn.ModuleList(block() for _ in range(num_layers))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for layer in self.layers:
-            h = layer(h)
-        y: Tensor = self.head(h)
-        return y
+def net(num_layers: int = 3, kind: Callable[[], nn.Module] = residual) -> nn.Module:
+    layers = [kind() for _ in range(num_layers)]
+    return nn.Sequential(nn.Linear(2, WIDTH), *layers, nn.Linear(WIDTH, 1))
 
 
 def pair(model: nn.Module, backend: str = "eager", **options: Any) -> tuple[Any, nn.Module]:
@@ -103,12 +87,11 @@ def assert_same(
 @pytest.mark.parametrize("loss", [penalty, third_order])
 @pytest.mark.sweep(keep="penalty-inductor")
 def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
-    compiled, expected = pair(Net(), backend)
-    assert_same(compiled, expected, loss, points())
+    assert_same(*pair(net(), backend), loss, points())
 
 
 def test_a_penalty_trains_as_in_eager_over_several_steps_of_any_size() -> None:
-    compiled, expected = pair(Net())
+    compiled, expected = pair(net())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, expected)]
     for step, num in enumerate((5, 5, 7, 6)):
         assert_same(compiled, expected, penalty, points(num, step))
@@ -117,7 +100,7 @@ def test_a_penalty_trains_as_in_eager_over_several_steps_of_any_size() -> None:
 
 
 def test_a_hessian_vector_product_of_a_decoder_equals_eager() -> None:
-    model, args = models.llama(2, hidden=16, num_heads=2, vocab=13, seq=6, batch=2)
+    model, args = decoders.llama(2, hidden=16, num_heads=2, vocab=13, seq=6, batch=2)
     compiled, expected = pair(model)
     products = []
     for one in (compiled, expected):
@@ -128,10 +111,6 @@ def test_a_hessian_vector_product_of_a_decoder_equals_eager() -> None:
             products.append([*gradients, *torch.autograd.grad(along, parameters)])
     for found, wanted in zip(*products, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
-
-
-def stops_a_value(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) * x.detach() + x.square()
 
 
 def stops_a_region(self: Any, x: Tensor) -> Tensor:
@@ -146,26 +125,19 @@ def changes_in_place(self: Any, x: Tensor) -> Tensor:
     return y.add_(x).tanh_()
 
 
-def returns_two_of_which_one_is_used(self: Any, x: Tensor) -> Tensor:
-    values, _ = self.linear(x).sort(-1)
-    return values.sigmoid() * x
+STOPPING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a value": lambda self, x: self.linear(x) * x.detach() + x.square(),
+    "a region": stops_a_region,
+    "a change in place": changes_in_place,
+    "one of two results": lambda self, x: self.linear(x).sort(-1)[0].sigmoid() * x,
+}
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [stops_a_value, stops_a_region, changes_in_place, returns_two_of_which_one_is_used],
-)
+@pytest.mark.parametrize("name", STOPPING)
 @pytest.mark.parametrize("loss", [penalty, third_order])
 @pytest.mark.sweep(keep="penalty")
-def test_what_stops_a_gradient_stops_it_at_every_order(forward: Any, loss: Any) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-    Block.forward = forward  # type: ignore[method-assign]
-    compiled, expected = pair(Net(2, lazy_inline(Block)))
-    assert_same(compiled, expected, loss, points())
+def test_what_stops_a_gradient_stops_it_at_every_order(name: str, loss: Any) -> None:
+    assert_same(*pair(net(2, block(STOPPING[name]))), loss, points())
 
 
 @pytest.mark.parametrize("det", [torch.det, torch.linalg.det], ids=["det", "linalg.det"])
@@ -189,8 +161,7 @@ def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
         x = x.requires_grad_()
         return gradient(model(x).exp().prod(), x).square().sum()
 
-    compiled, expected = pair(Net())
-    assert_same(compiled, expected, loss, points())
+    assert_same(*pair(net()), loss, points())
 
 
 def test_gradients_that_are_constants_are_there_at_every_call() -> None:
@@ -235,10 +206,9 @@ def test_frozen_parameters_and_inputs_without_a_gradient() -> None:
         slopes = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
         return torch.stack([s.square().sum() for s in slopes]).sum()
 
-    model = Net()
-    model.first.requires_grad_(False)
-    compiled, expected = pair(model)
-    assert_same(compiled, expected, loss, points())
+    model = net()
+    model.get_submodule("0").requires_grad_(False)
+    assert_same(*pair(model), loss, points())
 
 
 def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +222,7 @@ def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Compiler, "compile_gradients", counted)
     for num_layers in (3, 6):
-        compiled, _ = pair(Net(num_layers))
+        compiled, _ = pair(net(num_layers))
         penalty(compiled, points()).backward()
         report = compiled.last_report
         assert report.num_gradients == 1 and "derivatives of them: 1" in str(report)
@@ -263,12 +233,17 @@ def test_a_module_whose_gradient_nobody_differentiates_makes_no_program_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GradientPrograms, "of", None)
-    compiled, expected = pair(Net())
+    compiled, expected = pair(net())
     x = points().requires_grad_()
     (found,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
     (wanted,) = torch.autograd.grad(expected(x).sum(), x, create_graph=True)
     torch.testing.assert_close(found, wanted)
     assert compiled.last_report.num_gradients == 0
+
+
+def normed(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    kind = block(forward)
+    return lambda: kind(norm=nn.BatchNorm1d(WIDTH))
 
 
 class Rounded(torch.autograd.Function):
@@ -284,52 +259,33 @@ class Rounded(torch.autograd.Function):
 
 
 def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
-    @lazy_inline
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(WIDTH))
+    def counting(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            self.norm.running_mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.norm.running_mean
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.mean.lerp_(x.detach().mean(0), 0.1)
-            return x - self.mean
+    def own(self: Any, x: Tensor) -> Tensor:
+        return Rounded.apply(x) if self.training else x
 
-    @lazy_inline
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = Rounded.apply(x) if self.training else x
-            return y
-
-    refused = {Counting: "changes a buffer it computes with", Own: "Rounded"}
-    for block, reason in refused.items():
-        compiled, _ = pair(Net(2, block))
+    refused = {counting: "changes a buffer it computes with", own: "Rounded"}
+    for forward, reason in refused.items():
+        kind = normed(forward)
+        compiled, _ = pair(net(2, kind))
         with pytest.raises(PlanError, match=reason):
             penalty(compiled, points()).backward()
-        compiled, expected = pair(Net(2, block).eval())
-        assert_same(compiled, expected, penalty, points())
+        assert_same(*pair(net(2, kind).eval()), penalty, points())
 
 
 @pytest.mark.smoke
 def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
     """Running statistics move on between a forward and what is differentiated: nobody uses them."""
 
-    @lazy_inline
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.norm = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.norm(self.linear(x)).tanh()
-
     def loss(model: Any, x: Tensor) -> Tensor:
         found = penalty(model, x)
         model(x.detach() + 1)
         return found
 
-    compiled, expected = pair(Net(2, Normed))
+    compiled, expected = pair(net(2, normed(lambda self, x: x + self.norm(self.linear(x)).tanh())))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (compiled, expected)]
     for seed in range(3):
         assert_same(compiled, expected, loss, points(seed=seed))
@@ -337,20 +293,13 @@ def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
             optimizer.step()
 
 
-@lazy_inline
-class Dropping(nn.Module):
+def dropping(self: Any, x: Tensor) -> Tensor:
     """Draws three masks, of which one is never read, and slopes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nn.functional.dropout(x, 0.3, self.training)
-        x = nn.functional.dropout(x, 0.4, self.training)
-        x = x * nn.functional.rrelu(x, training=self.training)
-        x = nn.functional.rrelu(x * 1, training=self.training, inplace=True)
-        return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
+    nn.functional.dropout(x, 0.3, self.training)
+    x = nn.functional.dropout(x, 0.4, self.training)
+    x = x * nn.functional.rrelu(x, training=self.training)
+    x = nn.functional.rrelu(x * 1, training=self.training, inplace=True)
+    return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -358,15 +307,10 @@ class Dropping(nn.Module):
 @pytest.mark.sweep(keep="penalty-eager")
 def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) -> None:
     def drawing_between(model: Any, x: Tensor) -> Tensor:
-        def drawing(x: Tensor) -> Tensor:
-            y: Tensor = model(x)
-            torch.rand(3)
-            return y
-
-        found: Tensor = loss(drawing, x)
+        found: Tensor = loss(lambda x: (model(x), torch.rand(3))[0], x)
         return found
 
-    compiled, expected = pair(Net(2, Dropping), backend)
+    compiled, expected = pair(net(2, block(dropping)), backend)
     for seed in range(2):
         assert_same(compiled, expected, drawing_between, points(seed=seed))
 
@@ -382,10 +326,10 @@ def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:
 
 
 def test_a_parameter_changed_before_the_backward_is_noticed() -> None:
-    compiled, _ = pair(Net())
+    compiled, _ = pair(net())
     x = points().requires_grad_()
     y = compiled(x)
     with torch.no_grad():
-        compiled.first.bias.add_(1)  # which no first derivative needs
+        compiled.get_parameter("0.bias").add_(1)  # which no first derivative needs
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
