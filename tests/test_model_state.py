@@ -169,6 +169,10 @@ ON_MEMORY = {
     "plain tensor": "b[1].table = torch.randn(8)",
     "tensor in a list": "b[1].tables[0] = torch.full((8,), 3.0)",
     "frozen": "b[0].linear.weight.requires_grad_(False)",
+    "weights in place":
+        "with torch.no_grad(): [p.add_(torch.randn_like(p)) for p in model.parameters()]",
+    "tensors in place": "b[0].offset.mul_(2); b[1].table.mul_(2)",
+    "averaged weights": "for p in model.parameters(): p.data = torch.randn_like(p)",
 }
 CHANGES = {
     "number": "b[1].gain = 3.0",
@@ -354,75 +358,7 @@ def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
     assert_as_eager(HELPERS, HOLDING.format(hold=hold, find=find), scene=scene, state="EVERY")
 
 
-# ---- numbers in tensors that are no attribute ----------------------------------------------------
-
-WRAPPED = {
-    "list": ("[t]", "h[0]"),
-    "dictionary": ("{'a': t}", "h['a']"),
-    "object": ("NS(t=t)", "h.t"),
-    "distribution": ("torch.distributions.Normal(t, 1.0)", "h.loc"),
-}
-READS = ["t.item()", "float(t)", "t.tolist()", "float(t.numpy())", "float(np.asarray(t))"]
-READS += ["[5.0, 6.0, 7.0][int(t)]", "1.0 + torch.equal(t, t)", "(t * 2).item()"]
-READS += ["(torch.tensor(2.0) * t).item()", "torch.tensor(2.0).mul_(t).item()"]
-READS += ["torch.add(torch.ones(4), torch.ones(4), alpha=t + 0)"]
-
-
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.sweep(
-    keep=[
-        "list-t.item()",
-        "list-float(t)]",
-        "list-1.0",
-        "list-torch.add",
-        "object-t.item",
-        "distribution-torch.add",
-    ]
-)
-def test_the_number_in_a_tensor_that_is_no_attribute_is_no_constant(
-    wrapped: str, read: str
-) -> None:
-    wrap, unwrap = WRAPPED[wrapped]
-    text = f"""
-def read(h):
-    t = {unwrap}
-    return {read}
-B = block(lambda self, x: self.linear(x) * read(self.h))
-def wrap(t): return {wrap}
-model = Stack(*(B(h=wrap(torch.tensor(v))) for v in (1.0, 2.0, 1.0)))
-"""
-    assert len(assert_as_eager(HELPERS, text).eagerly) == 2
-
-
 # ---- the whole state --------------------------------------------------------------------------
-
-
-@pytest.mark.sweep(keep="eager")
-def test_weights_changed_in_place_are_read_anew(backend: str) -> None:
-    compiled, model = build(backend)
-    compiled(IDS)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-        model.blocks[0].offset.mul_(2)
-        model.blocks[1].table.mul_(2)
-    assert_close(compiled(IDS), model(IDS))
-
-
-@pytest.mark.sweep(keep="eager")
-def test_averaged_weights_swapped_in_for_evaluation(backend: str) -> None:
-    compiled, model = build(backend)
-    average = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    for _ in range(2):
-        with torch.no_grad():
-            trained = compiled(IDS)
-            assert_close(trained, model(IDS))
-            for name, parameter in model.named_parameters():
-                parameter.data, average[name] = average[name], parameter.data
-            averaged = compiled(IDS)
-            assert_close(averaged, model(IDS))
-        assert relative_error(trained, averaged) > 1e-2
 
 
 @pytest.mark.sweep(keep="eager")

@@ -96,6 +96,7 @@ def hidden(below, value):
     Private.__dict__["_Private__value"].__set__(found, below)
     Hidden.__dict__["_Private__value"].__set__(found, value)
     return found
+def scaled(value): return made(torch.ones(3), f"v.scale = {value}")
 def proxy(value): return types.MappingProxyType({"a": value})
 def large(changed):
     found = np.zeros(5000)
@@ -397,11 +398,39 @@ HIDDEN = {
     "limits of torch": Row("torch.finfo(torch.float16)", "torch.finfo(torch.float32)", "v.bits"),
     "optimizer": Row("torch.optim.SGD([torch.zeros(1)], lr=1.0)", "", "v.param_groups[0]['lr']",
         "v.param_groups[0]['lr'] = 5.0"),
+    "number of a distribution": Row("torch.distributions.Normal(torch.tensor(1.0), 1.0)",
+        "torch.distributions.Normal(torch.tensor(2.0), 1.0)", "v.loc.item()", "v.loc.fill_(0)"),
     "distribution": Row("torch.distributions.Bernoulli(0.5)", "torch.distributions.Bernoulli(0.25)",
         "v.probs.reshape(1)"),
 }
 # fmt: on
 ROWS = SHOWN | RARE | HIDDEN
+
+# What Python asks of a tensor that no operator takes. A number in it is never a constant.
+# fmt: off
+TENSORS = {
+    "shape": Row("torch.ones(3)", "torch.ones(5)", "v.shape[0]", "v.data = torch.ones(7)"),
+    "size": Row("torch.ones(3)", "torch.ones(5)", "v.numel()", "v.data = torch.ones(7)"),
+    "stride": Row("torch.ones(3)", "torch.ones(6)[::2]", "v.stride(0)",
+        "v.data = torch.ones(9)[::3]"),
+    "contiguous": Row("torch.ones(3)", "torch.ones(6)[::2]", "1.0 + v.is_contiguous()",
+        "v.data = torch.ones(9)[::3]"),
+    "bytes": Row("torch.ones(3)", "torch.ones(3).double()", "v.element_size()",
+        "v.data = v.data.half()"),
+    "requires_grad": Row("torch.ones(3)", "torch.ones(3).requires_grad_()",
+        "1.0 + v.requires_grad", "v.requires_grad_(not v.requires_grad)"),
+    "attribute": Row("scaled(1.0)", "scaled(2.0)", "v.scale", "v.scale = 3.0"),
+    "attribute or none": Row("scaled(1.0)", "torch.ones(3)", "getattr(v, 'scale', 0.5)",
+        "v.scale = 3.0"),
+    **{f"number, {read}": Row("torch.tensor(1.0)", "torch.tensor(2.0)", read, "v.fill_(0)")
+       for read in (
+           *("v.item()", "float(v)", "v.tolist()", "float(v.detach().numpy())", "(v * 2).item()"),
+           *("[5.0, 6.0, 7.0][int(v)]", "2.0 + torch.equal(v, v * v)", "float(np.asarray(v))"),
+           *("(torch.tensor(2.0) * v).item()", "torch.tensor(2.0).mul_(v).item()"),
+           "torch.add(torch.ones(4), torch.ones(4), alpha=v + 0)",
+       )},
+}
+# fmt: on
 
 # What each use moves on: two runs must not be handed the same one.
 MOVING = {
