@@ -3,6 +3,7 @@
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
 marks                ``lazy_inline``, ``recompute``, ``stage``: marks on classes and modules
+placement            parts of a model on devices of their own
 compiler             the one list of passes, and the compiler that runs them
 options              the options of a compile, checked
 compiled             the results of a compile

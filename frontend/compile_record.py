@@ -83,6 +83,27 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
         yield f"{paths}{more} ({class_name}): {how}"
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """Holds what a program on several devices has on one of them.
+
+    Attributes:
+        device: its name.
+        tensors: names of the model's tensors there.
+        arena_bytes: what is planned there.
+    """
+
+    device: str
+    tensors: tuple[str, ...]
+    arena_bytes: int
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:_MAX_PATHS]) or "no tensor of the model"
+        more = len(self.tensors) - _MAX_PATHS
+        and_more = f" and {more} more" if more > 0 else ""
+        return f"on {self.device}: {shown}{and_more}; an arena of {self.arena_bytes:,} bytes"
+
+
 @dataclass
 class CompileRecord:
     """Holds the numbers of one compile, and what it made.
@@ -118,6 +139,10 @@ class CompileRecord:
         num_gradients: programs of gradients so far, made for gradients that were differentiated.
         modes: where the mode of a derivative in the forward was left open, which one was taken and
             why.
+        devices: where a program on several devices has its tensors and arenas; the bytes above are
+            those of the first, which is the GPU if there is one.
+        copied_bytes: what one run copies from one device to another.
+        num_copies: in how many copies.
         update_after: why the optimizer's update runs after the step's program, if it does.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
@@ -150,6 +175,9 @@ class CompileRecord:
     lower_bound_bytes: int | None = None
     held_bytes: int | None = None
     unplanned: str = ""
+    devices: tuple[DeviceRecord, ...] = ()
+    copied_bytes: int = 0
+    num_copies: int = 0
     update_after: str = ""
     saved_bytes: int | None = None
     recomputed_flops: int = 0
@@ -200,6 +228,11 @@ class CompileRecord:
         yield from map(str, self.modes)
         yield from (f"no Taylor rule, forward mode nested: {one}" for one in self.nested_forward)
         yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
+        yield from map(str, self.devices)
+        if self.devices:
+            yield (
+                f"{self.num_copies} copies between devices in a run, {self.copied_bytes:,} bytes"
+            )
         if self.update_after:
             yield f"the optimizer updates after the step, because {self.update_after}"
         if self.why_static:

@@ -95,6 +95,11 @@ def schema_of(function: object) -> Any:
     return getattr(function, "_schema", None)
 
 
+def own_device_type() -> str:
+    """Returns the name of the type of device that is left to users (``PrivateUse1``)."""
+    return torch._C._get_privateuse1_backend_name()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor has been changed in place."""
     return int(tensor._version)

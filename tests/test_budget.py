@@ -7,14 +7,15 @@ from link_tree import ROOT
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
 # optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), and in a pipeline
 # (frontend +180, backend +120, pipeline_parallel +30, autodiff +20), the planner's exact search
-# (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390).
+# (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390), parts on
+# several devices (frontend +200, backend +120).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_500, 116),
+    "frontend": (23_720, 116),
     "reuse": (8_060, 37),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_660, 38),
     "recompute": (1_350, 9),
     "pipeline_parallel": (2_980, 12),
-    "backend": (12_350, 54),
+    "backend": (12_470, 54),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -796,3 +796,9 @@ def test_hooks_of_an_optimizer_are_in_two_tables_and_those_of_all_in_two() -> No
         handle = register(lambda *_: None)
         assert StepOptimizer(optimizer)._have_hooks()
         handle.remove()
+
+
+@contract("torch._C._get_privateuse1_backend_name")
+def test_the_device_that_is_left_to_users_has_a_name() -> None:
+    name = torch._C._get_privateuse1_backend_name()
+    assert torch.device(name).type == name

@@ -42,6 +42,7 @@ PUBLIC = {
     "lazy_inline",
     "measure",
     "pipeline",
+    "place",
     "primitives",
     "recompute",
     "stage",

@@ -134,6 +134,7 @@ class Place:
         graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
         missing: the device that it is not, where a program only is compiled for that; or "".
         target: what is known of the GPU; None on a CPU, and on a GPU that the table does not have.
+        others: further devices that the program works on, each with an arena of its own.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -141,6 +142,7 @@ class Place:
     graphs: Literal["captured", "none"] = "none"
     missing: str = ""
     target: Target | None = None
+    others: tuple[torch.device, ...] = ()
 
     @property
     def launches(self) -> Literal["native", "python"]:

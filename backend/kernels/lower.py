@@ -25,7 +25,7 @@ from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
 from ...reuse.ir.torch_updates import update_of
-from ...reuse.torch_names import RESHAPES
+from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
@@ -134,7 +134,7 @@ class InductorBackend:
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
-        is_left = leaf.kernels != "compiled" and is_tiny(leaf)
+        is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
         return Recipe(kernels="eager") if is_left else self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
@@ -257,7 +257,13 @@ def is_tiny(leaf: Leaf) -> bool:
 
 def _wants_compiler(leaf: Leaf) -> bool:
     """Whether a leaf is compiled; one that only hands its operands on gives no wrapper."""
-    return leaf.kernels != "eager" and leaf.num_nodes > 0
+    return leaf.kernels != "eager" and leaf.num_nodes > 0 and _has_compiler(leaf)
+
+
+def _has_compiler(leaf: Leaf) -> bool:
+    """Whether Inductor knows its device: no copy between two, no device of a user's own."""
+    devices = {t.device for t in flat_types((*leaf.input_types, *leaf.output_types))}
+    return len(devices) <= 1 and all(d.type != own_device_type() for d in devices)
 
 
 def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:

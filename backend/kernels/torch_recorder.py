@@ -195,7 +195,9 @@ class _Recorder(TorchDispatchMode):
         self._bytes: list[int] = []
         self._keep: list[torch.Tensor] = []
         self._launches: list[Launch] = []
-        self._is_on_gpu = any(t.device.type == "cuda" for t in self._types)
+        made = flat_types(leaf.output_types)
+        self._device = next((t.device for t in (*self._types, *made)), torch.device("cpu"))
+        self._is_native = all(t.device.type == "cpu" for t in (*self._types, *made))
         self.inputs = [self._new(t.shape, t.stride, t.dtype, t.device) for t in self._types]
         for tensor in self.inputs:
             self._add_buffer(tensor, "input")
@@ -206,10 +208,11 @@ class _Recorder(TorchDispatchMode):
         self._bytes.append(tensor.untyped_storage().nbytes())
         self._keep.append(tensor)
 
-    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Stands for Inductor's allocator."""
-        device = self._types[0].device if self._types else torch.device("cpu")
-        tensor = self._new(size, stride, dtype, device)
+        tensor = self._new(size, stride, dtype, device or self._device)
         self._add_buffer(tensor, "private")
         return tensor
 
@@ -253,7 +256,7 @@ class _Recorder(TorchDispatchMode):
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
         launch = Launch(name, function, given, named, results, returns, operands)
-        self._launches.append(launch if self._is_on_gpu else with_native(launch))
+        self._launches.append(with_native(launch) if self._is_native else launch)
 
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
@@ -294,7 +297,7 @@ class _Recorder(TorchDispatchMode):
         if found == strides_that_matter(promised.shape, promised.stride):
             return view
         # A kernel may choose another layout than PyTorch's rule for fake tensors says.
-        copy = self.allocate(promised.shape, promised.stride, promised.dtype)
+        copy = self.allocate(promised.shape, promised.stride, promised.dtype, promised.device)
         self._launch("copy_", torch.ops.aten.copy_.default, (copy, tensor), {})
         return self._view(copy)
 
@@ -327,9 +330,13 @@ class _Recorder(TorchDispatchMode):
             self._add_buffer(new[0], "private")
             self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
             return
+        if func is torch.ops.aten._to_copy.default and args[0].device != new[0].device:
+            self._add_buffer(new[0], "private")
+            self._launch("copy_", torch.ops.aten.copy_.default, (new[0], args[0]), {})
+            return
         if (
             func in _NATIVE_OUT_FORMS
-            and not self._is_on_gpu
+            and self._is_native
             and self._launch_native(name, func, args, kwargs, new[0])
         ):
             return
@@ -355,8 +362,10 @@ class _Recorder(TorchDispatchMode):
                 first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
                 last[view.buffer] = index
         buffers = tuple(
-            BufferInfo(kind, size, first[i], last[i])
-            for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
+            BufferInfo(kind, size, first[i], last[i], tensor.device)
+            for i, (kind, size, tensor) in enumerate(
+                zip(self._kinds, self._bytes, self._keep, strict=True)
+            )
         )
         launches = tuple(self._launches)
         in_place = _in_place(self._leaf, launches)

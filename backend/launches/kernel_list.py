@@ -51,13 +51,15 @@ class BufferInfo:
     """One buffer of a closure.
 
     ``kind`` is ``"input"``, ``"private"`` (placed by the plan) or ``"foreign"`` (allocated by the
-    launch that makes it). ``first`` and ``last`` are launch numbers.
+    launch that makes it). ``first`` and ``last`` are launch numbers. ``device`` is where it is, if
+    the closure was recorded on it.
     """
 
     kind: ClosureBuffer
     num_bytes: int
     first: int
     last: int
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,9 @@ def record_control(
         native=_native(control, linked, operands, outputs, scratch),
     )
     buffers = [
-        BufferInfo("input" if i < len(types) else "private", size, 0, 0)
+        BufferInfo(
+            "input" if i < len(types) else "private", size, 0, 0, (*types, *returned)[0].device
+        )
         for i, size in enumerate(sizes)
     ]
     return KernelList(
@@ -116,7 +118,7 @@ def _linked(flat: FlatProgram, lists: Mapping[Leaf, KernelList], tools: Tools) -
     made = [_made(layout, part, p) if p.instance in given else p for p in part.outputs]
     for target, output in zip(targets, made, strict=True):
         part.launches.append(layout.apply("copy_", target, output))
-    offsets, _, num_bytes, _ = planned(layout, tools)
+    offsets, _, num_bytes, _, _ = planned(layout, tools)
     operations = [one.launch.native for one in part.launches]
     if None in operations:
         return _Linked(num_bytes, None, 0, 0, [])

@@ -91,6 +91,7 @@ class _Estimate:
                 t.num_bytes,
                 self._first[i],
                 max(self._last[i], self._first[i]),
+                t.device,
             )
             for i, t in enumerate(self._types)
         )

@@ -56,7 +56,8 @@ class Instance:
     ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
     ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch),
     ``"workspace"`` (what a library works in, at one place from run to run).
-    Lives in ``[birth, death)``, in launches.
+    Lives in ``[birth, death)``, in launches. ``device`` is where it lies, if not on the device that
+    the program is planned for.
     """
 
     kind: BufferKind
@@ -64,6 +65,7 @@ class Instance:
     birth: int
     death: int
     part: int
+    device: torch.device | None = None
 
 
 def buffers_of(instances: Sequence[Instance]) -> Buffers:
@@ -120,7 +122,7 @@ class Layout:
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
     plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
     has besides, one for each stream that runs products. ``runs`` says who may run the launches that
-    are added here.
+    are added here. ``device`` is the one that is planned for, where there are several.
     """
 
     instances: list[Instance] = field(default_factory=list)
@@ -129,10 +131,12 @@ class Layout:
     scratch: list[Instance] = field(default_factory=list)
     workspaces: list[Instance] = field(default_factory=list)
     runs: Literal["native", "python"] = "native"
+    device: torch.device | None = None
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
-        index = self._add(Instance("given", type_.num_bytes, self.time, self.time, len(self.parts)))
+        now, device = self.time, self._elsewhere(type_.device)
+        index = self._add(Instance("given", type_.num_bytes, now, now, len(self.parts), device))
         return Placed(index, type_.dtype, type_.shape, type_.stride, 0)
 
     def arena(self, num_bytes: int, part: int) -> int:
@@ -218,6 +222,10 @@ class Layout:
         launch = Launch(name, getattr(torch.Tensor, name), views, ())
         return with_native(launch) if self.runs == "native" else launch
 
+    def _elsewhere(self, device: torch.device | None) -> torch.device | None:
+        """Returns a device if it is another one than is planned for."""
+        return None if self.device is None or device == self.device else device
+
     def _taken_over(
         self,
         kernels: KernelList,
@@ -257,7 +265,8 @@ class Layout:
             # A buffer lives for one launch at least, or the planner would let others overlap it.
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
             kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
-            new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
+            lives = (birth, max(death, birth + 1), len(self.parts))
+            new = Instance(kind, info.num_bytes, *lives, self._elsewhere(info.device))
             bases.append((self._add(new), 0))
         return tuple(bases)
 
@@ -276,9 +285,10 @@ def layout_of(
     results: Results = "owned",
     runs: Literal["native", "python"] = "native",
     roots: Sequence[object] = (),
+    device: torch.device | None = None,
 ) -> Layout:
     """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
-    layout = Layout(runs=runs)
+    layout = Layout(runs=runs, device=device)
     first = flats[0]
     layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
     forward = layout.parts[0]
@@ -301,13 +311,13 @@ def layout_of(
 
 def least_bytes(layout: Layout) -> int:
     """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
-    placed = [b for b in layout.instances if b.kind == "arena"]
+    placed = [b for b in layout.instances if b.kind == "arena" and b.device is None]
     return (lower_bound(buffers_of(placed)) if placed else 0) + outside_bytes(layout)
 
 
 def outside_bytes(layout: Layout) -> int:
     """Returns what launches allocate for themselves, at most, at one time."""
-    outside = [b for b in layout.instances if b.kind == "foreign"]
+    outside = [b for b in layout.instances if b.kind == "foreign" and b.device is None]
     outside += layout.scratch + layout.workspaces
     return lower_bound(buffers_of(outside)) if outside else 0
 
@@ -391,8 +401,9 @@ def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> P
     """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
     type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
     stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
-    number = layout.parts.index(part)
-    layout.instances.append(Instance(kind, type_.num_bytes, layout.time, layout.time + 1, number))
+    number, device = layout.parts.index(part), layout.instances[placed.instance].device
+    lives = (layout.time, layout.time + 1, number)
+    layout.instances.append(Instance(kind, type_.num_bytes, *lives, device))
     target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
     part.launches.append(layout.apply("copy_", target, placed))
     return target

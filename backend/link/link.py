@@ -74,6 +74,17 @@ def link(program: Program) -> FlatProgram:
     return FlatProgram(inputs, launches, outputs, tuple(expansion.types))
 
 
+def copied_between_devices(flat: FlatProgram) -> tuple[int, int]:
+    """Returns how often a run copies from one device to another, and how many bytes."""
+    sizes = []
+    for launch in flat.launches:
+        taken = {flat.slot_types[s].device for s in launch.operands}
+        made = [flat.slot_types[s] for s in launch.results]
+        if taken:
+            sizes += [type_.num_bytes for type_ in made if taken != {type_.device}]
+    return len(sizes), sum(sizes)
+
+
 def check_flat(flat: FlatProgram) -> None:
     """Checks what link promises: slots are written once, before they are read, and freed after.
 

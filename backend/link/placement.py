@@ -79,23 +79,33 @@ class Tools:
 
 TOOLS = Tools()
 
-Placement = tuple[list[int], ArenaPlan, int, Overlay]
-"""Offsets by instance, the plan, the bytes of its arena, and what lies outside of that."""
+Placement = tuple[list[int], ArenaPlan, int, Overlay, dict[torch.device, int]]
+"""Offsets by instance, the plan, the bytes of its arena, what lies outside of that, and the bytes
+of arenas on further devices."""
 
 
 def planned(layout: Layout, tools: Tools) -> Placement:
-    """Places every arena instance."""
-    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    buffers = buffers_of([layout.instances[i] for i in placed])
-    arena = place(buffers, tools)
-    return _by_instance(layout, placed, arena), arena, arena.peak_bytes, Overlay()
+    """Places every arena instance, on each device in an arena of its own."""
+    offsets = [0] * len(layout.instances)
+    placed: dict[torch.device | None, list[int]] = {None: []}
+    for index, instance in enumerate(layout.instances):
+        if instance.kind == "arena":
+            placed.setdefault(instance.device, []).append(index)
+    arenas = {}
+    for device, found in placed.items():
+        arenas[device] = place(buffers_of([layout.instances[i] for i in found]), tools)
+        for index, offset in zip(found, arenas[device].offsets.tolist(), strict=True):
+            offsets[index] = offset
+    own = arenas[None]
+    others = {device: arena.peak_bytes for device, arena in arenas.items() if device is not None}
+    return offsets, own, own.peak_bytes, Overlay(), others
 
 
 def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
     """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     gradients = gradients_of(layout)
-    if not placed or not gradients:
+    if not placed or not gradients or layout.device is not None:
         return None
     both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
     buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
@@ -104,14 +114,10 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
     arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
     if not overlay.guests:
         return None
-    return _by_instance(layout, placed, found), found, arena_bytes, overlay
-
-
-def _by_instance(layout: Layout, placed: Sequence[int], arena: ArenaPlan) -> list[int]:
     offsets = [0] * len(layout.instances)
-    for index, offset in zip(placed, arena.offsets.tolist(), strict=False):
+    for index, offset in zip(placed, found.offsets.tolist(), strict=False):
         offsets[index] = offset
-    return offsets
+    return offsets, found, arena_bytes, overlay, {}
 
 
 def place(buffers: Buffers, tools: Tools) -> ArenaPlan:

@@ -238,6 +238,11 @@ class CodeWriter:
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
 
     def _region_slot(self, instance: int) -> int:
+        device = self._layout.instances[instance].device
+        if device is not None:
+            if device not in self._code.arenas:
+                self._code.arenas[device] = self._new_slot()
+            return self._code.arenas[device]
         region = self._regions.get(instance)
         if region is None:
             return ARENA_SLOT
@@ -291,15 +296,16 @@ class CodeWriter:
         self._lines.append(f"  {', '.join(targets)}{comma} = {call}")
         for target, view in zip(targets, launch.results, strict=True):
             if target != "_":
-                self._check(target, view, launch.name)
+                device = self._layout.instances[placed.place(view).instance].device
+                self._check(target, view, launch.name, device)
 
-    def _check(self, target: str, view: View, operator: str) -> None:
+    def _check(self, target: str, view: View, operator: str, device: torch.device | None) -> None:
         """Writes what puts a result that a launch allocated into the layout that is read."""
         check = self._constant(check_layout)
         dtype = self._constant(view.dtype)
-        fitted = (
-            f"{target} = as_predicted({target}, {view.shape}, {view.stride}, {dtype}, {operator!r})"
-        )
+        where = "" if device is None else f", device={self._constant(device)}"
+        expected = f"{view.shape}, {view.stride}, {dtype}, {operator!r}{where}"
+        fitted = f"{target} = as_predicted({target}, {expected})"
         self._lines += [
             "  try:",
             f"    {check}({target}, {view.shape}, {view.stride})",
@@ -401,7 +407,10 @@ class CodeWriter:
         self._code.num_made_per_run += 1
         name, dtype = f"r{instance}", self._constant(base.dtype)
         num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
-        if num_bytes == found.num_bytes:
+        if found.device is not None:
+            make, device = self._constant(torch.empty_strided), self._constant(found.device)
+            call = f"{make}({base.shape}, {base.stride}, dtype={dtype}, device={device})"
+        elif num_bytes == found.num_bytes:
             call = f"new_tensor({base.shape}, {base.stride}, {dtype})"
         else:
             make = self._constant(new_host)

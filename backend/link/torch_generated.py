@@ -45,6 +45,7 @@ class GeneratedCode:
         words: what the native loop runs.
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
+        arenas: further device -> slot of the arena that is there.
         num_beside: launches on the second stream.
         num_slots: size of that table; what is known only in a run comes last.
     """
@@ -58,6 +59,7 @@ class GeneratedCode:
     words: array[int] = field(default_factory=lambda: array("q"))
     slots: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
+    arenas: dict[torch.device, int] = field(default_factory=dict)
     num_slots: int = 1
     num_beside: int = 0
 
@@ -72,6 +74,8 @@ class Memory:
         tensors: the model's, by instance.
         tools: what loads kernels and the native loop.
         region_starts: where regions of the arena start, for a program that works in several.
+        others: arenas on further devices.
+        device_of: for each instance, which of them it lies in, if in one.
     """
 
     arena: torch.Tensor
@@ -79,6 +83,8 @@ class Memory:
     tensors: Mapping[int, torch.Tensor]
     tools: Tools
     region_starts: Mapping[int, int] = field(default_factory=dict)
+    others: Mapping[torch.device, torch.Tensor] = field(default_factory=dict)
+    device_of: Mapping[int, torch.device] = field(default_factory=dict)
 
     def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
         """Returns a part's function over this memory; it sees ``names``, too."""
@@ -90,16 +96,31 @@ class Memory:
         scope.update(_bind_device(self.arena.device))
         if code.num_beside:
             scope.update(streams_on(self.arena.device))
-        scope.update(_bind_arena(code.arena_views, self.arena, self.offsets))
+        scope.update(self._bind_arenas(code.arena_views))
         scope.update(_bind_model(code.model_views, self.tensors))
         if code.words:
             native = self.tools.native
-            scope.update(bind_native(code, self.arena, self.tensors, native, self.region_starts))
+            starts, others = self.region_starts, self.others
+            scope.update(bind_native(code, self.arena, self.tensors, native, starts, others))
         scope.update(names, profiler=PROFILER)
         exec(compiled, scope)
         # Popped: a cycle would keep the arena until garbage is collected.
         program: Runner = scope.pop("program")
         return program
+
+    def _bind_arenas(self, views: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
+        """Makes every arena view once."""
+        typed: dict[tuple[torch.device | None, torch.dtype], torch.Tensor] = {}
+        bound = {}
+        for name, placed in views.items():
+            device = self.device_of.get(placed.instance)
+            if (device, placed.dtype) not in typed:
+                arena = self.arena if device is None else self.others[device]
+                typed[device, placed.dtype] = arena.view(placed.dtype)
+            start = (self.offsets[placed.instance] + placed.offset_bytes) // placed.dtype.itemsize
+            whole = typed[device, placed.dtype]
+            bound[name] = whole.as_strided(placed.shape, placed.stride, start)
+        return bound
 
 
 def bind_native(
@@ -108,6 +129,7 @@ def bind_native(
     tensors: Mapping[int, torch.Tensor],
     native: Callable[[], torch_native.NativeLibrary],
     region_starts: Mapping[int, int] | None = None,
+    others: Mapping[torch.device, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Makes the address table of one lease, or of one run in regions that start at these bytes."""
     library = native()
@@ -115,6 +137,8 @@ def bind_native(
     addresses[ARENA_SLOT] = arena.data_ptr()
     for region, slot in code.regions.items():
         addresses[slot] = arena.data_ptr() + (region_starts or {})[region]
+    for device, slot in code.arenas.items():
+        addresses[slot] = (others or {})[device].data_ptr()
     for instance, slot in code.slots.items():
         addresses[slot] = tensors[instance].data_ptr()
     return {
@@ -122,7 +146,12 @@ def bind_native(
         "words": code.words.buffer_info()[0],
         # What is given by address must be owned: ``parameter.data = ...`` may take the memory of
         # the model's tensors from them.
-        "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
+        "owned": (
+            code.words,
+            arena,
+            others,
+            [tensors[instance].detach() for instance in code.slots],
+        ),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
         "no_address": no_address,
@@ -140,20 +169,6 @@ def _new_tensor(
     device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-def _bind_arena(
-    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
-) -> dict[str, torch.Tensor]:
-    """Makes every arena view once."""
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    bound = {}
-    for name, placed in views.items():
-        if placed.dtype not in typed:
-            typed[placed.dtype] = arena.view(placed.dtype)
-        start = (offsets[placed.instance] + placed.offset_bytes) // placed.dtype.itemsize
-        bound[name] = typed[placed.dtype].as_strided(placed.shape, placed.stride, start)
-    return bound
 
 
 def _bind_model(

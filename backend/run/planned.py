@@ -99,6 +99,7 @@ class PlannedProgram:
             results,
             tools.place.launches,
             roots,
+            tools.place.device if tools.place.others else None,
         )
         check_aligned(self.layout, kernel_lists)
         if target is not None:
@@ -107,7 +108,7 @@ class PlannedProgram:
         self.model_instances = {i: given[i].instance for i in model_inputs}
         found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
         found = found or planned(self.layout, tools)
-        self.offsets, self.plan, self.arena_bytes, self.overlay = found
+        self.offsets, self.plan, self.arena_bytes, self.overlay, self.other_bytes = found
         self._tools = tools
         self._results = results
         self._capture: Capture = capture_graph
@@ -226,7 +227,7 @@ class PlannedProgram:
         if lease.is_bound_to(lease.tensors):
             return lease
         check_memory(lease.tensors, self._names)
-        bound = self._bind(lease.tensors, lease.arena)
+        bound = self._bind(lease.tensors, lease.arena, lease.others)
         lease.hand_over()
         return bound.owned_by(self)
 
@@ -242,7 +243,12 @@ class PlannedProgram:
     def _bound(self, tensors: list[torch.Tensor]) -> Lease:
         size, device = max(self.arena_bytes, 64), self._tools.place.device
         try:
-            return self._bind(tensors, torch.empty(size, dtype=torch.uint8, device=device))
+            arena = torch.empty(size, dtype=torch.uint8, device=device)
+            others = {
+                other: torch.empty(max(size, 64), dtype=torch.uint8, device=other)
+                for other, size in self.other_bytes.items()
+            }
+            return self._bind(tensors, arena, others)
         except BaseException:
             with self._lock:
                 self._use.end()
@@ -265,6 +271,8 @@ class PlannedProgram:
         """Returns a second arena with the same contents, and the same of what was handed on."""
         twin = self.lease(lease.tensors)
         twin.arena.copy_(lease.arena)
+        for device, arena in twin.others.items():
+            arena.copy_(lease.others[device])
         foreign = len(handed) - self.num_hosts
         # Foreign tensors are only read, so both share them; a backward writes to hosts.
         return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
@@ -292,7 +300,8 @@ class PlannedProgram:
     def memory_of(self, instance: int, lease: Lease, hosts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the bytes of a buffer in an arena, or in the gradient that it lies in."""
         host, start = self.overlay.guests.get(instance, (-1, self.offsets[instance]))
-        memory = lease.arena
+        device = self.layout.instances[instance].device
+        memory = lease.arena if device is None else lease.others[device]
         if host >= 0:
             storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
@@ -302,7 +311,12 @@ class PlannedProgram:
         base = host_base(self.layout, instance)
         return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
 
-    def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
+    def _bind(
+        self,
+        tensors: list[torch.Tensor],
+        arena: torch.Tensor,
+        others: Mapping[torch.device, torch.Tensor],
+    ) -> Lease:
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
         held = [t.detach() for t in tensors]
         memory = Memory(
@@ -310,6 +324,10 @@ class PlannedProgram:
             self.offsets,
             dict(zip(self.model_instances.values(), held, strict=True)),
             self._tools,
+            others=others,
+            device_of={
+                i: b.device for i, b in enumerate(self.layout.instances) if b.device is not None
+            },
         )
         runners = [
             memory.runner(code, compiled, profiled=_profiled(writer, memory))
@@ -320,7 +338,7 @@ class PlannedProgram:
         # A graph replays fixed addresses: results that are made anew in each run have none.
         if self._tools.place.graphs == "captured" and self._results == "pinned":
             runners = [self._as_graph(runner) for runner in runners]
-        return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None)
+        return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None, others)
 
     def _as_graph(self, runner: Runner) -> Runner:
         """Returns what captures a part at its first run, and replays it then: all has its place."""
@@ -383,7 +401,7 @@ class _Use:
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("_owner", "_start", "addresses", "arena", "runners", "tensors")
+    __slots__ = ("_owner", "_starts", "addresses", "arena", "others", "runners", "tensors")
 
     def __init__(
         self,
@@ -392,9 +410,11 @@ class Lease:
         tensors: list[torch.Tensor],
         addresses: list[int],
         owner: PlannedProgram | None,
+        others: Mapping[torch.device, torch.Tensor] | None = None,
     ) -> None:
         self.arena = arena
-        self._start = arena.data_ptr()
+        self.others = others or {}
+        self._starts = [memory.data_ptr() for memory in self._arenas()]
         self.runners = runners
         self.tensors = tensors
         self.addresses = addresses
@@ -402,7 +422,7 @@ class Lease:
 
     def owned_by(self, owner: PlannedProgram | None) -> Lease:
         """Returns a lease on the same arena that gives it back to this program."""
-        return Lease(self.arena, self.runners, self.tensors, self.addresses, owner)
+        return Lease(self.arena, self.runners, self.tensors, self.addresses, owner, self.others)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors are where they were when the arena was bound."""
@@ -410,8 +430,13 @@ class Lease:
 
     def has_its_arena(self) -> bool:
         """Whether the arena is where it was bound, and whole: operators of the user's see it."""
-        num_bytes = self.arena.untyped_storage().nbytes()
-        return self.arena.data_ptr() == self._start and num_bytes >= self.arena.numel()
+        return all(
+            memory.data_ptr() == start and memory.untyped_storage().nbytes() >= memory.numel()
+            for memory, start in zip(self._arenas(), self._starts, strict=True)
+        )
+
+    def _arenas(self) -> list[torch.Tensor]:
+        return [self.arena, *self.others.values()]
 
     def hand_over(self) -> None:
         """Leaves the arena to another lease on it."""

@@ -20,6 +20,7 @@ import torch.fx
 from ...autodiff.higher_order.derivation import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.ir.control import control_leaf
+from ...reuse.ir.costs import tensors_of
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import (
@@ -182,7 +183,7 @@ class Assembler:
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
-        if not any(map(_stands_apart, region.items)):
+        if not any(map(_stands_apart, region.items)) and len(_devices(operators)) <= 1:
             changed = _changed_inputs(operators, inputs, region.name)
             leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
             leaf = Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
@@ -283,6 +284,7 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
     calls: dict[torch.fx.Node, _Unit] = {}
     alone: dict[torch.fx.Node, _Unit] = {}
     is_open = False  # whether the last unit is glue that goes on
+    devices: set[torch.device] = set()  # that it is on
     for item in items:
         if isinstance(item, Region):
             units.append(_Unit([], region=item))
@@ -300,11 +302,21 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
             units.append(alone[item])
             is_open = False
         elif not is_mode_switch(item):
+            # Kernels are of one device, so glue is, and a copy from one to another is a call.
+            own = _devices([item])
+            is_open = is_open and len(own) <= 1 and (not own or own == devices)
+            devices = own or devices
             if not is_open or units[-1].region is not None or units[-1].site is not None:
                 units.append(_Unit([]))
             units[-1].nodes.append(item)
             is_open = not item.meta.get(DIFFERENTIATED, False)
     return units
+
+
+def _devices(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
+    """Returns the devices of tensors that operators take and make."""
+    both = {n: None for node in nodes for n in (node, *node.all_input_nodes)}
+    return {tensor.device for node in both for tensor in tensors_of(node)}
 
 
 def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:

@@ -26,6 +26,7 @@ from ...reuse.evidence.module_state import (
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of, reveal
 from ..checks.torch_state import modes_now
 from ..marks import recompute_mark
+from ..placement import only_copies
 from ..tracing.torch_tracing import is_fake
 from .blocks import dissolve
 from .init_key import InitKey, InitKeys
@@ -131,8 +132,8 @@ def _hindrance(
 ) -> str:
     """Says why a call on a closure could not do what this block's forward did."""
     flat, tree = results
-    inside = () if slots is None else slots.tensors
-    if recording.tensors.have_attributes((*call.leaves, *inside, *flat)):
+    found = () if slots is None else slots.tensors
+    if recording.tensors.have_attributes((*call.leaves, *found, *flat)):
         return "a tensor that it is given or returns has attributes"
     if isinstance(tree, torch_pytree.Nested):
         return "it returns an object that holds tensors"
@@ -141,7 +142,8 @@ def _hindrance(
         return evidence.side_effect or "its forward changes an argument"
     if slots is not None and slots.unseen:
         return slots.unseen
-    if any(has_hooks(inner, "forward") for _, inner in walk_modules(call.module)):
+    inside = [inner for _, inner in walk_modules(call.module)]
+    if any(has_hooks(inner, "forward") and not only_copies(inner) for inner in inside):
         return "it has forward hooks, which may keep what they see"
     return ""
 

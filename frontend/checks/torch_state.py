@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import current_autocast
-from ...reuse.torch_names import is_lazy, matmul_precision
+from ...reuse.torch_names import is_lazy, matmul_precision, own_device_type
 
 
 def mode_around() -> str:
@@ -119,7 +119,7 @@ def modes_now() -> tuple[Any, ...]:
     """Returns the modes that operators run under: what ``GlobalStateGuard`` compares, and more."""
     of_state = (
         torch.is_grad_enabled(),
-        current_autocast(("cpu", "cuda")),
+        current_autocast(("cpu", "cuda", own_device_type())),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -154,10 +154,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Devices whose tensors have addresses; the keys that autograd, autocast and Python classes add; and
 # lazy bits, which are written out before a kernel reads the memory.
+_DEVICES = ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")
 _ALLOWED = (
-    *("CPU", "CUDA", "XPU", "MPS"),
-    *("ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMPS"),
-    *("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"),
+    *(kind + device for kind in ("", "Autograd", "Autocast") for device in _DEVICES),
+    "ADInplaceOrView",
     *("Python", "PythonTLSSnapshot", "PythonDispatcher"),
     *("Conjugate", "Negative", "ZeroTensor"),
 )

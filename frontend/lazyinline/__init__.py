@@ -25,6 +25,7 @@ from lazyinline.frontend.measure.report import MeasureReport
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
 from lazyinline.frontend.pipeline import Pipeline, pipeline
+from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.recompute.policy import Budget
@@ -76,6 +77,7 @@ __all__ = [
     "lazy_inline",
     "measure",
     "pipeline",
+    "place",
     "primitives",
     "recompute",
     "stage",

@@ -85,7 +85,8 @@ class _Calls:
 
 def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
     layout, gradients = memory.layout, memory.gradients
-    placed = {i: memory.offsets[i] for i, b in enumerate(layout.instances) if b.kind == "arena"}
+    own = [i for i, b in enumerate(layout.instances) if b.kind == "arena" and b.device is None]
+    placed = {i: memory.offsets[i] for i in own}
     offsets = {i: x for i, x in (placed | gradients).items() if layout.instances[i].num_bytes}
     if not offsets:
         return None

@@ -16,7 +16,7 @@ from ...backend.kernels.lower import GpuBackend, can_record
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.layout import Layout, layout_of, least_bytes
-from ...backend.link.link import FlatProgram, link
+from ...backend.link.link import FlatProgram, copied_between_devices, link
 from ...backend.link.placement import Tools, UnalignedError
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
@@ -26,7 +26,8 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.torch_symbols import Values
-from ..compile_record import gpu_record
+from ...reuse.torch_names import own_device_type
+from ..compile_record import DeviceRecord, gpu_record
 from .context import leaves_of
 from .numbers import check_layouts, forget_numbers, kernel_at_numbers, with_numbers
 from .programs import returned_of, tensor_name
@@ -102,10 +103,30 @@ def _planned_and_run(state: State) -> State:
         report.arena_bytes = planned.arena_bytes
         report.held_bytes = planned.held_bytes + planned.result_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        _note_devices(state, planned)
         state = replace(state, runs=_arena_runs(state, planned))
     assert state.runs is not None
     report.num_launches = state.runs.num_launches
     return state
+
+
+def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
+    """Says in the report what is on which device, if there are several."""
+    devices, report = devices_of(state.linked), state.report
+    if len(devices) < 2:
+        return
+    model = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
+    report.devices = tuple(
+        DeviceRecord(
+            str(device),
+            tuple(s.name for s in model if s.tensor.device == device),
+            planned.other_bytes.get(device, 0) if index else planned.arena_bytes,
+        )
+        for index, device in enumerate(devices)
+    )
+    counts = list(map(copied_between_devices, state.linked))
+    report.num_copies = sum(number for number, _ in counts)
+    report.copied_bytes = sum(num_bytes for _, num_bytes in counts)
 
 
 def _arena_runs(state: Compilation, planned: PlannedProgram) -> Runnable:
@@ -155,7 +176,10 @@ def hindrance(state: Compilation) -> Unplanned | None:
     # A step owns its whole arena, so its memory is planned for any backend.
     if state.goal.kind != "step" and backend != "inductor":
         return Unplanned(f"backend {backend} runs operator by operator")
-    return other_devices(state.linked) or _unrecordable(state)
+    devices = devices_of(state.linked)
+    if len(devices) > 1 and state.goal.kind not in LINKED:
+        return Unplanned("a stage of a pipeline is planned on one device, and this uses more")
+    return other_devices(devices) or _unrecordable(state)
 
 
 def _why_unplanned(state: Compilation) -> Unplanned | None:
@@ -165,19 +189,27 @@ def _why_unplanned(state: Compilation) -> Unplanned | None:
     return known or changed_buffer(state.captured.program, state.derivative)
 
 
-def other_devices(flats: Sequence[FlatProgram]) -> Unplanned | None:
-    """Memory has one kind of address: the CPU's, or that of one GPU."""
+def devices_of(flats: Sequence[FlatProgram]) -> list[torch.device]:
+    """Returns the devices that programs work on, those with memory of their own first."""
     devices = {t.device for flat in flats for t in flat.slot_types}
-    if len(devices) <= 1 and {device.type for device in devices} <= {"cpu", "cuda"}:
+    return sorted(devices, key=lambda device: (device.type == "cpu", str(device)))
+
+
+def other_devices(devices: Sequence[torch.device]) -> Unplanned | None:
+    """Memory is planned where its addresses can be told: on CPU, CUDA and a user's own device."""
+    unknown = [d for d in devices if d.type not in ("cpu", "cuda", own_device_type())]
+    if not unknown:
         return None
-    names = ", ".join(sorted(map(str, devices)))
-    return Unplanned(f"memory is planned on one device, and the program uses {names}")
+    names = ", ".join(map(str, unknown))
+    return Unplanned(f"memory is planned on cpu and cuda, and the program uses {names}")
 
 
 def tools_of(state: Compilation) -> Tools:
-    """Returns what places buffers and runs launches, on the device of a linked program."""
-    tools = state.context.tools
-    devices = {t.device for flat in state.linked for t in flat.slot_types}
+    """Returns what places buffers and runs launches, on the devices of a linked program."""
+    tools, devices = state.context.tools, devices_of(state.linked)
+    if len(devices) > 1:  # launches come one by one, in the order of the program
+        place = Place(device=devices[0], others=tuple(devices[1:]))
+        return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is None:
         return tools
@@ -284,12 +316,14 @@ def held_bytes(state: Compilation) -> int:
 
 def _layout(state: Compilation) -> Layout:
     """Lays out what would be planned, for kernels that are only estimated."""
+    place = tools_of(state).place
+    device = place.device if place.others else None
     if state.goal.kind == "step":
         (flat,) = state.linked
         num_results = len(flat.outputs) - state.step.updates.num_results
-        return layout_of([flat], launches(state), [num_results], results="pinned")
+        return layout_of([flat], launches(state), [num_results], results="pinned", device=device)
     returned, sources = returned_of(state.captured.program, state.derivative)
-    return layout_of(state.linked, launches(state), returned, sources)
+    return layout_of(state.linked, launches(state), returned, sources, device=device)
 
 
 def launches(state: Compilation) -> Mapping[Leaf, KernelList]:

@@ -44,7 +44,7 @@ from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import lazy_modules, wrapped_globals_left
+from ...reuse.torch_names import lazy_modules, own_device_type, wrapped_globals_left
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
 from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, pure_forms
@@ -268,6 +268,11 @@ class Tracer:
                 raise CaptureError(
                     f"What torch.func does at {'' if frame is None else frame_text(frame)} cannot "
                     "be followed to operators. Write it as operators on the whole batch."
+                )
+            if torch.is_autocast_enabled(own_device_type()):
+                raise CaptureError(
+                    f"Autocast of {own_device_type()!r} is on, and casts of that device are not "
+                    "known. Cast by .to(dtype), or run the model without it."
                 )
             node.meta["stamp"] = Stamp(
                 torch.is_grad_enabled(),

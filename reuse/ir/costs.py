@@ -135,10 +135,11 @@ def is_free(node: torch.fx.Node) -> bool:
 
 def value_bytes(node: torch.fx.Node) -> int:
     """Returns the bytes of a node's value (of all its results)."""
-    return sum(TensorType.of(v).num_bytes for v in _tensors(node))
+    return sum(TensorType.of(v).num_bytes for v in tensors_of(node))
 
 
-def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
+    """Returns a node's results, as far as they are tensors."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [v for v in values if isinstance(v, torch.Tensor)]
@@ -161,7 +162,7 @@ class OperatorCosts:
         """Returns what an operator costs by itself: it reads its operands and writes its result."""
         moved = sum(map(value_bytes, (node, *node.all_input_nodes)))
         done = flops(node)
-        dtype = next((t.dtype for t in _tensors(node)), torch.float32)
+        dtype = next((t.dtype for t in tensors_of(node)), torch.float32)
         return Cost(done, moved, self.rates.seconds(done, moved, dtype))
 
     def redo_s(self, node: torch.fx.Node) -> float:

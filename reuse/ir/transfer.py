@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .types import TensorType, contiguous_stride
 
@@ -75,5 +76,6 @@ def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
-        part = torch.from_dlpack(whole[start : start + num_bytes]).view(tensor.dtype)
+        # A capsule: the tensor itself would be asked for its device, which may be a user's own.
+        part = from_dlpack(to_dlpack(whole[start : start + num_bytes])).view(tensor.dtype)
         return part.as_strided(tensor.shape, tensor.stride()).detach()
