@@ -1,42 +1,32 @@
-"""ONNX files whose inputs vary in size, and a decode step with its cache."""
+"""ONNX files whose inputs vary in size: decoders, a decode step with its cache, and experts."""
 
 import pathlib
 from typing import Any
 
 import decoders as own
 import hugging_face
-import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
+from exported import assert_trains_as_eager, is_close, run, session
 from torch import Tensor, nn
 from torch.export import Dim
-from transformers import DynamicCache
+from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
 
 lazy_inline(own.DecoderBlock)
+lazy_inline(MixtralDecoderLayer)
 
 BATCH, SEQ = Dim("batch"), Dim("seq", max=32)
 SHAPES = ((1, 5), (3, 32), (7, 1))
-TOLERANCE = 1e-4
 
 
 @pytest.fixture
 def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "model.onnx"
-
-
-def session(path: pathlib.Path) -> Any:
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def assert_close(found: Any, expected: Tensor) -> None:
-    wanted = expected.detach().double().numpy()
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -55,7 +45,7 @@ def test_own_decoder_at_three_shapes(example: tuple[int, int], path: pathlib.Pat
     for shape in SHAPES:
         ids = torch.randint(50, shape)
         (found,) = loaded.run(None, {"ids_BT": ids.numpy()})
-        assert_close(found, model(ids))
+        assert is_close(found, model(ids))
     onnx.checker.check_model(str(path), full_check=True)
 
 
@@ -76,7 +66,7 @@ def test_hugging_face_models_at_three_shapes(name: str, path: pathlib.Path) -> N
         inputs = make(*shape)
         found = loaded.run(None, {k: v.numpy() for k, v in inputs.items()})
         with torch.no_grad():
-            assert_close(found[0], model(**inputs)[0])
+            assert is_close(found[0], model(**inputs)[0])
 
 
 class DecodeStep(nn.Module):
@@ -137,10 +127,10 @@ def test_llama_decodes_with_a_cache_of_any_length(path: pathlib.Path) -> None:
         found = dict(zip(report.outputs, loaded.run(None, feeds), strict=True))
         with torch.no_grad():
             expected = step(**inputs)
-        assert_close(found["logits"], expected["logits"])
+        assert is_close(found["logits"], expected["logits"])
         for layer, pair in enumerate(expected["present"]):
             for i, tensor in enumerate(pair):
-                assert_close(found[f"present.{layer}.{i}"], tensor)
+                assert is_close(found[f"present.{layer}.{i}"], tensor)
 
 
 def test_a_dimension_that_is_not_free_is_refused(path: pathlib.Path) -> None:
@@ -174,3 +164,66 @@ def test_bad_dynamic_shapes_get_a_clear_error(path: pathlib.Path) -> None:
     both = {"ids_BT": {0: BATCH}, "targets_BT": {0: BATCH}}
     with pytest.raises(ExportError, match="inference"):
         lazyinline.export_onnx(model, (ids, targets), path, dynamic_shapes=both, train=True)
+
+
+# ---- experts that are one grouped product, as transformers writes them ----------------------
+
+EXACT = 1e-5
+
+
+class Grouped(nn.Module):
+    def forward(self, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(left, right, offs=ends)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((12, 8), (3, 8, 4)), ((4, 12), (12, 8)), ((3, 4, 8), (8, 12))],
+    ids=["groups of rows", "groups of the sum", "groups of columns"],
+)
+def test_a_grouped_product_follows_the_offsets(
+    left: tuple[int, ...], right: tuple[int, ...], path: pathlib.Path
+) -> None:
+    a, b = torch.randn(left), torch.randn(right)
+    ends = [torch.tensor(e, dtype=torch.int32) for e in ([4, 8, 12], [0, 12, 12], [3, 3, 12])]
+    lazyinline.export_onnx(Grouped(), (a, b, ends[0]), path)
+    for end in ends:  # groups of no rows too
+        assert is_close(run(path, a, b, end)[0], Grouped()(a, b, end), EXACT)
+
+
+def test_rows_behind_the_last_group_are_there(path: pathlib.Path) -> None:
+    end = torch.tensor([4, 8, 12], dtype=torch.int32)
+    a, b = torch.randn(12, 8), torch.randn(3, 8, 4)
+    lazyinline.export_onnx(Grouped(), (a, b, end), path)
+    short = torch.tensor([4, 6, 9], dtype=torch.int32)
+    (found,) = run(path, a, b, short)
+    assert found.shape == (12, 4)
+    assert is_close(found[:9], Grouped()(a, b, short)[:9], EXACT)
+    assert not found[9:].any()
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {**hugging_face.SIZES, **hugging_face.TOKENS}
+    config = MixtralConfig(
+        num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes
+    )
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.sweep
+def test_a_mixture_of_experts_runs_at_every_length(path: pathlib.Path) -> None:
+    model = mixtral().eval()
+    ids = torch.randint(1, hugging_face.VOCABULARY, (2, 12))
+    shapes = {"input_ids": {1: "seq"}}
+    report = lazyinline.export_onnx(model, (ids,), path, dynamic_shapes=shapes)
+    assert report.functions.keys() == {"glue", "MixtralDecoderLayer", "glue_1"}
+    for length in (5, 12, 31):
+        ids = torch.randint(1, hugging_face.VOCABULARY, (2, length))
+        assert is_close(run(path, ids)[0], model(ids).logits, EXACT)
+
+
+@pytest.mark.sweep
+def test_a_mixture_of_experts_gives_every_gradient(path: pathlib.Path) -> None:
+    ids, other = torch.randint(1, hugging_face.VOCABULARY, (2, 2, 12))
+    assert_trains_as_eager(mixtral().train(), path, ids, labels=ids, others=(other, other))
