@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -111,3 +112,18 @@ def targets(module: torch.fx.GraphModule) -> list[Any]:
 def within(context: Any, function: Callable[[], Any]) -> Any:
     with context:
         return function()
+
+
+def passing(backward: Callable[[Tensor], Tensor]) -> type[torch.autograd.Function]:
+    """Returns a function that changes nothing, and whose gradient is what another makes of it."""
+
+    class Passing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return backward(gradient)
+
+    return Passing

@@ -1,8 +1,8 @@
 """Contracts with private PyTorch: what the adapters rely on, for each name that they use.
 
 When a new torch breaks one of these, its test says which name moved or changed; the adapter that
-uses it is the one file to look at. Here are those of modules, trees, operators, modes, autograd and
-optimizers; test_contract_*.py have those of tracing, of Inductor and of Dynamo.
+uses it is the one file to look at. Here are those of modules, trees, operators and modes;
+test_contract_*.py have those of tracing, of autograd and optimizers, of Inductor and of Dynamo.
 """
 
 import ast
@@ -11,14 +11,13 @@ import importlib
 import inspect
 import pathlib
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from contracts import CONTRACTS, contract, fake_mode, traced, within
+from contracts import CONTRACTS, contract, fake_mode, passing, traced, within
 from test_architecture import (
     ROOT,
     foreign_private_attributes,
@@ -30,25 +29,16 @@ from test_architecture import (
 )
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from lazyinline.autodiff.forward_mode.torch_rules import _WRONG_NESTED
-from lazyinline.autodiff.traces.detach_points import NOT_DIFFERENTIABLE
-from lazyinline.autodiff.traces.joint_trace import CHANGED_IN_PLACE
 from lazyinline.autodiff.traces.torch_user_rules import (
     arguments_in_full,
     casts_under_autocast,
     has_own_derivative,
 )
 from lazyinline.backend.link import torch_generated
-from lazyinline.frontend.torch_optimizer import StepOptimizer, _make_state, _settings_of
 from lazyinline.frontend.tracing import torch_tracing
 from lazyinline.frontend.tracing.torch_operators import pure_forms
 from lazyinline.reuse import torch_names
-from lazyinline.reuse.ir.torch_updates import ADAM_STATE, SGD_STATE, adam_, sgd_
 from lazyinline.reuse.torch_names import operators_tagged
 
 pytestmark = pytest.mark.smoke
@@ -146,21 +136,6 @@ def test_calls_of_a_module_look_into_a_slot_that_copies_leave_behind() -> None:
     assert slot not in vars(copy.copy(module))
     module.compile(backend="eager")
     assert callable(vars(module)[slot]), "nn.Module.compile fills another slot"
-
-
-def passing(backward: Callable[[Tensor], Tensor]) -> type[torch.autograd.Function]:
-    """Returns a function that changes nothing, and whose gradient is what another makes of it."""
-
-    class Passing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return backward(gradient)
-
-    return Passing
 
 
 @contract("torch.autograd.function._SingleLevelFunction")
@@ -545,257 +520,6 @@ def test_generated_code_asks_whether_a_profiler_runs_and_names_ranges_in_it() ->
         torch_generated.end_range(torch_generated.begin_range("a range"))
     assert eval(asked, scope) is False
     assert "a range" in [event.name for event in seen.events()]
-
-
-# ---- autograd ---------------------------------------------------------------------------------
-
-
-@contract("torch._C._autograd._get_current_graph_task_keep_graph")
-def test_a_running_backward_knows_whether_the_graph_is_kept() -> None:
-    seen, is_kept = [], torch._C._autograd._get_current_graph_task_keep_graph
-    ask = passing(lambda gradient: seen.append(is_kept()) or gradient)
-    loss = ask.apply(torch.ones(2, requires_grad=True)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert seen == [True, False]
-
-
-@contract(
-    "torch._C._functorch.is_legacy_batchedtensor",
-    "torch._C: _vmapmode_increment_nesting _vmapmode_decrement_nesting",
-    "torch: _add_batch_dim _remove_batch_dim",
-)
-def test_cotangents_in_a_batch_are_told_and_taken_apart() -> None:
-    seen, is_batched = list[Any](), torch._C._functorch.is_legacy_batchedtensor
-
-    def backward(gradient: Tensor) -> Tensor:
-        level = torch._C._vmapmode_decrement_nesting() + 1
-        whole = torch._remove_batch_dim(gradient, level, 1, 0)
-        torch._C._vmapmode_increment_nesting()
-        seen.append((is_batched(gradient), level, whole))
-        return torch._add_batch_dim(whole * 2, 0, level)
-
-    x, rows = torch.randn(3, requires_grad=True), torch.randn(2, 3)
-    (found,) = torch.autograd.grad(passing(backward).apply(x), x, rows, is_grads_batched=True)
-    torch.testing.assert_close(found, rows * 2)
-    ((batched, level, whole),) = seen
-    assert batched and level == 1 and not is_batched(rows)
-    torch.testing.assert_close(whole, rows)
-
-
-def test_forward_mode_that_is_wrong_nested_is_still_so() -> None:
-    """One that is right by now can have forward mode again: take its name off the list."""
-    torch.manual_seed(0)
-    lower = torch.eye(3).double() * 2 + torch.rand(3, 3).double().tril()
-    reflections, scales = torch.geqrf(torch.randn(3, 3).double())
-    direction, start = torch.randn(3, 3).double().tril(), torch.zeros((), dtype=torch.double)
-    cases: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
-        "cholesky_inverse": (torch.cholesky_inverse, lower),
-        "linalg_householder_product": (
-            lambda x: torch.linalg.householder_product(x, scales),
-            reflections,
-        ),
-    }
-    assert set(_WRONG_NESTED) == set(cases)
-
-    def second(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
-        def along(t: Tensor) -> Tensor:
-            return function(point + t * direction).sin().sum()
-
-        def slope(t: Tensor) -> Tensor:
-            return torch.func.jvp(along, (t,), (torch.ones_like(t),))[1]
-
-        nested = torch.func.jvp(slope, (start,), (torch.ones_like(start),))[1]
-        return nested, torch.func.grad(torch.func.grad(along))(start)
-
-    for name, case in cases.items():
-        assert not torch.allclose(*second(*case)), name
-
-
-@contract("torch.ops.aten: _linalg_det.default _linalg_slogdet.default")
-def test_the_traced_derivative_of_a_determinant_is_by_singular_values() -> None:
-    """Once it is not, no other operators need stand for it where gradients are differentiated.
-
-    Before 2.15 the second one is then no number where singular values are equal to the bit.
-    """
-    det, logarithm = aten._linalg_det.default, aten._linalg_slogdet.default
-
-    def second(operator: Callable[[Tensor], Tensor]) -> Any:
-        def run(x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            (first,) = torch.autograd.grad(operator(x), x, create_graph=True)
-            return torch.autograd.grad(first.square().sum(), x)[0]
-
-        return traced(run, torch.eye(3))
-
-    by_singular_values = aten._linalg_svd.default
-    assert by_singular_values in {node.target for node in second(lambda x: det(x)[0]).graph.nodes}
-    by_logarithm = second(lambda x: logarithm(x)[1])
-    assert by_singular_values not in {node.target for node in by_logarithm.graph.nodes}
-    assert by_logarithm(torch.eye(3)).isfinite().all()
-    x = torch.randn(2, 3, 3)
-    (value, *factors), (sign, log, *others) = det(x), logarithm(x)
-    torch.testing.assert_close((value, *factors), (sign * log.exp(), *others))
-
-
-def test_the_functional_random_relu_has_a_derivative_of_the_wrong_slopes() -> None:
-    """Once it has that of the slopes that it drew, no product needs to stand for it."""
-    functional = aten.rrelu_with_noise_functional.default
-    x = torch.tensor([-1.0, 2.0], requires_grad=True)
-    result, slopes = functional(x, torch.full_like(x, 7.0), 0.1, 0.3, True)
-    (found,) = torch.autograd.grad(result.sum(), x)
-    torch.testing.assert_close(result, x * slopes)
-    assert not slopes.requires_grad and not torch.allclose(found, slopes)
-
-
-@contract("torch.autograd._engine_run_backward")
-def test_every_backward_passes_one_function_of_autograd() -> None:
-    module: Any = torch.autograd
-    x, seen, engine = torch.ones(2, requires_grad=True), [], module._engine_run_backward
-    noting = lambda *args, **kwargs: seen.append((len(args), *kwargs)) or engine(*args, **kwargs)  # noqa: E731
-    with mock.patch.object(module, "_engine_run_backward", noting):
-        (x * 2).sum().backward()
-        torch.autograd.backward((x * 2).sum())
-        torch.autograd.grad((x * 2).sum(), x)
-    of_backward = (5, "allow_unreachable", "accumulate_grad")
-    assert seen == [of_backward, of_backward, (6, "accumulate_grad")]
-
-
-def test_what_cannot_be_differentiated_is_refused_in_known_words() -> None:
-    x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):
-        torch.batch_norm(x, None, None, statistics, statistics, False, 0.1, 1e-5, False)
-    x = torch.ones(2, requires_grad=True) * 1
-    y = x.sin()
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match=CHANGED_IN_PLACE):
-        y.sum().backward()
-
-
-def test_of_hooks_on_saved_tensors_the_innermost_count() -> None:
-    seen = []
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    with hooks(lambda t: seen.append(t) or t, lambda t: t):
-        with hooks(lambda t: t, lambda t: t):
-            torch.ones(2, requires_grad=True).exp()
-        assert not seen
-        torch.ones(2, requires_grad=True).exp()
-    assert len(seen) == 1
-
-
-@contract("._use_count")
-def test_a_node_that_adds_to_a_gradient_owns_the_tensor() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    other_names = [parameter, parameter.detach(), parameter.data]
-    assert parameter._use_count() == 1
-    node = parameter.expand(2, 2).grad_fn.next_functions[0][0]
-    assert parameter._use_count() == 2
-    handle = node.register_hook(lambda *_: None)
-    del node
-    assert parameter._use_count() == 1, "nobody holds the node, so its hooks are gone with it"
-    parameter.sum().backward()
-    parameter.grad.add_(1)
-    assert parameter._use_count() == 1
-    del handle, other_names
-
-
-@contract("._backward_hooks", "._post_accumulate_grad_hooks")
-def test_tables_of_hooks_on_a_tensor() -> None:
-    """There is none before the first hook; one that was emptied stays, and is used again."""
-    tensor = torch.zeros(2, requires_grad=True)
-    for name, put in (
-        ("_backward_hooks", tensor.register_hook),
-        ("_post_accumulate_grad_hooks", tensor.register_post_accumulate_grad_hook),
-    ):
-        assert getattr(tensor, name) is None
-        handle = put(lambda _: None)
-        table = getattr(tensor, name)
-        assert len(table) == 1
-        handle.remove()
-        assert not table and getattr(tensor, name) is table
-
-
-# ---- optimizers ---------------------------------------------------------------------------------
-
-
-@contract("torch: _fused_adam_ _fused_adamw_ _fused_sgd_ _foreach_add_")
-def test_our_updates_in_place_have_the_bits_of_fused_optimizers() -> None:
-    kinds: list[tuple[Any, dict[str, Any]]] = [
-        (torch.optim.Adam, {"weight_decay": 0.1}),
-        (torch.optim.AdamW, {"maximize": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ]
-    for kind, options in kinds:
-        theirs = nn.Parameter(torch.randn(7, 33))
-        ours = theirs.detach().clone()
-        optimizer = kind([theirs], lr=1e-2, fused=True, **options)
-        state: dict[str, Any] = {}
-        (group,) = optimizer.param_groups
-        is_adam = "betas" in group
-        names = ADAM_STATE if is_adam else SGD_STATE
-        for name in names:
-            _make_state(state, name, ours)
-        numbers = torch.tensor(_settings_of(group), dtype=torch.float64)
-        for _ in range(3):
-            theirs.grad = torch.randn(7, 33)
-            rows = [[ours], [theirs.grad], *([state[name]] for name in names)]
-            flags = (kind is torch.optim.AdamW if is_adam else group["nesterov"], group["maximize"])
-            (adam_ if is_adam else sgd_)(*rows, numbers, *flags)
-            optimizer.step()
-        assert torch.equal(theirs, ours)
-        found = optimizer.state[theirs]
-        assert found.keys() == state.keys()
-        for name in names:
-            assert torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype
-
-
-def sgd() -> torch.optim.SGD:
-    return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-
-
-@contract("._wrapped_by_lr_sched")
-def test_a_scheduler_marks_its_wrapper_of_step_and_asks_whether_that_was_called() -> None:
-    optimizer = sgd()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    assert hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        schedule.step()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    optimizer._opt_called = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule.step()
-
-
-@contract("._found_inf_per_device")
-def test_a_scaler_skips_an_update_for_what_is_set_among_what_it_found() -> None:
-    for gradient in (torch.ones(2), None):  # also where it found nothing to look at
-        optimizer, scaler = sgd(), torch.amp.GradScaler("cpu", init_scale=8.0)
-        (parameter,) = optimizer.param_groups[0]["params"]
-        scaler.scale(torch.ones(()))
-        parameter.grad = gradient
-        scaler.unscale_(optimizer)
-        found = scaler._found_inf_per_device(optimizer)
-        assert len(found) == (gradient is not None)
-        found.setdefault(torch.device("cpu"), torch.zeros(())).fill_(1)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 4.0 and torch.equal(parameter, torch.ones(2))
-
-
-def test_hooks_of_an_optimizer_are_in_two_tables_and_those_of_all_in_two() -> None:
-    optimizer = sgd()
-    assert not StepOptimizer(optimizer)._have_hooks()
-    registers: list[Any] = [
-        optimizer.register_step_pre_hook,
-        optimizer.register_step_post_hook,
-        register_optimizer_step_pre_hook,
-        register_optimizer_step_post_hook,
-    ]
-    for register in registers:
-        handle = register(lambda *_: None)
-        assert StepOptimizer(optimizer)._have_hooks()
-        handle.remove()
 
 
 @contract("torch._C._get_privateuse1_backend_name")
