@@ -3,14 +3,13 @@
 import ctypes
 import os
 import pathlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from apart import run_apart
+from apart import in_threads, run_apart
 from comparing import assert_close, assert_same_gradients, twin
 from torch import Tensor, nn
 
@@ -55,33 +54,21 @@ class Sums(nn.Module):
 
 
 def with_more_threads(num_threads: str) -> None:
-    torch.set_num_threads(int(num_threads))
-    more_threads_than(int(num_threads))
-
-
-def more_threads_than(compiled_for: int) -> None:
-    model = Sums()
-    x = torch.rand(SHAPE)
+    compiled_for = int(num_threads)
+    torch.set_num_threads(compiled_for)
+    model, x = Sums(), torch.rand(SHAPE)
     runs = compiled_both_ways(model)
-    assert_right(model, runs, x)
-    entries = [len(runs[0].__dict__["_lazyinline_calls"].entries)]  # type: ignore[attr-defined]
-    for num_threads in (1, compiled_for + 1, 16):
-        torch.set_num_threads(num_threads)
+    for number in (compiled_for, 1, compiled_for + 1, 16):
+        torch.set_num_threads(number)
         assert_right(model, runs, x)
-    openmp = ctypes.CDLL(loaded_openmp())
 
-    def elsewhere() -> None:
-        openmp.omp_set_num_threads(24)  # a number of this thread's own
+    def elsewhere(_: int) -> None:
+        ctypes.CDLL(loaded_openmp()).omp_set_num_threads(24)  # a number of this thread's own
         assert_right(model, runs, x)
-        done.append(True)
 
-    done: list[bool] = []
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert done
-    entries.append(len(runs[0].__dict__["_lazyinline_calls"].entries))  # type: ignore[attr-defined]
-    assert entries == [1, 1], "kernels fit any number of threads"
+    in_threads(elsewhere, 1)
+    entries = runs[0].__dict__["_lazyinline_calls"].entries  # type: ignore[attr-defined]
+    assert len(entries) == 1, "kernels fit any number of threads"
 
 
 def loaded_openmp() -> str:
@@ -144,9 +131,8 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-PAIR = ("index", "cross_entropy")
 TOGETHER = 7  # ways to pick in one model: one compile for all
-GROUPS = {"pair": PAIR, "pair in a step": PAIR}
+GROUPS = dict.fromkeys(("pair", "pair in a step"), ("index", "cross_entropy"))
 GROUPS |= {
     f"from {list(PICKS)[first]}": tuple(PICKS)[first : first + TOGETHER]
     for first in range(0, len(PICKS), TOGETHER)
