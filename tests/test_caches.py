@@ -73,19 +73,22 @@ def tokens(length: int, *, batch: int = 2, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def compiled(model: nn.Module, **options: Any) -> Any:
-    return lazyinline.compile(model, backend="eager", reuse="auto", **options)
+def compiled(model: nn.Module) -> Any:
+    return lazyinline.compile(model, backend="eager", reuse="auto")
+
+
+def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, Any]:
+    """Returns a model, a copy for eager, and the model compiled."""
+    model = build().eval()
+    return model, twin(model), compiled(model)
 
 
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 def test_training_with_the_default_config_equals_eager_through_the_cache_too(
     build: Callable[[], nn.Module],
 ) -> None:
-    model = build()
-    expected = twin(model)
+    model, expected, run = pair(build)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected)]
-    run = compiled(model.eval())
-    expected.eval()
     for step in range(3):
         ids = tokens(8, seed=step)
         output, want = run(ids, labels=ids), expected(ids, labels=ids)
@@ -108,10 +111,9 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(
 def test_states_and_attentions_come_beside_the_cache_as_in_eager(
     build: Callable[[], nn.Module], is_dict: bool
 ) -> None:
-    model = build().eval()
-    model.set_attn_implementation("eager")  # the one that has attentions to return
-    expected = twin(model)
-    run = compiled(model)
+    model, expected, run = pair(build)
+    for each in (model, expected):
+        each.set_attn_implementation("eager")  # the one that has attentions to return
     more = {"return_dict": is_dict, "output_hidden_states": True, "output_attentions": True}
     cache, wanted = DynamicCache(), DynamicCache()
     for length in (5, 2):
@@ -140,9 +142,7 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] 
 def test_a_cache_is_filled_in_place_as_in_eager(kind: str) -> None:
     """The caller's own objects, down to the layers, are what eager would leave."""
     build, make = CACHES[kind]
-    model = build().eval()
-    expected = twin(model)
-    run = compiled(model)
+    model, expected, run = pair(build)
     cache, wanted = make(model), make(expected)
     layers, held = cache.layers, list(cache.layers)
     with torch.no_grad():
@@ -159,8 +159,7 @@ def test_a_cache_is_filled_in_place_as_in_eager(kind: str) -> None:
 
 
 def test_a_static_cache_is_written_in_its_own_tensors() -> None:
-    model = llama().eval()
-    run = compiled(model)
+    model, _, run = pair(llama)
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
         run(tokens(4), past_key_values=cache)
@@ -169,15 +168,12 @@ def test_a_static_cache_is_written_in_its_own_tensors() -> None:
             run(tokens(1, seed=step), past_key_values=cache)
         compiles = run.last_report.num_compiles
     for layer, (keys, values) in zip(cache.layers, own, strict=True):
-        assert layer.keys is keys
-        assert layer.values is values
+        assert layer.keys is keys and layer.values is values
     assert compiles == 2  # one for the prompt, one for every token
 
 
 def test_caches_of_encoder_and_decoder_are_filled_as_in_eager() -> None:
-    model = t5().eval()
-    expected = twin(model)
-    run = compiled(model)
+    model, expected, run = pair(t5)
     cache = wanted = None
     with torch.no_grad():
         encoded = model.encoder(tokens(6))
@@ -193,9 +189,7 @@ def test_caches_of_encoder_and_decoder_are_filled_as_in_eager() -> None:
 
 @pytest.mark.sweep
 def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
-    model = gpt2().eval()
-    expected = twin(model)
-    run = compiled(model)
+    model, expected, run = pair(gpt2)
     results = []
     for module in (run, expected):
         first = module(tokens(4))
@@ -205,33 +199,28 @@ def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
     assert_same_gradients(model, expected)
 
 
+def filled(run: Any, cache: Cache) -> list[Tensor]:
+    """Fills a cache by a prompt and a token; returns the last logits and the first keys."""
+    with torch.no_grad():
+        run(tokens(4), past_key_values=cache)
+        logits = run(tokens(1), past_key_values=cache).logits
+    return [logits, cache.layers[0].keys]
+
+
 def test_a_cache_that_is_more_than_tensors_and_numbers_runs_the_model_itself() -> None:
-    model = llama().eval()
-    expected = twin(model)
-    run = compiled(model)
-    caches = []
-    for module in (run, expected):
-        cache = DynamicCache(config=model.config)
+    model, expected, run = pair(llama)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
         cache.note = nn.Linear(1, 1)
-        with torch.no_grad():
-            module(tokens(4), past_key_values=cache)
-        caches.append(cache.layers[0].keys)
-    assert_close(*caches)
+    assert_close(filled(run, caches[0]), filled(expected, caches[1]))
     assert "DynamicCache" in run.last_report.ran_eagerly
 
 
 @pytest.mark.sweep
 def test_a_quantized_cache_is_filled_as_in_eager() -> None:
-    model = llama().eval()
-    expected = twin(model)
-    run = compiled(model)
-    results = []
-    for module in (run, expected):
-        cache = QuantizedCache("fp8", config=model.config)
-        with torch.no_grad():
-            module(tokens(4), past_key_values=cache)
-            results.append(module(tokens(1), past_key_values=cache).logits)
-    assert_close(*results)
+    model, expected, run = pair(llama)
+    ours, theirs = (QuantizedCache("fp8", config=model.config) for _ in range(2))
+    assert_close(filled(run, ours)[0], filled(expected, theirs)[0])
 
 
 class Remembers(nn.Module):
@@ -247,9 +236,7 @@ class Remembers(nn.Module):
 
 
 def test_a_model_that_holds_the_cache_that_it_is_given_runs_eagerly() -> None:
-    model = Remembers()
-    expected = copy.deepcopy(model)
-    run = compiled(model)
+    model, expected, run = pair(Remembers)
     x = torch.randn(1, 1, 2, 4)
     for _ in range(2):
         assert_close(run(x, model.own), expected(x, expected.own))
@@ -298,7 +285,7 @@ def test_contract_caches_and_their_layers_derive_from_known_bases() -> None:
     """The adapter names these; a transformers without them would have its caches unknown."""
     known = cache_classes()
     found = [c for c in vars(cache_utils).values() if isinstance(c, type)]
-    named = [c for c in found if c.__name__.endswith(("Cache", "Layer")) and c in found]
+    named = [c for c in found if c.__name__.endswith(("Cache", "Layer"))]
     assert {cache_utils.Cache, cache_utils.DynamicLayer, cache_utils.StaticLayer} <= set(named)
     assert all(issubclass(c, known) for c in named)
 
@@ -307,12 +294,8 @@ def test_contract_layers_with_a_window_count_in_a_whole_number() -> None:
     """The adapter names it; under another name there would be a compile for each token."""
     dynamic = cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
     static = cache_utils.StaticSlidingWindowLayer(max_cache_len=8, sliding_window=4)
-    found = [
-        name for layer in (dynamic, static) for name in vars(layer) if is_count(type(layer), name)
-    ]
-    assert {"cumulative_length", "cumulative_length_int"} <= set(found)
-    assert type(dynamic.cumulative_length) is int
-    assert type(static.cumulative_length_int) is int
+    for layer, name in ((dynamic, "cumulative_length"), (static, "cumulative_length_int")):
+        assert is_count(type(layer), name) and type(getattr(layer, name)) is int
 
 
 def test_what_a_cache_holds_is_named() -> None:

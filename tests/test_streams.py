@@ -10,6 +10,8 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,15 +78,14 @@ def streams_of(program: PlannedProgram) -> list[str]:
     return [placed.launch.stream for placed in part.launches]
 
 
-def assert_every_order_gives(
-    runs: PlannedProgram,
-    given: Sequence[Any],
-    expected: Sequence[Any],
-    rng: random.Random,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-) -> int:
-    """Runs a program in orders that its events allow; returns how many were not the planned one."""
+def orders_with_the_right_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Runs a program in orders that its events allow.
+
+    Returns how many launches were on the second stream, and how many orders not the planned one.
+    """
+    program, args, rng = subject(seed)
+    given, expected = flatten_value(tuple(args)), flatten_value(interpret(program, args))
+    runs, what = planned_on_two_streams([link(program)], rng, results="pinned"), f"seed {seed}"
 
     def run() -> list[torch.Tensor]:
         return [t.clone() for t in runs.lease(list(given)).runners[0]([])]
@@ -102,21 +103,14 @@ def assert_every_order_gives(
         part.launches[:] = as_planned
         reordered(runs, order)
         assert_same(run(), expected, f"{what}, {prefer} first")
-    return num_others
+    return on.count("second"), num_others
 
 
 def test_every_order_that_events_allow_gives_the_interpreters_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_beside = num_orders = 0
-    for seed in range(80):
-        program, args, rng = subject(seed)
-        expected = flatten_value(interpret(program, args))
-        given = flatten_value(tuple(args))
-        runs = planned_on_two_streams([link(program)], rng, results="pinned")
-        num_beside += streams_of(runs).count("second")
-        what = f"seed {seed}"
-        num_orders += assert_every_order_gives(runs, given, expected, rng, monkeypatch, what)
+    found = [orders_with_the_right_bits(seed, monkeypatch) for seed in range(80)]
+    num_beside, num_orders = map(sum, zip(*found, strict=True))
     assert num_beside > 100
     assert num_orders > 50, "the events left nothing open"
 
@@ -135,6 +129,11 @@ def test_a_missing_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         test_every_order_that_events_allow_gives_the_interpreters_bits(monkeypatch)
 
 
+def both_ways(halves: Halves, runtime: PlannedRuntime, args: Any, seeds: Any) -> Any:
+    results, flight = runtime.forward(list(args))
+    return runtime.backward(flight, halves.handed(args, results, seeds), "free")
+
+
 def test_a_backward_on_two_streams_keeps_what_the_forward_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,15 +148,7 @@ def test_a_backward_on_two_streams_keeps_what_the_forward_left(
         args, seeds = halves.arguments(seed, generator)
         _, expected = halves.interpreted(args, seeds)
 
-        def run(
-            halves: Halves = halves,
-            runtime: PlannedRuntime = runtime,
-            args: Any = args,
-            seeds: Any = seeds,
-        ) -> Any:
-            results, flight = runtime.forward(list(args))
-            return runtime.backward(flight, halves.handed(args, results, seeds), "free")
-
+        run = partial(both_ways, halves, runtime, args, seeds)
         for which in (0, 1):
             before, gradients = traced(runs, run, monkeypatch, which=which)
             assert_same(gradients, expected, f"seed {seed}, backward")
@@ -216,9 +207,8 @@ def test_the_gradient_of_a_small_weight_is_computed_beside_that_of_the_input() -
     assert [launch.stream for launch in small.launches] == ["second", "main", "main"]
     assert [launch.waits_for for launch in small.launches] == [(-1,), (), ()]
     # What it reads and makes is in use until it has certainly ended.
-    assert [(b.first, b.last) for b in small.buffers] == [
-        *((0, 2), (0, 2), (1, 1), (1, 2), (0, 2), (2, 2))
-    ]
+    lives = [(b.first, b.last) for b in small.buffers]
+    assert lives == [(0, 2), (0, 2), (1, 1), (1, 2), (0, 2), (2, 2)]
 
 
 def test_launches_that_fill_the_gpu_stay_on_one_stream() -> None:
@@ -273,12 +263,7 @@ def test_products_are_told_from_other_launches() -> None:
 
 def test_kernels_of_a_gpu_that_is_here_say_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
-
-    class Function:
-        arg_names = ("in_ptr0", "in_out_ptr0", "out_ptr1", "xnumel")
-
-    class Tuner:
-        fn = Function()
-
-    assert read_only_arguments(LoadedKernel(Tuner())) == {0}
+    names = ("in_ptr0", "in_out_ptr0", "out_ptr1", "xnumel")
+    tuner = SimpleNamespace(fn=SimpleNamespace(arg_names=names))
+    assert read_only_arguments(LoadedKernel(tuner)) == {0}
     assert read_only_arguments(print) == frozenset()
