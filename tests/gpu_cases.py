@@ -118,14 +118,19 @@ def main() -> None:
 def trained(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
     """Two steps of both, with an update between."""
     model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
-    step = lazyinline.compile_step(model, target=TARGET)
-    program = compiled_for_nothing(
-        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
-    )
+    step, program = step_on_cpu_memory(model, kwargs)
     errors = [
         step_error(lambda: step(**kwargs), model, reference, kwargs, seed) for seed in range(2)
     ]
     return {"error": max(errors), **memory(program)}
+
+
+def step_on_cpu_memory(
+    model: nn.Module, kwargs: dict[str, torch.Tensor]
+) -> tuple[lazyinline.TrainingStep, PlannedProgram]:
+    step: Any = lazyinline.compile_step(model, target=TARGET)
+    runner = lambda: step._entries.first._compiled.runner  # noqa: E731
+    return step, compiled_for_nothing(lambda: step(**kwargs), runner)
 
 
 def step_error(
@@ -157,10 +162,7 @@ def trained_on_two_streams(model: nn.Module, kwargs: dict[str, torch.Tensor]) ->
     model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
     patch = pytest.MonkeyPatch()
     patch.setattr(planned, "with_streams", lambda kernels, target: every_other(kernels))
-    step = lazyinline.compile_step(model, target=TARGET)
-    program = compiled_for_nothing(
-        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
-    )
+    step, program = step_on_cpu_memory(model, kwargs)
     (part,) = program.layout.parts
     streams = [placed.launch.stream for placed in part.launches]
     as_planned = list(part.launches)
@@ -217,13 +219,13 @@ def compiled_for_nothing(
 
 
 def memory(program: PlannedProgram) -> dict[str, float]:
-    placed = [i for i, b in enumerate(program.layout.instances) if b.kind == "arena"]
-    columns = [
+    rows = [
         (b.birth, b.death, program.offsets[i], b.num_bytes)
-        for i, b in ((i, program.layout.instances[i]) for i in placed)
+        for i, b in enumerate(program.layout.instances)
+        if b.kind == "arena"
     ]
-    check_no_overlap(*zip(*columns, strict=True))
-    assert all(program.offsets[i] % 256 == 0 for i in placed)
+    check_no_overlap(*zip(*rows, strict=True))
+    assert not any(offset % 256 for _, _, offset, _ in rows)
     for part in program.layout.parts:
         for launch in (one.launch for one in part.launches):
             if isinstance(launch.function, TritonKernel):  # Inductor's names say what is written

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, selected
 from large_models import compile_large, large_page
+from models import Around
 from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
@@ -56,33 +57,27 @@ def cases(
     yield {(one["case"], one["how"]): one for one in found}
 
 
-@pytest.mark.parametrize("how", ["training", "inference"])
-@pytest.mark.parametrize("case", ["own decoder in autocast"])
-@pytest.mark.sweep
-def test_autocast_of_a_gpu_is_within_half_precision_of_eager(
-    cases: Any, case: str, how: str
-) -> None:
-    found = cases[case, how]
-    assert 1e-4 < found["error"] < 5e-2  # it does round to bfloat16
-    assert found["arena"] <= 1.05
+# How far off eager, at least and at most (bfloat16 does round), and how large the arena may be.
+EXACT, ROUNDED = (0.0, 1e-5, 1.01), (1e-4, 5e-2, 1.05)
+CASES = dict.fromkeys(("own decoder", "llama", "gpt2", "gpt2 with dropout"), EXACT)
+CASES["own decoder in autocast"] = ROUNDED
 
 
 @pytest.mark.parametrize("how", ["training", "inference"])
-@pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.sweep(keep="own decoder-training")
 def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:
-    """Two steps with an update between: loss and gradients; with dropout, a GPU's masks."""
-    found = cases[case, how]
-    assert found["error"] < 1e-5
-    assert found["arena"] <= 1.01
+    """Two steps with an update between: loss and gradients; with dropout, a GPU's masks.
 
-
-def test_a_gpu_program_on_two_streams_equals_eager_in_any_order(cases: Any) -> None:
-    """Every other launch on the second one; run as late as events allow, and as early."""
-    found = cases["own decoder", "training"]
-    assert found["error"] < 1e-5
-    assert found["beside"] > 20
-    assert found["moved"] > 5
+    Of the own decoder every other launch is on a second stream, run as late as events allow, and as
+    early.
+    """
+    found, (least, most, arena) = cases[case, how], CASES[case]
+    assert least <= found["error"] < most
+    assert found["arena"] <= arena
+    if (case, how) == ("own decoder", "training"):
+        assert found["beside"] > 20
+        assert found["moved"] > 5
 
 
 def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]]:
@@ -219,13 +214,15 @@ def test_mixed_precision_is_planned_in_its_own_types() -> None:
 
 def test_what_a_target_cannot_be_is_told() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(lazyinline.PlanError, match="there are cuda:sm_80, cuda:sm_90, cuda:sm_100"):
-        lazyinline.compile(model, target="cuda:sm_70")
-    with pytest.raises(lazyinline.PlanError, match="needs backend='inductor'"):
-        lazyinline.compile(model, target="cuda:sm_90", backend="eager")
     measured = lazyinline.Budget(fraction=0.5, costs="measured")
-    with pytest.raises(lazyinline.PlanError, match="runs operators here"):
-        lazyinline.compile(model, target="cuda:sm_90", recompute=measured)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"target": "cuda:sm_70"}, "there are cuda:sm_80, cuda:sm_90, cuda:sm_100"),
+        ({"backend": "eager"}, "needs backend='inductor'"),
+        ({"recompute": measured}, "runs operators here"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(lazyinline.PlanError, match=said):
+            lazyinline.compile(model, **{"target": "cuda:sm_90", **options})
 
 
 def test_a_kernel_that_is_handed_a_view_from_anywhere_is_compiled_for_that() -> None:
@@ -237,20 +234,13 @@ def test_a_kernel_that_is_handed_a_view_from_anywhere_is_compiled_for_that() -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.linear(x) * x.sigmoid()) + x.exp()
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wide = torch.tanh(x)
-            return self.blocks[1](self.blocks[0](wide[1:]))
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        return layers[1](layers[0](torch.tanh(x)[1:]))
 
     for is_warm in (False, True):
-        compiled = lazyinline.compile(Net().eval(), target="cuda:sm_90")
-        with pytest.raises(lazyinline.PlanError, match="which is not here, so nothing was run"):
-            compiled(torch.randn(3, 6))
-        assert (compiled.last_report.cache.num_made == 0) == is_warm
+        compiled = lazyinline.compile(Around(forward, Block(), Block()), target="cuda:sm_90")
+        report = compiled_for_nothing(compiled, torch.randn(3, 6))
+        assert (report.cache.num_made == 0) == is_warm
         program = compiled.__dict__["_lazyinline_calls"].entries.first._compiled.runtime.program
         handed = [
             (position in placed.launch.function.aligned_arguments, placed.place(arg).offset_bytes)

@@ -6,9 +6,11 @@ process of its own, started with ``TRITON_INTERPRET=1``.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import pathlib
 import re
-import types
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,42 +56,30 @@ def interpreted(kernel: TritonKernel) -> Callable[..., None]:
     body = re.sub(r"\b(tl_math|libdevice)\.tanh", "_tanh", body)
     body = re.sub(r"\b(tl_math|libdevice)\.", "tl.", body)
     heuristics = _Heuristics()
-    scope: dict[str, Any] = {"triton_heuristics": heuristics, "__file__": kernel.name}
-    module = _module_of(_HEADER + body, kernel.name, scope)
-    function = getattr(module, kernel.name)
+    function = _defined(_HEADER + body, kernel.name, heuristics)
     names = function.arg_names
     blocks = {n: size for n, size in _BLOCKS.items() if n in names}
-    grid_of = GridExpr.from_meta(heuristics.meta["inductor_meta"], blocks)
 
     def run(*args: Any) -> None:
         given = dict(zip(names, args, strict=False))
         numels = {n: v for n, v in given.items() if n.endswith("numel")}
         fitted = {n: _fitted(n, size, numels) for n, size in blocks.items()}
-        grid = GridExpr.from_meta(heuristics.meta["inductor_meta"], fitted).eval_slow(
-            {**numels, **fitted}
-        )
-        function[tuple(grid)](*args, **fitted)
+        grid = GridExpr.from_meta(heuristics.meta["inductor_meta"], fitted)
+        function[tuple(grid.eval_slow({**numels, **fitted}))](*args, **fitted)
 
-    del grid_of
     return run
 
 
-def _module_of(source: str, name: str, scope: dict[str, Any]) -> types.ModuleType:
-    """Makes a module of a file: the interpreter reads a kernel's text from where it was defined."""
-    import importlib.util
-    import os
-    import tempfile
-
-    folder = tempfile.mkdtemp()
-    path = os.path.join(folder, f"{name}.py")
-    with open(path, "w") as file:
-        file.write(source)
+def _defined(source: str, name: str, heuristics: _Heuristics) -> Any:
+    """Defines a function in a file: the interpreter reads a kernel's text from there."""
+    path = pathlib.Path(tempfile.mkdtemp(), f"{name}.py")
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    vars(module).update({k: v for k, v in scope.items() if k != "__file__"})
+    vars(module)["triton_heuristics"] = heuristics
     spec.loader.exec_module(module)
-    return module
+    return getattr(module, name)
 
 
 def _fitted(block: str, size: int, numels: dict[str, int]) -> int:
@@ -156,43 +146,42 @@ class AsOnAGpu(TorchFunctionMode):
     """Has eager PyTorch choose, on a CPU, the operators that it chooses on a GPU."""
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        chosen = {
+            functional.dropout: _dropout_of_a_gpu,
+            functional.scaled_dot_product_attention: _attention_of_a_gpu,
+        }
+        return chosen.get(func, func)(*args, **(kwargs or {}))
 
-    def _dropout(
-        self, tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
-        if not training or not p:
-            return tensor
-        return torch.ops.aten.native_dropout(tensor, p, True)[0]
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if enable_gqa:
-            times = query.shape[1] // key.shape[1]
-            key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-                ~attn_mask, float("-inf")
-            )
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
+def _dropout_of_a_gpu(
+    tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or not p:
+        return tensor
+    return torch.ops.aten.native_dropout(tensor, p, True)[0]
+
+
+def _attention_of_a_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa:
+        times = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(times, 1) for t in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            open_ = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = open_.masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def attention(
@@ -272,8 +261,8 @@ def _efficient_backward(
         of_scores.transpose(-1, -2) @ query * scale,
         dropped.transpose(-1, -2) @ grad,
     ]
-    made = [_laid_out(g) for g in gradients]
-    return (*made, of_scores if bias is not None and wanted[3] else None)
+    of_bias = of_scores if bias is not None and wanted[3] else None
+    return (*map(_laid_out, gradients), of_bias)
 
 
 def _flash(
@@ -317,9 +306,9 @@ def _flash_backward(
 def with_operators_of_a_gpu() -> torch.library.Library:
     """Gives operators that only a GPU has a form for CPU memory, as long as the result is kept."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_efficient_attention", _efficient, "CPU")
-    library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CPU")
-    library.impl("_scaled_dot_product_flash_attention", _flash, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CPU")
+    kinds = {"efficient": (_efficient, _efficient_backward), "flash": (_flash, _flash_backward)}
+    for kind, (forward, backward) in kinds.items():
+        library.impl(f"_scaled_dot_product_{kind}_attention", forward, "CPU")
+        library.impl(f"_scaled_dot_product_{kind}_attention_backward", backward, "CPU")
     library.impl("native_dropout", _native_dropout, "CPU", allow_override=True)
     return library
