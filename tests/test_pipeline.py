@@ -1,7 +1,6 @@
 """Pipelines on real gloo processes, and on one process that holds every stage."""
 
 import copy
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from comparing import relative_error
-from conftest import ROOT
+from comparing import assert_close, assert_same_gradients, relative_error
+from memory_events import memory_use
 from torch import Tensor, nn
 
 import lazyinline
@@ -19,6 +18,7 @@ from lazyinline.frontend.pipeline import plan_page
 
 MICRO_BATCHES = 4
 BATCH = 8
+OF_ONE_RANK = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
 
 
 @lazy_inline
@@ -103,9 +103,7 @@ def make(model: nn.Module, args: tuple[Any, ...], schedule: str = "ZBVZeroBubble
     return lazyinline.pipeline(model, args, schedule=schedule, **options)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
-)
+@pytest.mark.parametrize("schedule", OF_ONE_RANK)
 def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str) -> None:
     model, args = net_and_batch()
     pipe = make(model, args, schedule)
@@ -116,34 +114,31 @@ def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str
         assert (whole, early, late) in [(12, 0, 0), (0, 12, 12)]
 
 
+class Counting(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.seen.clone()
+        self.seen.add_(x.detach().mean(0))
+        return y
+
+
 def test_a_buffer_that_forward_changes_is_kept_for_each_backward(alone: None) -> None:
-    class Counting(nn.Module):
-        seen: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.register_buffer("seen", torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x) * self.seen.clone()
-            self.seen.add_(x.detach().mean(0))
-            return y
-
     torch.manual_seed(0)
-    model = nn.Sequential(*(Counting() for _ in range(2)))
+    model, x = nn.Sequential(Counting(), Counting()), torch.randn(BATCH, 3)
     reference = copy.deepcopy(model)
-    x = torch.randn(BATCH, 3)
     for number, layer in enumerate(model):
         lazyinline.stage(layer, number)
-    pipe = make(model, (x,), "LoopedBFS", loss_fn=lambda y: y.square().mean())
-    pipe.step(x)
+    make(model, (x,), "LoopedBFS", loss_fn=lambda y: y.square().mean()).step(x)
     parts = [reference(part).square().mean() for part in x.chunk(MICRO_BATCHES)]
     torch.stack(parts).mean().backward()
-    for (name, have), want in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert relative_error(have.grad, want.grad) <= 1e-5, name
-    for have, want in zip(model.buffers(), reference.buffers(), strict=True):
-        assert relative_error(have, want) <= 1e-6
+    assert_same_gradients(model, reference)
+    assert_close(list(model.buffers()), list(reference.buffers()))
 
 
 def test_marks_decide_the_stage(alone: None) -> None:
@@ -177,37 +172,27 @@ def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None
         assert again.backward_s > kept.backward_s
 
 
-@pytest.mark.parametrize(
-    "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
-)
+@pytest.mark.parametrize("schedule", OF_ONE_RANK)
 @pytest.mark.sweep(keep="LoopedBFS")
-def test_a_step_holds_what_its_plan_says(
-    alone: None, monkeypatch: pytest.MonkeyPatch, schedule: str
+def test_a_step_holds_what_its_plan_says_and_no_more_than_its_budget(
+    alone: None, schedule: str
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     model, args = net_and_batch(width=32)
-    pipe = make(model, args, schedule, backend="inductor")
-    assert not train(pipe, model, args)
-    assert_holds_its_plan(pipe, args)
-
-
-def test_a_step_holds_no_more_than_its_budget(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    model, args = net_and_batch(width=32)
-    plain = make(copy.deepcopy(model), args, "LoopedBFS", backend="inductor")
-    budget = Budget(saved_bytes=int(0.8 * plain.step_peak_bytes))
-    bounded = make(model, args, "LoopedBFS", backend="inductor", recompute=budget)
+    plain = make(copy.deepcopy(model), args, schedule, backend="inductor")
+    assert not train(plain, model, args)
+    assert_holds_its_plan(plain, args)
+    if schedule != "LoopedBFS":
+        return
+    limit = int(0.8 * plain.step_peak_bytes)
+    bounded = make(model, args, schedule, backend="inductor", recompute=Budget(saved_bytes=limit))
     assert not train(bounded, model, args, steps=1)
     assert_holds_its_plan(bounded, args)
-    assert budget.saved_bytes is not None
-    assert bounded.step_peak_bytes <= budget.saved_bytes
+    assert bounded.step_peak_bytes <= limit
     assert bounded.last_report.recomputed_flops > 0
 
 
 def assert_holds_its_plan(pipe: Any, args: tuple[Tensor, ...]) -> None:
-    memory_use = importlib.import_module("memory_events").memory_use
-    use = memory_use(lambda: pipe.step(*args))
-    measured = use.peak_bytes + pipe.arena_bytes
+    measured = memory_use(lambda: pipe.step(*args)).peak_bytes + pipe.arena_bytes
     assert abs(pipe.step_peak_bytes / measured - 1) <= 0.02, (pipe.step_peak_bytes, measured)
 
 
@@ -231,23 +216,19 @@ def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
         make(model, args, "Interleaved1F1B", recompute=Budget(saved_bytes=5000))
 
 
-def test_wrong_options_say_what_to_do(alone: None) -> None:
+def test_wrong_options_and_a_changed_model_are_told(alone: None) -> None:
     model, args = net_and_batch()
-    with pytest.raises(PipelineError, match="unknown; there are"):
-        make(model, args, "2F2B")
-    with pytest.raises(PipelineError, match="cannot be split into 3"):
-        make(model, args, micro_batches=3)
-    with pytest.raises(PipelineError, match="split='best'"):
-        make(model, args, split="best")
-    lazyinline.stage(model.blocks[0], 5)
-    with pytest.raises(PipelineError, match="marked for stage 5"):
-        make(model, args)
-
-
-def test_a_changed_model_is_noticed(alone: None) -> None:
-    model, args = net_and_batch()
+    for schedule, options, said in (
+        ("2F2B", {}, "unknown; there are"),
+        ("ZBVZeroBubble", {"micro_batches": 3}, "cannot be split into 3"),
+        ("ZBVZeroBubble", {"split": "best"}, "split='best'"),
+    ):
+        with pytest.raises(PipelineError, match=said):
+            make(model, args, schedule, **options)
     pipe = make(model, args)
-    pipe.step(*args)
     model.eval()
     with pytest.raises(PipelineError, match="no longer fits"):
         pipe.step(*args)
+    lazyinline.stage(model.blocks[0], 5)
+    with pytest.raises(PipelineError, match="marked for stage 5"):
+        make(model, args)

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from decoders import DecoderBlock, llama
+from test_rank_plan import table_of
 
 import lazyinline
 from lazyinline import PipelineError, lazy_inline
@@ -21,7 +22,6 @@ from lazyinline.pipeline_parallel.coloring import color_balanced
 from lazyinline.pipeline_parallel.cut import cut_program
 from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, make_plan, simulate
 from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
-from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Program
 
@@ -40,11 +40,10 @@ def plan(
 ) -> PipelinePlan:
     """The plan of a decoder of six layers with a large head."""
     program, differentiator = captured()
-    num_stages = num_ranks * (1 if schedule in ("GPipe", "1F1B") else 2)
-    table = action_table(schedule, num_stages, num_ranks, micro_batches)
+    table = table_of(schedule, num_ranks, micro_batches)
     costs = CallCosts(differentiator, ProgramCosts(OperatorCosts(fused=False)))
     colors = color_balanced(program, costs, table, memory_bytes)
-    stages = cut_program(program, colors, num_stages)
+    stages = cut_program(program, colors, table.num_stages)
     derived = differentiate_stages(stages, differentiator, halves=table.splits_backward)
     return make_plan(derived, table, costs, CPU)
 
@@ -84,18 +83,18 @@ def test_fewer_pieces_than_stages_are_refused() -> None:
 def test_the_bubble_of_equal_stages_is_the_known_one(
     schedule: str, num_ranks: int, micro_batches: int
 ) -> None:
-    table = action_table(schedule, num_ranks, num_ranks, micro_batches)
+    table = table_of(schedule, num_ranks, micro_batches)
     timeline = simulate(table, lambda a: 1.0 if a.kind == "F" else 2.0, lambda a: 0.0)
     known = (num_ranks - 1) / (micro_batches + num_ranks - 1)
     assert timeline.bubble == pytest.approx(known)
 
 
 def test_zero_bubble_waits_less_than_interleaved() -> None:
-    def bubble(schedule: str) -> float:
-        table = action_table(schedule, 8, 4, 16)
-        return simulate(table, lambda a: 2.0 if a.kind == "B" else 1.0, lambda a: 0.0).bubble
-
-    assert bubble("ZBVZeroBubble") < bubble("Interleaved1F1B") < bubble("LoopedBFS") + 1e-9
+    bubbles = [
+        simulate(table_of(s, 4, 16), lambda a: 2.0 if a.kind == "B" else 1.0, lambda a: 0.0).bubble
+        for s in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS")
+    ]
+    assert bubbles[0] < bubbles[1] < bubbles[2] + 1e-9
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -119,19 +118,12 @@ def test_one_forward_one_backward_keeps_fewer_in_flight() -> None:
     assert [s.in_flight for s in plan("1F1B").stages] == [2, 1]
 
 
-def test_the_plan_names_layers() -> None:
-    text = str(plan("ZBVZeroBubble"))
-    assert "blocks.0" in text and "blocks.5" in text and "bubble" in text
-
-
-def test_the_plan_fits_a_screen_with_long_names_and_large_numbers() -> None:
+def test_the_plan_names_layers_and_fits_a_screen_with_long_names_and_large_numbers() -> None:
     found = plan("ZBVZeroBubble")
     large = {"flops": 10**16, "forward_s": 1.25, "backward_s": 3.1, "parameter_bytes": 2**36}
+    assert all(text in str(found) for text in ("blocks.0", "blocks.5", "bubble"))
     far = ".".join(["language_model_of_the_whole"] * 4)
-    names = (
-        {"first": "model.h.0", "last": "model.h.11"},
-        {"first": f"{far}.0", "last": f"x.{far}"},
-    )
+    names = [{"first": "model.h.0", "last": "model.h.11"}, {"first": far, "last": f"x.{far}"}]
     for name in names:
         stages = tuple(replace(s, **large, **name) for s in found.stages)
         text = str(replace(found, stages=stages))
@@ -146,9 +138,8 @@ def test_its_page_has_every_action_and_the_memory_of_each_rank(schedule: str) ->
     section = plan_page(ShownPlan.of(found))["pipeline"]
     assert len(section["slots"]) == len(found.timeline.slots)
     for rank, drawn in enumerate(section["ranks"]):
-        assert (
-            max(held for _, held in drawn["held"]) == found.peak_bytes(rank) == drawn["peak_bytes"]
-        )
+        most = max(held for _, held in drawn["held"])
+        assert most == found.peak_bytes(rank) == drawn["peak_bytes"]
     waits = [drawn["bubble"] for drawn in section["ranks"]]
     assert sum(waits) / len(waits) == pytest.approx(found.bubble)
 

@@ -1,9 +1,7 @@
 """Pipelines between real gloo processes."""
 
 import copy
-import importlib
 import pathlib
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -13,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from comparing import relative_error
-from conftest import ROOT, selected
+from conftest import selected
+from memory_events import memory_use
 from ranks import LIMIT_S, run_ranks, started
 from test_pipeline import Net, make, net_and_batch, train
 
@@ -81,8 +80,6 @@ def test_two_processes_give_what_one_gives(
 
 def train_in_planned_memory(rank: int, folder: pathlib.Path) -> dict[str, list[str]]:
     """Every schedule between real processes, in arenas; what a step holds is what was planned."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    memory_use = importlib.import_module("memory_events").memory_use
     found = {}
     for schedule in (folder / "planned").read_text().split():
         model, args = net_and_batch(width=32)
@@ -159,19 +156,16 @@ def save_and_go_on_with_other_stages(rank: int, folder: pathlib.Path) -> list[st
 
 
 def disagree(rank: int, folder: pathlib.Path) -> list[str]:
-    messages = []
-    model, args = net_and_batch(layers=4 + rank)
-    try:
-        make(model, args, "1F1B")
-    except PipelineError as error:
-        messages.append(str(error))
-    model, args = net_and_batch()
+    """Makes a pipeline of another program on each rank, then one of other weights."""
+    deeper, args = net_and_batch(layers=4 + rank)
+    other, _ = net_and_batch()
     with torch.no_grad():
-        model.embedding.weight[0, 0] += rank
-    try:
-        make(model, args, "1F1B")
-    except PipelineError as error:
-        messages.append(str(error))
+        other.embedding.weight[0, 0] += rank
+    messages = []
+    for model in (deeper, other):
+        with pytest.raises(PipelineError) as refused:
+            make(model, args, "1F1B")
+        messages.append(str(refused.value))
     return messages
 
 
@@ -219,47 +213,48 @@ def two_replicas() -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
 
 
-def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
-    """Two replicas of a pipeline, each with half of the batch."""
+def replicated() -> tuple[Any, Any, Any, Any, Any]:
+    """One replica of two, its mesh, its half of the batch, eager's model, and the whole batch."""
     mesh = two_replicas()
     model, args = net_and_batch()
     reference = copy.deepcopy(model)
-    half = [a.chunk(2)[mesh.get_local_rank("data")] for a in args]
-    pipe = make(model, tuple(half), "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
+    half = tuple(a.chunk(2)[mesh.get_local_rank("data")] for a in args)
+    pipe = make(model, half, "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
+    return pipe, mesh, half, reference, args
+
+
+def far_off(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    errors = {name: relative_error(tensor, expected[name]) for name, tensor in found.items()}
+    return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
+
+
+def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two replicas of a pipeline, each with half of the batch."""
+    pipe, _, half, reference, args = replicated()
     pipe.step(*half)
     reference(*args).backward()
-    expected = dict(reference.named_parameters())
-    errors = {n: relative_error(p.grad, expected[n].grad) for n, p in pipe.named_parameters()}
-    return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
+    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (pipe, reference)]
+    return far_off(*gradients)
 
 
 def share_the_optimizer(rank: int, folder: pathlib.Path) -> list[str]:
     """Two replicas, each with half of the batch and about half of the optimizer's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    mesh = two_replicas()
-    model, args = net_and_batch()
-    reference = copy.deepcopy(model)
-    half = tuple(a.chunk(2)[mesh.get_local_rank("data")] for a in args)
-    pipe = make(model, half, "Interleaved1F1B", num_stages=2 * mesh.size(1), mesh=mesh)
-    own = [parameter for _, parameter in pipe.named_parameters()]
-    replicas = mesh.get_group("data")
-    ours = ZeroRedundancyOptimizer(own, torch.optim.AdamW, process_group=replicas, lr=1e-2)
-    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    pipe, mesh, half, reference, args = replicated()
+    own, kind = [parameter for _, parameter in pipe.named_parameters()], torch.optim.AdamW
+    ours = ZeroRedundancyOptimizer(own, kind, process_group=mesh.get_group("data"), lr=1e-2)
+    theirs = kind(reference.parameters(), lr=1e-2)
     for _ in range(3):
         theirs.zero_grad()
         reference(*args).backward()
         theirs.step()
         pipe.step(*half)
         ours.step()
-    state = pipe.state_dict()
-    expected = reference.state_dict()
-    errors = {name: relative_error(tensor, expected[name]) for name, tensor in state.items()}
-    wrong = [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
     held = sum(t.numel() for s in ours.optim.state.values() for t in s.values() if t.dim())
     whole = 2 * sum(parameter.numel() for parameter in own)
-    wrong += [] if held <= 0.6 * whole else [f"{held} numbers of state, of {whole}"]
-    return wrong
+    wrong = [] if held <= 0.6 * whole else [f"{held} numbers of state, of {whole}"]
+    return wrong + far_off(pipe.state_dict(), reference.state_dict())
 
 
 @pytest.mark.slow
