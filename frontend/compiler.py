@@ -166,7 +166,7 @@ class Compiler:
             state.report.made = made_by(state)
         return Linker.of(self, state).result(state), state.report
 
-    @one_at_a_time
+    @one_at_a_time()
     def compile_gradients(
         self, captured: CapturedModel, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients:
@@ -284,7 +284,7 @@ class Linker:
         report.describe(state.captured)
         return self.result(state), report
 
-    @one_at_a_time
+    @one_at_a_time()
     def without_outputs(
         self,
         values: Values | None,

@@ -161,7 +161,7 @@ def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-@one_at_a_time
+@one_at_a_time()
 def halves(captured: Program) -> tuple[Derivative, Program, Program]:
     """The derivative of a program's first output, and its halves as primitives."""
     request, reducer = differentiation(captured), Reducer()

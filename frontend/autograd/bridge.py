@@ -109,7 +109,7 @@ class Backwards:
         """Gives back the memory that is held while nothing runs."""
         self.expected.runtime.rest()
 
-    @one_at_a_time
+    @one_at_a_time()
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether nothing that is saved for some outputs is needed for others, too.
 

@@ -90,7 +90,7 @@ class _Request:
     for_gpu: bool = False
 
 
-@one_at_a_time
+@one_at_a_time()
 def capture_model(
     subject: Subject, *, reuse: Reuse = "auto", train: bool, for_gpu: bool = False
 ) -> CapturedModel:
@@ -120,7 +120,7 @@ def capture_model(
     return captured
 
 
-@one_at_a_time
+@one_at_a_time()
 def capture_candidates(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
 ) -> CapturedModel:

@@ -12,8 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,8 +20,6 @@ from ...reuse.errors import CaptureError, CompileInterrupted
 from ..effects.effects import EffectError, OnEffects
 from ..tracing.torch_operators import kernels_own_rules
 from ..tracing.torch_settings import plain_autograd
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OUR_SEED = 0x1A2C1B0D0F5EED
 _LOCK = threading.RLock()
@@ -37,28 +34,24 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def one_at_a_time(function: Function) -> Function:
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
     """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread."""
-
-    @wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with (
-                _LOCK,
-                _interrupted_between_changes(),
-                # Anomaly checks and hooks on saved tensors are meant for the caller's graph, not
-                # for traces.
-                plain_autograd(),
-                kernels_own_rules(),
-                garbage_collection_paused(),
-            ):
-                return function(*args, **kwargs)
-        except CompileInterrupted:
-            raise
-        except KeyboardInterrupt as interrupt:
-            raise CompileInterrupted("interrupted while compiling") from interrupt
-
-    return alone  # type: ignore[return-value]
+    try:
+        with (
+            _LOCK,
+            _interrupted_between_changes(),
+            # Anomaly checks and hooks on saved tensors are meant for the caller's graph, not for
+            # traces.
+            plain_autograd(),
+            kernels_own_rules(),
+            garbage_collection_paused(),
+        ):
+            yield
+    except CompileInterrupted:
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise CompileInterrupted("interrupted while compiling") from interrupt
 
 
 class _Deferring:

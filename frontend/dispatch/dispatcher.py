@@ -74,7 +74,7 @@ class Dispatcher(Generic[AnyEntry]):
             return None, leaves
         return self._entries.fitting(plain, tree), plain
 
-    @one_at_a_time
+    @one_at_a_time()
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
         """Compiles for a call, or links for its sizes what was compiled with symbols."""
         # Another thread may have compiled for the same call while this one waited.

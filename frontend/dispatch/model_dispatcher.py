@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ...reuse import torch_pytree
 from ...reuse.errors import FinalCaptureError, LazyInlineError
 from ..checks.models import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
+from ..sizes.shapes import CompileResult
 from ..tracing.frames import user_frame
 from .entry import ModuleEntry
 from .module_dispatcher import ModuleDispatcher, RunEagerly
@@ -125,31 +125,29 @@ class ModelDispatcher(ModuleDispatcher):
         if reason:
             self._report_eager(reason)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         if type(self.model) is not self._class:  # fully_shard changes it
             self.look_for_wrappers()
         if self._wrapped:
-            return self._run_around_wrapped(args, kwargs)
+            return self._run_around_wrapped
         if self._has_hooks_around:
-            run = super()._run
-            return call_with_hooks_around(
-                self.model, lambda *args, **kwargs: run(args, kwargs), args, kwargs
-            )
-        return super()._run(args, kwargs)
+            return partial(call_with_hooks_around, self.model, self._run)
+        return self._run
 
-    def _find_or_compile(
-        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
-    ) -> ModuleEntry | RunEagerly:
-        if self.look_for_wrappers():
-            return RunEagerly("a wrapper for several devices was put into it")
-        found = super()._find_or_compile(leaves, plain, tree)
-        if not isinstance(found, RunEagerly):
-            self._num_eager = 0
-            return found
+    def _why_never(self) -> str:
+        return "a wrapper for several devices was put into it" if self.look_for_wrappers() else ""
+
+    def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
+        self._num_eager = 0
+        return super()._entry(made, leaves)
+
+    def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._num_eager += 1
-        if self._num_eager == _WORTH_A_WORD and not self._has_told:
-            return replace(found, then=partial(self._warn_if_mostly_eager, found))
-        return found
+        is_worth_a_word = self._num_eager == _WORTH_A_WORD and not self._has_told
+        result = super()._run_as_told(found, args, kwargs)
+        if is_worth_a_word:
+            self._warn_if_mostly_eager(found)
+        return result
 
     def _warn_if_mostly_eager(self, found: RunEagerly) -> None:
         """Says where most of the model ran eagerly although it was compiled, and why."""

@@ -126,7 +126,6 @@ class RunEagerly:
         reason: why.
         refused: the kind of the call, if a capture has just failed for it.
         is_lasting: whether another try cannot help.
-        then: is called after it.
         raised: what eager may raise, too, if so: nothing in the model is compiled before it ran.
     """
 
@@ -134,7 +133,6 @@ class RunEagerly:
     refused: CallKind | None = None
     is_lasting: bool = False
     raised: str = ""
-    then: Callable[[], None] | None = None
 
 
 class ModuleDispatcher(Dispatcher[ModuleEntry]):
@@ -170,9 +168,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
             # ``torch.compile`` around a compiled module leaves it alone.
-            return torch.compiler.disable(self._run)(args, kwargs)
+            return torch.compiler.disable(self.__call__)(*args, **kwargs)
         try:
-            return self._run(args, kwargs)
+            return self._runner()(args, kwargs)
         except OURS as error:
             raise ended_here(error) from error.__cause__
 
@@ -180,7 +178,8 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Compiles for the layout of a call, and runs nothing."""
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_eager(leaves)):
-            self._compile(leaves, tree)
+            check_runnable(self.model)
+            self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
 
     @property
     def last_report(self) -> CompileReport | None:
@@ -217,6 +216,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Leaves an empty place in a copy of the module that holds this: the copy is plain."""
         return _no_calls, ()
 
+    def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Returns what takes a call: this one finds a program for it."""
+        return self._run
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Kernels call no operators, so a mode would see nothing of what runs.
         mode = mode_around()
@@ -252,8 +255,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
             if found.raised:
                 self._accepted.note(found.raised)
-        if found.then is not None:
-            found.then()
         return result
 
     def _find_or_compile(
@@ -261,14 +262,15 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call with new inputs, or why it runs eagerly."""
         call = CallKind.of(leaves, tree, training=self.model.training)
-        reason = self._refusals.why_eager(call) or self._why_eager(leaves)
+        reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
         if not reason:  # what was refused without hooks is not asked for its hooks at each call
             call = call.with_hooks(self.model)
             reason = self._refusals.why_eager(call)
         if reason:
             return RunEagerly(reason)
         try:
-            entry = self._compile(plain, tree)
+            check_runnable(self.model)
+            entry = self._compile_for(Inputs.of(plain, tree), Goal(train=torch.is_grad_enabled()))
         except EffectError as effect:
             return RunEagerly(self._effects.note(self._state(), str(effect)))
         except LazyInlineError as error:
@@ -290,6 +292,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _is_lasting(self, error: LazyInlineError) -> bool:
         """Whether an error will be the same at another try."""
         return False
+
+    def _why_never(self) -> str:
+        """Returns why no call can be a program as the model is now, or an empty text."""
+        return ""
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
         """Returns why a call of the model cannot be a program, or an empty text."""
@@ -323,12 +329,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             backend, reuse = self.options.backend, self.options.reuse
             train = torch.is_grad_enabled()
             self._eager = CompileReport(train, backend, reuse, ran_eagerly=reason)
-
-    # ---- where a program is compiled -----------------------------------------------------
-
-    def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
-        check_runnable(self.model)
-        return self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         check_writes(made.compiled.captured.program)

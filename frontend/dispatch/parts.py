@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.process import ProcessLock
@@ -27,6 +27,7 @@ from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import PartRecord
+from ..sizes.shapes import CompileResult
 from .entry import ModuleEntry
 from .module_dispatcher import Accepted, ModuleDispatcher, Refusals
 from .torch_slot import asks_slot, fill_slot, in_slot
@@ -83,9 +84,9 @@ class PartDispatcher(ModuleDispatcher):
         self._alike = alike
         self._thread = thread
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         why = getattr(self._thread, "why_alone", "")
-        return self._run_alone(why, args, kwargs) if why else super()._run(args, kwargs)
+        return partial(self._run_alone, why) if why else self._run
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
         if len(self.entries) >= MAX_PROGRAMS:
@@ -96,8 +97,8 @@ class PartDispatcher(ModuleDispatcher):
             return f"the sizes of its inputs keep changing (now {now})"
         return super()._why_eager(leaves)
 
-    def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
-        entry = super()._compile(leaves, tree)
+    def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
+        entry = super()._entry(made, leaves)
         self._alike.shapes.add(shapes_of(leaves))
         return entry
 

@@ -83,11 +83,14 @@ def slot_filled(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def call_with_hooks_around(
-    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Calls a module, its own hooks and all, with something else for its ``forward``.
 
-    While that runs, the module has no hooks.
+    While that runs, with the arguments as they are, the module has no hooks.
     """
     state = module_state(module)
     own = {"forward": state["forward"]} if "forward" in state else {}
@@ -99,7 +102,7 @@ def call_with_hooks_around(
         del state["forward"]
         state.update(own)
         try:
-            return run(*args, **kwargs)
+            return run(args, kwargs)
         finally:
             for table, hooks in tables:
                 table.update(hooks)

@@ -83,7 +83,7 @@ class ExportReport:
 
 
 @door
-@one_at_a_time
+@one_at_a_time()
 def export_onnx(
     model: nn.Module | Program,
     args: Sequence[Any],

@@ -99,7 +99,8 @@ def derive(state: State) -> State:
             # The user left the mode open, and reverse mode follows what the others cannot
             # (dropout, a custom backward): the calls of the forward then differ as well.
             subject = replace(state.subject, only_reverse=str(error))
-            return derive(capture(replace(state, subject=subject)))
+            again = capture.function(replace(state, subject=subject))
+            return derive.function(again)  # type: ignore[no-any-return]
         raise CaptureError(
             f"{state.report.model} {DIFFERENTIATES} in a way that cannot be followed: {error}"
         ) from error

@@ -167,11 +167,6 @@ class Pass:
     wanted: Callable[[Any], bool] = _always
     verified: Literal["always", "on request"] = "on request"
 
-    def __call__(self, state: State) -> State:
-        """Returns the state after the pass, of the same kind."""
-        after: State = self.function(state)
-        return after
-
     @property
     def summary(self) -> str:
         """Returns the first line of the pass's docstring."""
@@ -194,7 +189,7 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 """Sees each pass that ran, with the state before and after it."""
 
 
-@one_at_a_time
+@one_at_a_time()
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
     """Runs passes in order: times each, and verifies what it made where that is asked for.
 
@@ -216,7 +211,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
                 continue
             before, cpu, wall = state, cpu_seconds(), time.perf_counter()
             with followed(one.name):
-                state = one(state)
+                state = one.function(state)
                 if everything or one.verified == "always":
                     check(state, one.level)
             seconds = (cpu_seconds() - cpu, time.perf_counter() - wall)
@@ -234,7 +229,7 @@ def apply(passes: Sequence[Pass], state: State) -> State:
     state = replace(state, report=trial)
     for one in of_goal(passes, state.goal.kind):
         if one.wanted(state):
-            state = one(state)
+            state = one.function(state)
     return replace(state, report=report)
 
 
