@@ -1,9 +1,8 @@
 """From a model to a program: one run under fake tensors, each different block traced once.
 
-capture          one run of the model, and the order of attempts
+capture          one run of the model, which leaves everything as it was; the order of attempts
 init_key         the key of a block: its class and what its constructor was given
 surroundings     what stands still around a capture
-recorder         the run itself, and that it leaves everything as it was
 watcher          what the model's Python does meanwhile: noted, replaced, or refused
 recording        what has been recorded so far: the outer graph, its regions, the reads
 block_calls      which block calls become call nodes, and one instance traced as a region
@@ -13,5 +12,5 @@ regions          the vocabulary: regions of the outer graph, call sites, decisio
 shared_calls     what a traced instance leaves behind, and how another one calls it
 signatures       arguments by name, and what about them decides whether a closure fits
 outside_tensors  tensors that come from outside a trace
-assemble         from the outer graph to a program
+assemble         from a finished run to a program
 """

@@ -10,15 +10,20 @@ takes the input's place from there on; a program input that ends up changed is w
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx
+from torch import nn
 
 from ...autodiff.higher_order.derivation import DerivativeMark
 from ...reuse import torch_pytree
+from ...reuse.evidence.module_state import module_state
+from ...reuse.evidence.root_evidence import RootEvidence
+from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.control import control_leaf
 from ...reuse.ir.costs import tensors_of
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
@@ -29,14 +34,26 @@ from ...reuse.ir.program import (
     Composite,
     Control,
     Leaf,
+    ModelTensor,
     Program,
     RecomputeMark,
     Source,
     Value,
 )
 from ...reuse.torch_names import memory_id
+from ..effects.changes import find_fake
 from ..tracing.torch_tracing import is_mode_switch
-from .regions import DIFFERENTIATED, CallSite, CrossingError, Region, regions_inside
+from .blocks import NoBlocks, dissolve
+from .recording import Recording
+from .regions import (
+    DIFFERENTIATED,
+    CallSite,
+    CapturedModel,
+    CrossingError,
+    Region,
+    SharingDecision,
+    regions_inside,
+)
 
 ResultTree = tuple[torch_pytree.TreeSpec, bool]
 """The ``spec`` and ``updates`` of an :class:`OutputTree`."""
@@ -109,6 +126,92 @@ class _Unit:
         if self.region is not None:
             return assembler.body(self.region).inputs
         return (n for node in self.nodes for n in node.all_input_nodes)
+
+
+def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -> CapturedModel:
+    """Returns the program of a finished run, and what was decided on the way."""
+    recording.caches_asked()
+    recording.tensors.resolve_all(recording.root.nodes())
+    if recording.sizes is not None:
+        recording.sizes.settle(recording.root, recording.tensors.sources)
+    _dissolve_idle(recording, results, tree)
+    program, shared = _build(recording, results, tree)
+    pairs = [
+        (d, region)
+        for d, region in zip(recording.decisions, recording.decided, strict=True)
+        if d.shared or d.reason or region in shared
+    ]
+    decisions = [
+        d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
+    ]
+    traced = sum(not d.shared for d in decisions)
+    met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
+    evidence = _root_evidence(recording, program, met)
+    return CapturedModel(
+        program,
+        decisions,
+        traced,
+        evidence,
+        met,
+        recording.readings,
+        recording.sizes,
+        tuple(recording.modes),
+    )
+
+
+def _can_be_watched(module: nn.Module) -> bool:
+    """Whether a module outside the tree has its state in Python, and no trace made it."""
+    state = module_state(module)
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return not is_scripted and "training" in state and find_fake([state]) is None
+
+
+def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
+    """Returns the reads of the run, without those that the guard compares itself in each module."""
+    attributes = recording.tensors.attributes_read(recording.reads.names())
+    for held in (*attributes, *recording.given):
+        recording.reads.contents.look_into(held)
+    placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
+    evidence = RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
+    recording.refuse_unreadable()
+    return evidence
+
+
+def _build(
+    recording: Recording, results: list[Any], tree: ResultTree
+) -> tuple[Program, Mapping[Region | None, Shared]]:
+    """Builds the program; returns what each traced region's closure became, too."""
+    program, closures = assemble(recording.root, results, tree, recording.tensors.sources)
+    if isinstance(recording.blocks, NoBlocks):
+        return program, {}
+    if recording.sizes is not None:
+        return program, {region: Shared(closure) for region, closure in closures.items()}
+    program, found = share_constants(program)
+    return program, {region: found[closure] for region, closure in closures.items()}
+
+
+def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -> None:
+    """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
+    root, blocks = recording.root, recording.blocks
+    idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
+    names = Counter(region.name for region in regions_inside(root))
+    # A region that nothing else calls may still share its closure by constants: then it stays.
+    if any(names[r.name] > 1 for r in idle):
+        _, shared = _build(recording, results, tree)
+        uses = Counter(s.closure for s in shared.values())
+        idle -= {r for r in idle if uses[shared[r].closure] > 1}
+    dissolve(root, idle)
+
+
+def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecision:
+    """Adds to a decision that the closure is shared with others, by constants that it takes."""
+    if shared.num_members < 2 or not shared.numbers:
+        return decision
+    numbers = ", ".join(repr(n.value) for n in shared.numbers)
+    noun = "constant" if len(shared.numbers) == 1 else "constants"
+    be = "an input" if len(shared.numbers) == 1 else "inputs"
+    text = f"shares @{shared.closure.name} with {noun} {numbers} as {be}"
+    return replace(decision, shares=text)
 
 
 def assemble(

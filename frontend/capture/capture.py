@@ -9,20 +9,21 @@ into a program of closures.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError
-from ...reuse.evidence.module_state import module_state, walk_modules
-from ...reuse.evidence.root_evidence import RootEvidence
-from ...reuse.ir.constants import Shared, share_constants
+from ...reuse.evidence.module_state import walk_modules
 from ...reuse.ir.printer import text_to_compare
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.program import UserInput
+from ...reuse.torch_names import own_attributes
+from ...reuse.torch_pytree import cache_classes, numbered
 from ..checks.models import refuse_backward_hooks, refuse_uncapturable
 from ..checks.refusals import (
     DIFFERENTIATES,
@@ -30,30 +31,32 @@ from ..checks.refusals import (
     RaisedError,
     check_memory,
     check_operand_types,
+    refuse_read_attributes,
+    refuse_unlike_constants,
 )
-from ..effects.changes import find_fake
 from ..effects.effects import EffectError, OnEffects
+from ..effects.given_objects import watched
+from ..effects.torch_allowed_calls import is_allowed
 from ..marks import is_marked
 from ..tracing.capture_errors import capture_error, model_name
+from ..tracing.frames import profiled_calls
+from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
-from .assemble import ResultTree, assemble
-from .blocks import (
-    Blocks,
-    NearlyRepeatedBlocks,
-    NoBlocks,
-    RepeatedBlocks,
-    Reuse,
-    dissolve,
-)
-from .recorder import ChangedStateError, Recorder
+from ..tracing.torch_patches import intercepted
+from ..tracing.torch_settings import settings_put_back
+from .assemble import ResultTree, captured_model
+from .block_calls import BlockCalls
+from .blocks import Blocks, NearlyRepeatedBlocks, NoBlocks, RepeatedBlocks, Reuse
 from .recording import Recording
-from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
+from .regions import CapturedModel, CrossingError, SharingDecision, Sizes
+from .signatures import argument_names
 from .surroundings import (
     garbage_collection_paused,
     generator_not_seeded,
     no_python_randomness,
     one_at_a_time,
 )
+from .watcher import ModelWatcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,21 @@ class Subject:
     effects: OnEffects = "refuse"
     sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
+
+
+class ChangedStateError(CaptureError):
+    """The forward changed something that running it again may not: it stays changed meanwhile.
+
+    Carries the finished run.
+    """
+
+    def __init__(
+        self, text: str, recording: Recording, results: list[Any], tree: ResultTree
+    ) -> None:
+        super().__init__(text)
+        self.recording = recording
+        self.results = results
+        self.tree = tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,63 +202,54 @@ def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
 
 def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
     """Captures in one run; where a look-alike of a part of a cache stands in the way, without."""
-    recorder = _recorder(request, blocks())
-    try:
-        return _recorded(recorder, request)
-    except (ChangedStateError, EffectError, CrossingError, FinalCaptureError):
-        raise
-    except CaptureError:
-        if not recorder.recording.objects.was_used:
+    subject, gives_objects = request.subject, True
+    while True:
+        sizes = None if subject.sizes is None else subject.sizes()
+        recording = Recording(subject.model, blocks(), sizes, subject.effects)
+        recording.objects.is_open, recording.only_reverse = gives_objects, subject.only_reverse
+        if request.for_gpu:
+            recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
+        is_settled = True
+        try:
+            with (
+                _told(recording),
+                torch.set_grad_enabled(request.train),
+                garbage_collection_paused(),
+                no_python_randomness(),
+                generator_not_seeded(subject.effects),
+                autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
+            ):
+                outcome = _recorded(recording, subject.args, subject.kwargs)
+            return captured_model(recording, *outcome)
+        except ChangedStateError:  # its program is compared with that of a second run
+            is_settled = False
             raise
-    # C code that takes a look-alike for a list raises: then no block is given an object.
-    recorder = _recorder(request, blocks())
-    recorder.recording.objects.is_open = False
-    return _recorded(recorder, request)
+        except (EffectError, CrossingError, FinalCaptureError):
+            raise
+        except CaptureError:
+            # C code that takes a look-alike for a list raises: then no block is given an object.
+            if not (gives_objects and recording.objects.was_used):
+                raise
+            gives_objects = False
+        finally:
+            if is_settled:
+                recording.release()
 
 
-def _recorder(request: _Request, blocks: Blocks) -> Recorder:
-    subject = request.subject
-    sizes = None if subject.sizes is None else subject.sizes()
-    recorder = Recorder(subject.model, blocks, sizes, subject.effects)
-    if request.for_gpu:
-        recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
-    recorder.recording.only_reverse = subject.only_reverse
-    return recorder
-
-
-def _recorded(recorder: Recorder, request: _Request) -> CapturedModel:
-    is_settled = True
+@contextmanager
+def _told(recording: Recording) -> Iterator[None]:
+    """Turns what the model's Python raises inside into an error that says where, and what to do."""
     try:
-        results, tree = _run(recorder, request)
-        return _assemble(recorder.recording, results, tree)
-    except ChangedStateError:  # its program is compared with that of a second run
-        is_settled = False
-        raise
-    finally:
-        if is_settled:
-            recorder.recording.release()
-
-
-def _run(recorder: Recorder, request: _Request) -> tuple[list[Any], ResultTree]:
-    try:
-        with (
-            torch.set_grad_enabled(request.train),
-            garbage_collection_paused(),
-            no_python_randomness(),
-            generator_not_seeded(request.subject.effects),
-            autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
-        ):
-            return recorder.run(request.subject.args, request.subject.kwargs)
+        yield
     except (ChangedStateError, CrossingError):
         raise
     except CaptureError as error:
-        raise _also_differentiates(error, recorder.recording) from error.__cause__
+        raise _also_differentiates(error, recording) from error.__cause__
     except Exception as error:
-        has_symbols = request.subject.sizes is not None
-        made = capture_error(recorder.model, error, has_symbols=has_symbols)
+        made = capture_error(recording.model, error, has_symbols=recording.sizes is not None)
         if isinstance(made, RaisedError):
-            made.after_sharing = any(one.shared for one in recorder.recording.decisions)
-        raise _also_differentiates(made, recorder.recording) from error
+            made.after_sharing = any(one.shared for one in recording.decisions)
+        raise _also_differentiates(made, recording) from error
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
@@ -263,7 +272,7 @@ def _capture_settled(
             raise EffectError(text)
         # Right only if nothing changes any more and the program is the same: a forward may note a
         # configuration at its first call. One that counts is refused.
-        first = _assemble(recording, unsettled.results, unsettled.tree)
+        first = captured_model(recording, unsettled.results, unsettled.tree)
         second = _capture_once(request, blocks)
         if text_to_compare(first.program) != text_to_compare(second.program):
             raise EffectError(text)
@@ -284,86 +293,151 @@ def _capture_settled(
     return second
 
 
-def _assemble(recording: Recording, results: list[Any], tree: ResultTree) -> CapturedModel:
-    recording.caches_asked()
-    recording.tensors.resolve_all(recording.root.nodes())
-    if recording.sizes is not None:
-        recording.sizes.settle(recording.root, recording.tensors.sources)
-    _dissolve_idle(recording, results, tree)
-    program, shared = _build(recording, results, tree)
-    pairs = [
-        (d, region)
-        for d, region in zip(recording.decisions, recording.decided, strict=True)
-        if d.shared or d.reason or region in shared
+# ---- one run -----------------------------------------------------------------------------------
+
+
+Outcome: TypeAlias = tuple[list[Any], ResultTree]
+"""The flat results of a run (tensors as nodes), and their tree."""
+
+
+def _recorded(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+    """Runs the model once under fake tensors, and leaves everything as it was before.
+
+    Raises:
+        CaptureError: if its Python cannot be traced, or changed what cannot be restored.
+        EffectError: if it does more at each call than compute.
+        ChangedStateError: if it changed plain data, which another run may find settled.
+    """
+    leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
+    names = argument_names(recording.model, args, kwargs)
+    # One that is passed twice is one in the trace.
+    distinct = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+    run = partial(_outcome, recording, leaves, spec, names)
+    try:
+        fakes = [_input_fake(recording, x) for x in distinct.values()]
+        outcome = recording.tracer.run(run, fakes)
+    except BaseException:  # nothing of a capture may stay behind in the model
+        recording.find_changes()
+        recording.undo()
+        raise
+    finally:
+        recording.asked_classes.release()
+    _refuse_changes(recording, *outcome)
+    return outcome
+
+
+def _noted_inputs(
+    recording: Recording,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Notes where the inputs come from, each from the first place where it is passed.
+
+    Returns:
+        The fake of each, by the identity of the tensor.
+    """
+    tracer, known = recording.tracer, recording.tensors
+    tensors = [
+        (x, name) for x, name in zip(leaves, names, strict=True) if isinstance(x, torch.Tensor)
     ]
-    decisions = [
-        d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
+    fakes = dict(zip(dict.fromkeys(id(x) for x, _ in tensors), inputs, strict=True))
+    for index, (leaf, name) in enumerate(tensors):
+        node = tracer.node_of(fakes[id(leaf)])
+        assert node is not None
+        if node not in known.sources:
+            node.meta["val"] = fakes[id(leaf)]
+            known.sources[node] = UserInput(index, name or f"input{index}", leaf.requires_grad)
+            known.watch(fakes[id(leaf)], leaf)
+    return fakes
+
+
+def _outcome(
+    recording: Recording,
+    leaves: Sequence[Any],
+    spec: torch_pytree.TreeSpec,
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+) -> Outcome:
+    """Calls the model with fakes in place of its tensors; returns what it returned, flat."""
+    fakes = _noted_inputs(recording, leaves, names, inputs)
+    watcher = ModelWatcher(recording, BlockCalls(recording))
+    recording.tracer.let_follow(watcher)
+    # Containers are replaced by stand-ins. They follow the result as the forward left them, so
+    # that a run can bring the caller's own up to date.
+    filled = [
+        fakes[id(x)] if isinstance(x, torch.Tensor) else _given(recording, index, x)
+        for index, x in enumerate(leaves)
     ]
-    traced = sum(not d.shared for d in decisions)
-    met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
-    evidence = _root_evidence(recording, program, met)
-    return CapturedModel(
-        program,
-        decisions,
-        traced,
-        evidence,
-        met,
-        recording.readings,
-        recording.sizes,
-        tuple(recording.modes),
-    )
-
-
-def _can_be_watched(module: nn.Module) -> bool:
-    """Whether a module outside the tree has its state in Python, and no trace made it."""
-    state = module_state(module)
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return not is_scripted and "training" in state and find_fake([state]) is None
-
-
-def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
-    """Returns the reads of the run, without those that the guard compares itself in each module."""
-    attributes = recording.tensors.attributes_read(recording.reads.names())
-    for held in (*attributes, *recording.given):
-        recording.reads.contents.look_into(held)
-    placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
-    evidence = RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
     recording.refuse_unreadable()
-    return evidence
+    args, kwargs = torch_pytree.unflatten(filled, spec)
+    before = torch_pytree.flatten_outer((args, kwargs))
+    known = numbered(torch_pytree.containers((args, kwargs)))
+    given = [leaf for leaf in before[0] if id(leaf) in known]
+    calls = profiled_calls(
+        recording.function_ran, recording.builtin_called, recording.asked, is_allowed
+    )
+    kept = settings_put_back(recording.effects.leaves_set)
+    objects = watched(cache_classes(), recording.objects)
+    numbers = sizes_like_numbers() if recording.sizes else nullcontext()
+    with kept, intercepted(watcher), objects, calls, numbers:
+        output = recording.model(*args, **kwargs)
+    recording.asked_classes.refuse()
+    recording.effects.check_arguments(before, (args, kwargs))
+    recording.effects.check_result((args, kwargs), output, recording.holds)
+    result = (output, given) if given else output
+    flat, tree = torch_pytree.flatten(result, known)
+    held = (read.value for read in recording.reads.attributes.values())
+    recording.effects.check_containers(bool(given), held, flat)
+    refuse_unlike_constants(flat)
+    recording.tensors.refuse_lost_gradients(flat)
+    recording.tensors.refuse_changed(flat)
+    node_of = recording.tensors.node_of
+    nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
+    given_tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    refuse_read_attributes(given_tensors, recording.reads.names())
+    return nodes, (tree, bool(given))
 
 
-def _build(
-    recording: Recording, results: list[Any], tree: ResultTree
-) -> tuple[Program, Mapping[Region | None, Shared]]:
-    """Builds the program; returns what each traced region's closure became, too."""
-    program, closures = assemble(recording.root, results, tree, recording.tensors.sources)
-    if isinstance(recording.blocks, NoBlocks):
-        return program, {}
-    if recording.sizes is not None:
-        return program, {region: Shared(closure) for region, closure in closures.items()}
-    program, found = share_constants(program)
-    return program, {region: found[closure] for region, closure in closures.items()}
+def _given(recording: Recording, index: int, leaf: Any) -> Any:
+    """Returns what stands in the trace for a flat input that is no tensor."""
+    sizes = recording.sizes
+    recording.effects.changes.is_given(leaf)
+    recording.given.append(leaf)
+    given = sizes.given(index, leaf) if sizes else leaf
+    recording.tracer.track_size(given)
+    return given
 
 
-def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -> None:
-    """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
-    root, blocks = recording.root, recording.blocks
-    idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
-    names = Counter(region.name for region in regions_inside(root))
-    # A region that nothing else calls may still share its closure by constants: then it stays.
-    if any(names[r.name] > 1 for r in idle):
-        _, shared = _build(recording, results, tree)
-        uses = Counter(s.closure for s in shared.values())
-        idle -= {r for r in idle if uses[shared[r].closure] > 1}
-    dissolve(root, idle)
+def _refuse_changes(recording: Recording, results: list[Any], tree: ResultTree) -> None:
+    """Raises for what the run changed: a program would not change it at each call."""
+    recording.find_changes()
+    inside, effects = recording.inside, recording.effects
+    # What a run surely does again needs no second run to show.
+    error, text = effects.refusal(), effects.unsettled()
+    if inside.what:
+        error = None
+        text = (
+            f"The model's forward changes {inside.what}, and a compiled program could not keep "
+            "doing that at every call. Register it as a buffer and change it in place "
+            "(add_, copy_), or return it."
+        )
+    # A change that may happen only once (a configuration noted at the first call, a line
+    # printed once) stays done, as eager leaves it, and another run shows whether it comes
+    # again. A changed object may be changed at each call.
+    if error is None and text:
+        if inside.may_settle:
+            raise ChangedStateError(text, recording, results, tree)
+        error = EffectError(text)
+    recording.undo()
+    if error is not None:
+        raise error
+    if effects.policy == "undo":
+        effects.emit()
 
 
-def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecision:
-    """Adds to a decision that the closure is shared with others, by constants that it takes."""
-    if shared.num_members < 2 or not shared.numbers:
-        return decision
-    numbers = ", ".join(repr(n.value) for n in shared.numbers)
-    noun = "constant" if len(shared.numbers) == 1 else "constants"
-    be = "an input" if len(shared.numbers) == 1 else "inputs"
-    text = f"shares @{shared.closure.name} with {noun} {numbers} as {be}"
-    return dataclasses.replace(decision, shares=text)
+def _input_fake(recording: Recording, tensor: torch.Tensor) -> torch.Tensor:
+    sizes, tracer = recording.sizes, recording.tracer
+    fake = sizes.fake(tensor) if sizes else tracer.to_fake(tensor.detach())
+    vars(fake).update(own_attributes(tensor))
+    return fake.requires_grad_(tensor.requires_grad)

@@ -119,18 +119,14 @@ def differentiate(state: State) -> State:
     if state.goal.kind == "primitives":  # each operator keeps the derivative it has
         request = differentiation(program)
         return with_derivative(state, request, state.context.reducer.derivative(request))
-    if state.goal.kind != "step":
-        return with_request(state, differentiation(program))
-    check_batch_is_kept(program)
-    state = with_request(state, loss_differentiation(program))
-    if state.derivative is None:
+    is_step = state.goal.kind == "step"
+    if is_step:
+        check_batch_is_kept(program)
+    request = loss_differentiation(program) if is_step else differentiation(program)
+    derivative = state.context.differentiator.of(request)
+    if is_step and derivative is None:
         raise PlanError("The loss depends on no parameter that requires grad.")
-    return state
-
-
-def with_request(state: State, request: Request) -> State:
-    """Returns the state with another derivative of the captured program."""
-    return with_derivative(state, request, state.context.differentiator.of(request))
+    return with_derivative(state, request, derivative)
 
 
 def with_derivative(state: State, request: Request, derivative: Derivative | None) -> State:

@@ -9,7 +9,7 @@ from ...reuse.ir.torch_symbols import Values
 from .context import leaves_of
 from .link import held_bytes, linked
 from .numbers import forget_numbers, kernel_at_numbers, with_numbers
-from .programs import decompose, estimate, lower, repeat_micro_batches, with_request
+from .programs import decompose, estimate, lower, repeat_micro_batches, with_derivative
 from .recompute_choice import ProgramPeaks, has_marks
 from .state import Compilation, Pass, State, apply, compile_pass
 
@@ -32,7 +32,8 @@ def choose_recompute(state: State) -> State:
         recompute = recompute.at(sizes.example)
     trials = Trials(state)
     try:
-        return with_request(state, recompute.chosen(state.request, trials.peaks))
+        request = recompute.chosen(state.request, trials.peaks)
+        return with_derivative(state, request, state.context.differentiator.of(request))
     finally:
         trials.end()
 
@@ -50,7 +51,8 @@ class Trials:
 
     def _held(self, request: Request, kernels: Pass) -> int:
         passes = (repeat_micro_batches, decompose, kernels)
-        state = linked(apply(passes, with_request(self._state, request)))
+        derivative = self._state.context.differentiator.of(request)
+        state = linked(apply(passes, with_derivative(self._state, request, derivative)))
         if self._values is None:
             return held_bytes(state)
         known = self._made if state.kernels == "made" else self._guessed

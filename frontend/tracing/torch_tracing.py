@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -48,6 +48,8 @@ from ...reuse.torch_names import lazy_modules, own_device_type, wrapped_globals_
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
 from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, pure_forms
+
+Made = TypeVar("Made")
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
@@ -183,9 +185,10 @@ class Tracer:
         self.casts: GpuCasts | None = None
 
     def run(
-        self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]
-    ) -> None:
+        self, function: Callable[[Sequence[Any]], Made], inputs: Sequence[torch.Tensor]
+    ) -> Made:
         """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
+        made: list[Made] = []
 
         def traced(flat: list[torch.Tensor]) -> tuple[()]:
             started()
@@ -200,7 +203,7 @@ class Tracer:
                 dispatch = self.casts.around(dispatch, mode)
             mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
             try:
-                function(flat)
+                made.append(function(flat))
             finally:
                 del graph.create_node
             if self._has_sizes:
@@ -220,6 +223,7 @@ class Tracer:
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         finally:
             self.fake_mode.put_back()
+        return made[0]
 
     def _sparing(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
         """Spares what PyTorch runs for its own operators; refuses a mode that would see them."""
