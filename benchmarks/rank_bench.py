@@ -24,9 +24,9 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.passes.made import made_by
+from lazyinline.frontend.compiler import made_by
 from lazyinline.frontend.passes.rank import RankCompilation, Splitting, started
-from lazyinline.frontend.passes.rank_compile import parts_of
+from lazyinline.frontend.passes.rank import parts_of
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.pipeline import ShownPlan, plan_page

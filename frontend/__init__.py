@@ -10,12 +10,9 @@ compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
 torch_optimizer      adapter: what a step does with the user's optimizer
-report               what a compile did, as text and as a page
+report               what is seen of a compile: meanwhile, and then as text and as a page
 compile_record       what a compile did and made, in numbers, for reports
-reuse_table          which blocks share a closure, as a table
-progress             what is seen of a compile that takes long
-target               ``package.module:function``: how the command line names a model
-inspection           programs as captured, after any pass, and what the pass changed
+inspection           a model by its name: its program as captured, and what a pass changed
 checks               whether what a user hands in can be compiled at all
 operators            rules that take an operator of the user's apart
 tracing              how PyTorch is made to show what a model runs

@@ -16,14 +16,12 @@ from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded
 from ..reuse.process import own_places
 from .advise import advise
-from .inspection import pass_lists, show_after, show_captured, show_primitives
-from .measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
-from .measure.measure import measure
+from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
+from .measure import DEFAULT_LAYERS, bench, decoder, measure, to_json
 from .onnx.export import export_onnx
 from .options import Options
 from .page.page import measured_page
 from .page.write import write_page
-from .target import FORM, load_target
 from .tracing.frames import is_library_frame, is_standard_frame
 
 

@@ -29,8 +29,8 @@ from .checks.models import (
     refuse_wrapper,
     wrapped_parts,
 )
+from .dispatch.dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
 from .dispatch.model_dispatcher import ModelDispatcher
-from .dispatch.module_dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
 from .dispatch.torch_slot import asks_slot, check_asks_slot, fill_slot, slot_filled
 from .options import Fallback, Options
 from .report import CompileReport

@@ -33,18 +33,25 @@ from .checks.models import check_example
 from .checks.refusals import check_leaves, check_runnable, refuse_containers
 from .checks.torch_state import why_no_memory, why_watched
 from .compile_record import CompileRecord
-from .compiler import PASSES
+from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .options import Options
 from .page.page import compile_sections, notes, program_tiles, tile
 from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
-from .page.texts import bytes_text, count_text, seconds_text
-from .page.write import PageData, about, write_page
+from .page.write import PageData, about, bytes_text, count_text, seconds_text, write_page
 from .passes.context import Context
-from .passes.made import made_by
 from .passes.programs import PARTS, tensor_name
-from .passes.rank import SPLITS, UPDATE, RankCompilation, Split, Splitting, started
-from .passes.rank_compile import model_places, sum_names, unplanned_rank
+from .passes.rank import (
+    SPLITS,
+    UPDATE,
+    RankCompilation,
+    Split,
+    Splitting,
+    model_places,
+    started,
+    sum_names,
+    unplanned_rank,
+)
 from .passes.stages import limit_bytes
 from .passes.state import Subject, between, run
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer

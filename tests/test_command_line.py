@@ -18,15 +18,12 @@ from printed import too_long
 import lazyinline
 from lazyinline.backend.files import disk
 from lazyinline.backend.kernels import lower
-from lazyinline.frontend import commands, inspection
-from lazyinline.frontend import target as target_module
+from lazyinline.frontend import commands, inspection, measure
 from lazyinline.frontend.capture import blocks
 from lazyinline.frontend.commands import COMMANDS, error_line
-from lazyinline.frontend.measure import bench, measure
 from lazyinline.frontend.onnx import export
 from lazyinline.recompute import policy
-from lazyinline_command.main import main
-from lazyinline_command.parser import make_parser
+from lazyinline_command.main import main, make_parser
 
 MODELS = """
     import torch
@@ -93,8 +90,8 @@ QUICK = ("--layers", "2", "3", "--backend", "eager")
 @pytest.fixture(autouse=True)
 def small_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROUND_S", 0.001)
-    small = functools.partial(bench.Decoder, hidden=16, vocab=1000)
-    monkeypatch.setattr(bench, "Decoder", small)
+    small = functools.partial(measure.Decoder, hidden=16, vocab=1000)
+    monkeypatch.setattr(measure, "Decoder", small)
 
 
 @pytest.fixture
@@ -335,8 +332,8 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
     for name in (disk.DIRECTORY_VARIABLE, disk.SIZE_VARIABLE, disk.SWITCH_VARIABLE):
         assert name in said
     bench_help = " ".join(parsers["bench"].format_help().split())
-    assert f"default {' '.join(map(str, bench.DEFAULT_LAYERS))};" in bench_help
-    assert target_module.FORM in " ".join(parsers["inspect"].format_help().split())
+    assert f"default {' '.join(map(str, measure.DEFAULT_LAYERS))};" in bench_help
+    assert inspection.FORM in " ".join(parsers["inspect"].format_help().split())
 
 
 # ---- what is said on the way and at the end --------------------------------------------------

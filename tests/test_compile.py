@@ -33,7 +33,7 @@ import lazyinline
 from lazyinline import CompileReport, LazyInlineError, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.dispatch.module_dispatcher import dispatcher_of
+from lazyinline.frontend.dispatch.dispatcher import dispatcher_of
 from lazyinline.frontend.options import Options
 
 lazy_inline(DecoderBlock)

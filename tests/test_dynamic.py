@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
-from lazyinline.frontend.dispatch.module_dispatcher import ModuleDispatcher
+from lazyinline.frontend.dispatch.dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
 from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,

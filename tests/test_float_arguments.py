@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.dispatch import module_dispatcher
+from lazyinline.frontend.dispatch import dispatcher
 
 VALUES = (0.5, 0.1, 0.0, -0.0, math.inf, math.nan)
 
@@ -105,7 +105,7 @@ def test_a_0d_tensor_is_one_program_for_all_values(way: str) -> None:
 def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module_dispatcher, "MAX_FLOATS", 3)
+    monkeypatch.setattr(dispatcher, "MAX_FLOATS", 3)
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 3)
     run = as_it_runs(net, "compile")

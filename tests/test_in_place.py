@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, CompileReport, PlanError
-from lazyinline.frontend.measure import measure
+from lazyinline.frontend import measure
 
 Log = list[Any]
 

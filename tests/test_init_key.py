@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5Model
 
 import lazyinline
-from lazyinline.frontend.capture.init_key import InitKeys, text_of_keys
+from lazyinline.frontend.capture.regions import InitKeys, text_of_keys
 
 
 class Norm(nn.Module):

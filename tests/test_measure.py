@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Measurement
 
 import lazyinline
-from lazyinline.frontend.measure import measure
-from lazyinline.frontend.measure.workload import Workload, difference, errors
+from lazyinline.frontend.measure import Workload, difference, errors, measure
 
 
 @lazyinline.lazy_inline

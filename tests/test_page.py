@@ -17,24 +17,23 @@ from torch import nn
 from torch.utils.benchmark import Measurement
 
 import lazyinline
-from lazyinline.frontend.capture.init_key import InitKeys
-from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.compile_record import Memory
-from lazyinline.frontend.measure import measure
-from lazyinline.frontend.measure.report import Errors
+from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
+from lazyinline.frontend.compile_record import Memory, reuse_table
+from lazyinline.frontend.measure import Errors, measure
 from lazyinline.frontend.page import arena, write
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.page.page import compile_page, measured_page
 from lazyinline.frontend.page.sections import runs
-from lazyinline.frontend.page.texts import (
+from lazyinline.frontend.page.write import (
+    PageData,
+    as_json,
     bytes_text,
     flops_text,
     ratio_range,
     seconds_text,
     times_less,
+    write_page,
 )
-from lazyinline.frontend.page.write import PageData, as_json, write_page
-from lazyinline.frontend.reuse_table import reuse_table
 
 ASSETS = pathlib.Path(write.__file__).parent / "assets"
 SHOWN = ("lanes", "keys", "instances", "passes", "choices", "frontiers")

@@ -25,7 +25,7 @@ from test_large_models import rank_report
 from test_pipeline_plan import plan
 
 import lazyinline
-from lazyinline.frontend.measure import measure
+from lazyinline.frontend import measure
 from lazyinline.frontend.page.page import measured_page
 from lazyinline.frontend.page.write import write_page
 from lazyinline.frontend.pipeline import ShownPlan

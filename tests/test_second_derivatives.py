@@ -20,7 +20,7 @@ from lazyinline import PlanError
 from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.passes.gradients import _require_same_draws
+from lazyinline.frontend.passes.programs import _require_same_draws
 
 Residual = block(lambda self, x: x + self.linear(self.norm(x)).tanh())
 

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 import lazyinline
 from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.reuse_table import not_shared_lines
-from lazyinline.reuse import open_index
+from lazyinline.frontend.compile_record import not_shared_lines
+from lazyinline.reuse.evidence import slots
 from lazyinline.reuse.evidence.slots import OpenIndex, is_index
 
 LAYERS = 4
@@ -217,7 +217,7 @@ def test_an_index_answers_as_a_number_and_notes_it(name: str) -> None:
             continue
         if want is not NotImplemented:
             assert getattr(OpenIndex, name)(index, *others) == want
-            assert open_index.tests_of(index) != ()
+            assert slots.tests_of(index) != ()
 
 
 def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
@@ -225,9 +225,9 @@ def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
     assert isinstance(index, int)
     assert is_index(index)
     assert index < 4
-    assert open_index.tests_of(index) == (("lt", 4, True),)
+    assert slots.tests_of(index) == (("lt", 4, True),)
     assert index + 1.5 == 4.5
-    assert open_index.tests_of(index) is None
+    assert slots.tests_of(index) is None
 
 
 def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:

@@ -1,15 +1,13 @@
 """From a model to a program: one run under fake tensors, each different block traced once.
 
 capture          one run of the model, which leaves everything as it was; the order of attempts
-init_key         the key of a block: its class and what its constructor was given
 surroundings     what stands still around a capture
 watcher          what the model's Python does meanwhile: noted, replaced, or refused
 recording        what has been recorded so far: the outer graph, its regions, the reads
-block_calls      which block calls become call nodes, and one instance traced as a region
+block_calls      one instance of a block traced as a region, and calls of it by others
 control_flow     what cond, scan, map and while_loop run, as closures
 blocks           which module calls may share
-regions          the vocabulary: regions of the outer graph, call sites, decisions
-shared_calls     what a traced instance leaves behind, and how another one calls it
+regions          the vocabulary: keys of blocks, regions of the outer graph, decisions
 signatures       arguments by name, and what about them decides whether a closure fits
 outside_tensors  tensors that come from outside a trace
 assemble         from a finished run to a program

@@ -9,6 +9,8 @@ into a program of closures.
 from __future__ import annotations
 
 import dataclasses
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError, FinalCaptureError
+from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import UserInput
@@ -26,9 +28,11 @@ from ...reuse.torch_names import own_attributes
 from ...reuse.torch_pytree import cache_classes, numbered
 from ..checks.models import refuse_backward_hooks, refuse_uncapturable
 from ..checks.refusals import (
+    CANNOT,
     DIFFERENTIATES,
     SETS_FOR_BACKWARDS,
     RaisedError,
+    WrongCallError,
     check_memory,
     check_operand_types,
     refuse_read_attributes,
@@ -38,12 +42,12 @@ from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched
 from ..effects.torch_allowed_calls import is_allowed
 from ..marks import is_marked
-from ..tracing.capture_errors import capture_error, model_name
-from ..tracing.frames import profiled_calls
+from ..tracing.frames import frame_text, model_name, profiled_calls, user_frame
 from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_put_back
+from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
 from .blocks import Blocks, NearlyRepeatedBlocks, NoBlocks, RepeatedBlocks, Reuse
@@ -57,6 +61,8 @@ from .surroundings import (
     one_at_a_time,
 )
 from .watcher import ModelWatcher
+
+_NEEDS_A_VALUE = "value out of a tracing tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +252,50 @@ def _told(recording: Recording) -> Iterator[None]:
     except CaptureError as error:
         raise _also_differentiates(error, recording) from error.__cause__
     except Exception as error:
-        made = capture_error(recording.model, error, has_symbols=recording.sizes is not None)
+        made = _capture_error(recording.model, error, has_symbols=recording.sizes is not None)
         if isinstance(made, RaisedError):
             made.after_sharing = any(one.shared for one in recording.decisions)
         raise _also_differentiates(made, recording) from error
+
+
+def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
+    """Returns what to raise for an error of a model's own Python: the line, and what to do.
+
+    Args:
+        model: it.
+        error: what it raised.
+        has_symbols: whether sizes were symbols, which eager knows nothing of.
+    """
+    line = _user_line(error)
+    where = f" at {line}" if line else ""
+    name, text = model_name(model), str(error)
+    if isinstance(error, LazyInlineError):  # it says what to do already
+        return CaptureError(text)
+    if isinstance(error, DATA_DEPENDENT_ERRORS) or _NEEDS_A_VALUE in text:
+        return CaptureError(
+            f"{name} cannot be captured: its Python needs the value of a tensor{where} (.item(), "
+            "if, int() or print do), and a program has no values yet. Compute with the tensor "
+            "itself; decide with torch.where or masking, or outside the model; print outside of it."
+        )
+    if LEAVES_PYTORCH in text:
+        return CaptureError(
+            f"{name} cannot be captured: its forward leaves PyTorch{where} (.numpy()), and what "
+            "NumPy computes cannot be in a program. Use PyTorch's functions, or make it an "
+            "operator with torch.library.custom_op."
+        )
+    if isinstance(error, RecursionError):
+        return WrongCallError(
+            f"{name} {CANNOT}: its calls are nested so deep that a capture, which adds frames "
+            f"to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
+        )
+    is_ours = has_symbols or isinstance(error, NotImplementedError)  # no rule for fake tensors
+    kind = RaisedError if is_ours else WrongCallError
+    return kind(f"{name} {CANNOT}{where}: {type(error).__name__}: {text}")
+
+
+def _user_line(error: Exception) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((frame_text(f) for f in reversed(frames) if user_frame(f) is f), "")
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:

@@ -24,8 +24,7 @@ from ..effects.changes import ModuleChanges, OuterChanges, is_cache
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
 from ..effects.torch_allowed_calls import reach_of
-from ..tracing.capture_errors import user_path
-from ..tracing.frames import frame_text, is_user_frame, unprofiled
+from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_path
 from ..tracing.readings import CacheState, Reading
 from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_settings import answer, is_reading
@@ -37,9 +36,8 @@ from ..tracing.torch_tracing import (
     plain_tensor_access,
 )
 from .blocks import Blocks
-from .init_key import InitKey
 from .outside_tensors import OutsideTensors, refuse_left
-from .regions import ModeChoice, Region, SharingDecision, Sizes
+from .regions import InitKey, ModeChoice, Region, SharingDecision, Sizes
 
 # What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})

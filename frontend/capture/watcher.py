@@ -18,8 +18,7 @@ from ...reuse.freeze import Freezer, Identity
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
-from ..tracing.capture_errors import model_name
-from ..tracing.frames import user_line
+from ..tracing.frames import model_name, user_line
 from ..tracing.readings import Reading
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of

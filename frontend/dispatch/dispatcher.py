@@ -1,26 +1,48 @@
-"""The programs of one module: finds the one that fits a call, or compiles it.
+"""The programs of one module: finds the one that fits a call, compiles it, or runs it eagerly.
 
-``compile`` and ``compile_step`` both stand on it. A module may run eagerly instead; a step splits
-its batch and owns its arena.
+``compile`` and ``compile_step`` both stand on :class:`Dispatcher`. A module may run eagerly
+instead, and kinds of calls that could not be captured are remembered, so that they are not tried at
+each call; a step splits its batch and owns its arena.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Generic
 
+import torch
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
+from ...reuse.evidence.module_state import module_state, own_hooks
+from ...reuse.ir.leaf import current_autocast
+from ...reuse.ir.printer import counted
+from ...reuse.torch_names import is_lazy_zero
 from ..capture.surroundings import one_at_a_time
-from ..checks.refusals import written_out
+from ..checks.models import backward_hooked, model_inside
+from ..checks.refusals import (
+    WrongCallError,
+    check_runnable,
+    check_writes,
+    watching_tensor,
+    written_out,
+)
+from ..checks.torch_state import mode_around
 from ..compiler import Compiler
+from ..effects.effects import EffectError, EffectsSeen, refuse_traced
 from ..guards.kept_programs import AnyEntry, Inputs, KeptPrograms
+from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult, ShapeCache
-from ..tracing.capture_errors import own_model
+from ..tracing.frames import own_model
+from .entry import ModuleEntry
+from .torch_slot import call_past_slot, in_slot
 
 
 class Dispatcher(Generic[AnyEntry]):
@@ -101,3 +123,313 @@ class Dispatcher(Generic[AnyEntry]):
 
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
         """Looks at each pass of a compile, and may raise to end it."""
+
+
+_MAX_KINDS = 32
+MAX_FLOATS = 32
+"""Values of Python floats that one kind of call is compiled for; with others the module runs."""
+_TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """Arguments, modes and hooks by which a call may branch: calls of two kinds are tried apart."""
+
+    tree: torch_pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    modes: tuple[Any, ...]
+    hooks: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
+        """Returns the kind of a call with these flat arguments."""
+        kinds = tuple(x if isinstance(x, _TOLD_APART) else type(x) for x in leaves)
+        return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
+
+    def with_hooks(self, model: nn.Module) -> CallKind:
+        """Returns the kind of the same call with the hooks that are on the model's modules now."""
+        # How many, not which: one that is put on anew for each call would have each call captured.
+        counts = [len(own_hooks(module, "forward")) for module in model.modules()]
+        return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
+
+
+class Accepted:
+    """Holds errors that captures raised and eager did not; shared by all parts of a model."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def __contains__(self, raised: str) -> bool:
+        return raised in self._known
+
+    def note(self, raised: str) -> None:
+        """Remembers that eager took a call where a capture raised this, at this line."""
+        self._known = {**dict.fromkeys([*self._known][1 - _MAX_KINDS :]), raised: None}
+
+
+class Refusals:
+    """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike."""
+
+    def __init__(self) -> None:
+        # By kinds, not exactly: eager is always right, also for a call that could be compiled.
+        self._known: dict[CallKind, tuple[str, int]] = {}
+        self._floats: dict[CallKind, set[tuple[str, ...]]] = {}
+
+    def why_eager(self, call: CallKind) -> str:
+        """Returns why a call runs eagerly; "" if that is not known."""
+        reason, count = self._known.get(call, ("", 0))
+        # Tried again at the second call: the first may have made something that the module keeps.
+        return reason if count > 1 else ""
+
+    def note(self, call: CallKind, reason: str, *, is_lasting: bool = False) -> None:
+        """Remembers that a call could not be captured; ``is_lasting`` if no other try will help."""
+        count = 2 if is_lasting else self._known.pop(call, ("", 0))[1] + 1
+        # Replaced, not changed: other threads may be reading it.
+        self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
+
+    def note_floats(self, call: CallKind, leaves: Sequence[Any]) -> None:
+        """Remembers the Python floats of a call that was compiled: a program has them in it."""
+        # A schedule passes another value at each call, and a compile for each would never pay.
+        values = tuple(x.hex() for x in leaves if type(x) is float)
+        known = self._floats.pop(call, set())
+        if values:
+            known.add(values)
+            self._floats = {**dict([*self._floats.items()][1 - _MAX_KINDS :]), call: known}
+        if len(known) >= MAX_FLOATS:
+            reason = (
+                f"Python floats among the arguments had {MAX_FLOATS} values, each of which took a "
+                "compile. Pass what varies as a 0-d tensor"
+            )
+            self.note(call, reason, is_lasting=True)
+
+
+@dataclass(frozen=True)
+class RunEagerly:
+    """The decision that a call runs the model eagerly.
+
+    Attributes:
+        reason: why.
+        refused: the kind of the call, if a capture has just failed for it.
+        is_lasting: whether another try cannot help.
+        raised: what eager may raise, too, if so: nothing in the model is compiled before it ran.
+    """
+
+    reason: str
+    refused: CallKind | None = None
+    is_lasting: bool = False
+    raised: str = ""
+
+
+class ModuleDispatcher(Dispatcher[ModuleEntry]):
+    """Takes a module's calls: runs the program of each, or the module eagerly.
+
+    It has the signature of the model's ``forward``, which tools look at.
+
+    Attributes:
+        model: whose calls they are.
+        options: how they are compiled.
+        dynamic: which sizes are symbols, see :class:`ShapeCache`; so do ``names``.
+        entries: the programs there are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        dynamic: bool | None = None,
+        names: tuple[tuple[str, ...], ...] = (),
+        compiler: Compiler | None = None,
+        accepted: Accepted | None = None,
+    ) -> None:
+        super().__init__(model, options, dynamic, names, compiler)
+        self.model, self.options, self.dynamic = model, options, dynamic
+        self.entries = self._entries
+        self._eager: CompileReport | None = None
+        self._effects = EffectsSeen()
+        self._refusals = Refusals()
+        self._accepted = accepted or Accepted()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call's compiled program, compiling first if the inputs' layout is new."""
+        if torch.compiler.is_dynamo_compiling():
+            # ``torch.compile`` around a compiled module leaves it alone.
+            return torch.compiler.disable(self.__call__)(*args, **kwargs)
+        try:
+            return self._runner()(args, kwargs)
+        except OURS as error:
+            raise ended_here(error) from error.__cause__
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles for the layout of a call, and runs nothing."""
+        leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
+        if not (mode_around() or self._why_eager(leaves)):
+            check_runnable(self.model)
+            self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
+
+    @property
+    def last_report(self) -> CompileReport | None:
+        """Returns what the newest compile did, or why the newest call ran eagerly.
+
+        None before the first call.
+        """
+        return self._eager or self._report
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the model's forward."""
+        return inspect.signature(self.model.forward)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the model's forward; ``torch.export`` asks where it stands."""
+        code: CodeType = self.model.forward.__code__
+        return code
+
+    def summary(self) -> str:
+        """Says in one line what is compiled, and how."""
+        how = f"{type(self.model).__name__}, reuse {self.options.reuse}, backend "
+        how += f"{self.options.backend}, "
+        report = self.last_report
+        if report is None:
+            return f"{how}not compiled yet"
+        how += counted(len(self.entries), "program")
+        if report.ran_eagerly:
+            return f"{how}, not compiled last: {report.ran_eagerly}"
+        return f"{how}, {counted(report.num_shared_calls, 'shared call')}"
+
+    def __reduce__(self) -> Any:
+        """Leaves an empty place in a copy of the module that holds this: the copy is plain."""
+        return _no_calls, ()
+
+    def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Returns what takes a call: this one finds a program for it."""
+        return self._run
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Kernels call no operators, so a mode would see nothing of what runs.
+        mode = mode_around()
+        if mode:
+            reason = f"{mode} is active, which sees or changes every operator"
+            return self._run_alone(reason, args, kwargs)
+        leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
+        entry, plain = self._fitting(leaves, tree)
+        if plain is not leaves and any(map(is_lazy_zero, leaves)):
+            reason = "an input is a lazy zero, whose results PyTorch lays out in a way of their own"
+            return self._run_eagerly(reason, args, kwargs)
+        if entry is None:
+            found = self._find_or_compile(leaves, plain, tree)
+            if isinstance(found, RunEagerly):
+                return self._run_as_told(found, args, kwargs)
+            entry = found
+        if plain is not leaves and entry.is_tied_to_inputs:
+            reason = (
+                "an input that the model changes or returns is a lazy conjugate (x.conj()) or a "
+                "lazy negation"
+            )
+            return self._run_eagerly(reason, args, kwargs)
+        self._eager = None
+        return entry.run(plain, containers)
+
+    def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The capture ended in an exception of the model's: eager may raise it, too, so no part is
+        # compiled before it is known that the call is right.
+        run = self._run_wrong if found.raised else self._run_eagerly
+        result = run(found.reason, args, kwargs)
+        refuse_traced(result)
+        if found.refused is not None:  # a call that is wrong in eager, too, is not noted
+            self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
+            if found.raised:
+                self._accepted.note(found.raised)
+        return result
+
+    def _find_or_compile(
+        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
+    ) -> ModuleEntry | RunEagerly:
+        """Returns a program for a call with new inputs, or why it runs eagerly."""
+        call = CallKind.of(leaves, tree, training=self.model.training)
+        reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
+        if not reason:  # what was refused without hooks is not asked for its hooks at each call
+            call = call.with_hooks(self.model)
+            reason = self._refusals.why_eager(call)
+        if reason:
+            return RunEagerly(reason)
+        try:
+            check_runnable(self.model)
+            entry = self._compile_for(Inputs.of(plain, tree), Goal(train=torch.is_grad_enabled()))
+        except EffectError as effect:
+            return RunEagerly(self._effects.note(self._state(), str(effect)))
+        except LazyInlineError as error:
+            if not self._may_run_eagerly(error):
+                raise
+            raised = error.raised if isinstance(error, WrongCallError) else ""
+            raised = "" if raised in self._accepted else raised
+            return RunEagerly(str(error), call, self._is_lasting(error), raised)
+        self._refusals.note_floats(call, plain)
+        return entry
+
+    # ---- where the model runs eagerly ----------------------------------------------------
+
+    def _may_run_eagerly(self, error: LazyInlineError) -> bool:
+        """Whether the model runs eagerly after an error of its compile."""
+        is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
+        return is_capture and self.options.fallback == "eager"
+
+    def _is_lasting(self, error: LazyInlineError) -> bool:
+        """Whether an error will be the same at another try."""
+        return False
+
+    def _why_never(self) -> str:
+        """Returns why no call can be a program as the model is now, or an empty text."""
+        return ""
+
+    def _why_eager(self, leaves: Sequence[Any]) -> str:
+        """Returns why a call of the model cannot be a program, or an empty text."""
+        if watching := watching_tensor(self.model, leaves):
+            return watching
+        hooked = backward_hooked(self.model) if torch.is_grad_enabled() else ""
+        if hooked:
+            return f"{hooked} has a backward hook, which no compiled program calls"
+        return self._effects.why_eager(self._state()) if self._effects else ""
+
+    def _state(self) -> tuple[Any, ...]:
+        """Returns what the effects of a forward may depend on: modes, and which hooks there are."""
+        modes = [(m.training, *own_hooks(m, "forward")) for m in self.model.modules()]
+        return (torch.is_grad_enabled(), *modes)
+
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_alone(reason, args, kwargs)
+
+    def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model, and nothing compiled in it, since eager may refuse the call as well."""
+        return self._run_alone(reason, args, kwargs)
+
+    def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model eagerly, and nothing compiled in it."""
+        self._report_eager(reason)
+        return call_past_slot(self.model, args, kwargs)
+
+    def _report_eager(self, reason: str) -> None:
+        """Notes why the model runs eagerly."""
+        if self._eager is None or self._eager.ran_eagerly != reason:
+            backend, reuse = self.options.backend, self.options.reuse
+            train = torch.is_grad_enabled()
+            self._eager = CompileReport(train, backend, reuse, ran_eagerly=reason)
+
+    def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
+        check_writes(made.compiled.captured.program)
+        return ModuleEntry(made, leaves)
+
+
+def dispatcher_of(module: Any) -> ModuleDispatcher | None:
+    """Returns the dispatcher of a module that was compiled, in place or with a wrapper."""
+    if not isinstance(module, nn.Module):
+        return None
+    held = module_state(module).get(DISPATCHER_ATTRIBUTE, in_slot(module))
+    if held is None:
+        inside = model_inside(module)
+        return None if inside is None else dispatcher_of(inside)
+    return held if isinstance(held, ModuleDispatcher) else None
+
+
+def _no_calls() -> None:
+    """Stands in a copied model for the calls of the model that it was copied from."""

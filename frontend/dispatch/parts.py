@@ -28,8 +28,8 @@ from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import PartRecord
 from ..sizes.shapes import CompileResult
+from .dispatcher import Accepted, ModuleDispatcher, Refusals
 from .entry import ModuleEntry
-from .module_dispatcher import Accepted, ModuleDispatcher, Refusals
 from .torch_slot import asks_slot, fill_slot, in_slot
 
 MIN_NODES = 3

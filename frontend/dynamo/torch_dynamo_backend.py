@@ -35,7 +35,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.torch_symbols import expression_of
 from ...reuse.ir.types import contiguous_stride
-from ..dispatch.module_dispatcher import ModuleDispatcher
+from ..dispatch.dispatcher import ModuleDispatcher
 from ..options import Options
 from ..report import CompileReport
 from ..tracing.torch_patches import CONTROL_FLOW

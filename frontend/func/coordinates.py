@@ -17,8 +17,16 @@ from torch import nn
 
 from ...autodiff.forward_mode.series import Series
 from ...reuse.errors import PlanError, door
-from .lines import TaylorMode, may_follow, mode_taken, taylor
-from .transforms import Function, compiled, gradients, renamed
+from .transforms import (
+    Function,
+    TaylorMode,
+    compiled,
+    gradients,
+    may_follow,
+    mode_taken,
+    renamed,
+    taylor,
+)
 
 
 @door

@@ -19,8 +19,8 @@ from torch import nn
 
 from ...reuse.errors import PlanError, door
 from ..tracing.torch_tracing import follower
-from .lines import ForwardMode
 from .transforms import (
+    ForwardMode,
     Function,
     along_gradients,
     chosen,

@@ -20,8 +20,7 @@ from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
 from lazyinline.frontend.inspection import capture
 from lazyinline.frontend.marks import lazy_inline, recompute, stage
-from lazyinline.frontend.measure.measure import measure
-from lazyinline.frontend.measure.report import MeasureReport
+from lazyinline.frontend.measure import MeasureReport, measure
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
 from lazyinline.frontend.pipeline import Pipeline, pipeline

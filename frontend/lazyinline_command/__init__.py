@@ -2,6 +2,5 @@
 
 A package of its own, because whatever imports ``lazyinline`` imports PyTorch.
 
-main    runs the command; what an error, an interrupt or a closed pipe ends in
-parser  every command with its arguments
+main    every command with its arguments; runs it; what an error or an interrupt ends in
 """

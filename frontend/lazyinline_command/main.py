@@ -1,13 +1,14 @@
-"""Runs the command; what an error, an interrupt or a closed pipe ends in."""
+"""Every command with its arguments; what an error, an interrupt or a closed pipe ends in."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
-
-from .parser import make_parser
+from typing import Any
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Only now: this imports PyTorch.
     from lazyinline.frontend.commands import COMMANDS, error_line
-    from lazyinline.frontend.progress import showing
+    from lazyinline.frontend.report import showing
 
     try:
         # Whoever watches a log wants to see that something moves; a bar is for terminals.
@@ -79,3 +80,151 @@ def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
         return 2
     print(shtab.complete(parser, shell=shell))
     return 0
+
+
+# What the compiler takes is behind an import of PyTorch; tests/test_command_line.py compares.
+_BACKENDS = ("inductor", "eager")
+_REUSE = ("auto", "marked", "off")
+_FORM = "package.module:function, a function without arguments that returns (model, args)"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    how: dict[str, Any] = {"allow_abbrev": False}  # --layer is a typo, not --layers
+    if sys.version_info >= (3, 14):
+        how["suggest_on_error"] = True
+    parser = argparse.ArgumentParser(
+        prog="lazyinline",
+        description="A graph compiler that compiles each different block once and inlines last.",
+        **how,
+    )
+    version = f"lazyinline {importlib.metadata.version('lazyinline')}"
+    parser.add_argument("--version", action="version", version=version)
+    _add_debug(parser, default=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (help_, add) in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_, **how)
+        _add_debug(command, default=argparse.SUPPRESS)
+        add(command)
+    return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser, *, default: Any) -> None:
+    help_ = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", default=default, help=help_)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model with late and with early inlining and compares both with eager: graph "
+        "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
+    )
+    add = parser.add_argument
+    help_ = f"{_FORM}; with --layers, a function of their number; default: a small decoder"
+    add("--model", metavar="TARGET", help=help_)
+    help_ = "of the decoder, default 4 8 16; or what TARGET is called with, one after another"
+    add("--layers", type=_positive, nargs="+", metavar="N", help=help_)
+    add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=_BACKENDS, default="inductor")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
+    add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Captures a model and prints each closure once, with its calls; or its programs after any "
+        "pass of the compiler, and what the pass changed."
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", nargs="?", help=f"{_FORM} or (model, args, kwargs)")
+    add("--passes", action="store_true", help="print the passes of every way in, in order")
+    add("--after", metavar="PASS", help="print the programs after this pass")
+    add("--diff", action="store_true", help="with --after: print what the pass changed")
+    help_ = "with --after: whose passes"
+    add("--way", choices=("compile", "step"), default="compile", help=help_)
+    help_ = "with --way step, of which the target is one; default 1"
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help=help_)
+    help_ = "marked shares marked blocks only, off inlines early"
+    add("--reuse", choices=_REUSE, default="auto", help=help_)
+    add("--train", action="store_true", help="with gradients; shows what is saved and recomputed")
+    help_ = "with --train; default: nothing but marks"
+    add("--recompute", choices=("full", "selective"), help=help_)
+    add("--backend", choices=_BACKENDS, default="eager", help="whose graphs to show")
+    add("--source", action="store_true", help="show the line of Python behind each operator")
+    help_ = "primitive: every operator taken apart into lazyinline.primitives()"
+    add("--level", choices=("shared", "primitive"), default="shared", help=help_)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes a model as ONNX: one function per block, one node per instance."
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
+    add("file", metavar="FILE.onnx")
+    add("--flat", action="store_true", help="no functions: every call replaced by its nodes")
+    add("--train", action="store_true", help="forward and backward; the model returns its loss")
+    add("--opset", type=int, default=18, metavar="N", help="default 18")
+    add("--reuse", choices=_REUSE, default="auto", help="off inlines early")
+    add("--no-verify", action="store_true", help="do not compare onnxruntime with the model")
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Finds what repeats in a model without any mark: what sharing each class saves, and which "
+        "argument, attribute or constant keeps near-identical blocks apart."
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=_BACKENDS, default="inductor", help="whose seconds")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model with late and with early inlining, compares both with eager, and writes "
+        "one page on it: the program, who shares and why not, passes, steps, memory. The page "
+        "needs nothing else. A model without data (meta device) is compiled and not run."
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
+    help_ = "the page to write; default: only text is printed"
+    add("--html", type=pathlib.Path, metavar="FILE", help=help_)
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=_BACKENDS, default="inductor")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Derivatives, kernels and memory plans that later processes start from. "
+        "LAZYINLINE_CACHE_DIR moves them, LAZYINLINE_CACHE_MAX_BYTES limits them, "
+        "LAZYINLINE_CACHE=0 turns the cache off."
+    )
+    parser.add_argument("action", choices=("info", "clear"))
+    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints what makes a shell complete this command's arguments, for instance: "
+        'eval "$(lazyinline completion bash)". Needs shtab: pip install "lazyinline[completion]".'
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return number
+
+
+_COMMANDS = {
+    "bench": ("late against early inlining, side by side", _add_bench),
+    "inspect": ("print the program of a model", _add_inspect),
+    "export": ("write a model as an ONNX file", _add_export),
+    "advise": ("which classes to mark, and what is in the way", _add_advise),
+    "report": ("a page on how a model is compiled", _add_report),
+    "cache": ("what earlier compiles left on disk", _add_cache),
+    "completion": ("complete this command in a shell", _add_completion),
+}

@@ -23,7 +23,7 @@ from ..dispatch.torch_slot import slots_empty
 if TYPE_CHECKING:
     from onnxscript import ir
 
-    from ..sizes.torch_declared_sizes import DeclaredSizes
+    from ..sizes.torch_input_sizes import DeclaredSizes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..capture.assemble import OutputTree
 from ..capture.blocks import Reuse
 from ..capture.surroundings import one_at_a_time
 from ..compiler import PASSES
-from ..dispatch.module_dispatcher import dispatcher_of
+from ..dispatch.dispatcher import dispatcher_of
 from ..options import Options
 from ..passes.context import Context
 from ..passes.programs import PARTS
@@ -33,7 +33,7 @@ from .check import Names, Subject, copied
 if TYPE_CHECKING:
     from onnxscript import ir
 
-    from ..sizes.torch_declared_sizes import DeclaredSizes
+    from ..sizes.torch_input_sizes import DeclaredSizes
 
 MIN_OPSET, MAX_OPSET = 18, 24
 _LOG = logging.getLogger("lazyinline")
@@ -204,7 +204,7 @@ def _started(reuse: Reuse, goal: Goal) -> Compilation:
 def _sized(state: Compilation, subject: ModelSubject, dynamic_shapes: Any) -> Compilation:
     """Runs the passes with symbols in place of the sizes that may vary."""
     from ...backend.onnx.torch_onnx import oblivious
-    from ..sizes.torch_declared_sizes import DeclaredSizes
+    from ..sizes.torch_input_sizes import DeclaredSizes
 
     given = (subject.model, subject.args, subject.kwargs, dynamic_shapes)
     sizes = functools.partial(DeclaredSizes, *given)

@@ -17,7 +17,9 @@ from .sections import (
     reuse_section,
     steps_section,
 )
-from .texts import (
+from .write import (
+    PageData,
+    about,
     bytes_text,
     count_text,
     error_text,
@@ -26,7 +28,6 @@ from .texts import (
     seconds_text,
     times_less,
 )
-from .write import PageData, about
 
 Tile: TypeAlias = dict[str, str]
 Numbers = Mapping[str, Any]

@@ -37,8 +37,7 @@ from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.torch_updates import update_of
 from ..options import Options
-from ..progress import Progress
-from ..report import CompileReport
+from ..report import CompileReport, Progress
 from .recompute_choice import Recompute
 
 

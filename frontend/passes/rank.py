@@ -1,27 +1,50 @@
-"""The compile of one rank of a pipeline, between two passes; where a model is cut into stages."""
+"""The compile of one rank of a pipeline: where a model is cut, and its stages as one program.
+
+The planned program says who uses which buffer when, in the schedule's order.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
 from ...autodiff.training_program import StepProgram
-from ...pipeline_parallel.actions import ActionTable
+from ...backend.launches.kernel_list import KernelList
+from ...backend.link.link import FlatProgram
+from ...backend.link.placement import place
+from ...backend.link.unit_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
+from ...backend.run.unplanned import UnplannedRank
+from ...pipeline_parallel.actions import (
+    ACTION_TEXT,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    ActionTable,
+)
 from ...pipeline_parallel.call_costs import CallCosts
 from ...pipeline_parallel.coloring import color_balanced, color_by_marks, color_evenly
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan
-from ...pipeline_parallel.rank_order import RankOrder
+from ...pipeline_parallel.rank_order import Boundaries, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ...reuse.ir.transfer import Wire
+from ...reuse.ir.types import TensorType
 from ..marks import STAGE_MARK
-from ..tracing.capture_errors import WHOLE, user_path
+from ..tracing.frames import WHOLE, user_path
 from .context import Context
-from .state import Compilation, Goal, Subject
+from .link import changed_buffer, hindrance, launches
+from .state import Compilation, Goal, Subject, Unplanned
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -176,3 +199,265 @@ def started(
         costs=CallCosts(context.differentiator, costs, trade_offs),
         rates=rates,
     )
+
+
+# Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
+_PHASES = (1, 2, 4, 8, 16)
+# Most phases of all runs together: planning costs as much as there are.
+_MAX_PHASES = 2048
+
+
+def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
+    """Says between which stages something travels.
+
+    Args:
+        derived: all stages, in order.
+    """
+    return Boundaries(
+        frozenset(d.stage.index for d in derived if d.stage.sent_types),
+        frozenset(d.stage.index for d in derived if d.gradient_types),
+    )
+
+
+def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
+    """Plans all that a rank runs, linked already, in one arena."""
+    own = state.own
+    written = (changed_buffer(d.stage.sourced_program, d.derivative) for d in own)
+    why = hindrance(state) or next(filter(None, written), None)
+    if why is not None:
+        return why
+    schedule = _schedule(state, sorted(one.stage.index for one in own))
+    kernel_lists, tools = launches(state), state.context.tools
+    plan_regions = partial(place, tools=tools)
+
+    def planned(num_phases: int) -> RankPlan:
+        units = {
+            one.stage.index: unit_of(one, state.flats, kernel_lists, plan_regions, num_phases)
+            for one in own
+        }
+        for one in state.updates:
+            flat = state.flats[update_name(one)]
+            types = [flat.slot_types[slot] for slot in flat.inputs]
+            spec = PartSpec(UPDATE, UPDATE, flat, [Source("model", i) for i in range(len(types))])
+            units[one.unit] = UnitLayout([spec], kernel_lists, types, [], plan_regions)
+        return RankPlan(units, schedule, plan_regions, places, list(held_sums(state).values()))
+
+    places = tensor_places(state)
+    tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
+    best = min(map(planned, tried), key=lambda plan: plan.held_bytes)
+    return RankProgram(best, tools)
+
+
+def tensor_places(state: RankCompilation) -> dict[int, list[int]]:
+    """Says for each unit where its model tensors and then its sums are among the rank's.
+
+    The rank's are all tensors of the model, then the sums of :func:`sum_names`, then the state and
+    the numbers of each update, then the sums in the arena.
+    """
+    keys: list[object] = [*model_places(state.captured.program), *sum_names(state)]
+    keys += [key for one in state.updates for key in one.more]
+    places = {key: place for place, key in enumerate((*keys, *held_sums(state)))}
+    tensors: dict[int, list[object]] = {
+        d.stage.index: [*map(id, d.stage.model_tensors), *(s.name for s in d.trained)]
+        for d in state.own
+    }
+    for one in state.updates:
+        own = one.parameters
+        tensors[one.unit] = [*(s.name for s in own), *map(id, own), *one.more]
+    return {unit: [places[key] for key in found] for unit, found in tensors.items()}
+
+
+def held_sums(state: RankCompilation) -> dict[str, TensorType]:
+    """Returns the sums that lie in the arena, for an update frees them, by their parameters."""
+    held = {s.name for one in state.updates if one.after is not None for s in one.parameters}
+    return {s.name: t for d in state.own for s, t in d.trained_types if s.name in held}
+
+
+def model_places(program: Program) -> dict[int, int]:
+    """Says where each of a program's model tensors is among them."""
+    own = [s for s in program.sources if isinstance(s, ModelTensor)]
+    return {id(source): place for place, source in enumerate(own)}
+
+
+def sum_names(state: RankCompilation) -> list[str]:
+    """Names the parameters whose gradients a rank sums outside of the arena, each once."""
+    names = dict.fromkeys(s.name for d in state.own for s in d.trained)
+    names |= dict.fromkeys(s.name for one in state.updates for s in one.parameters)
+    held = held_sums(state)
+    return [name for name in names if name not in held]
+
+
+def update_name(update: RankUpdate) -> str:
+    """Names an update among the programs of a rank."""
+    where = "the reduction" if update.after is None else f"stage {update.after}"
+    return f"update after {where}"
+
+
+def part_name(derived: StageDerivative, kind: str) -> str:
+    """Names a part of a stage among the programs of a rank."""
+    return f"stage {derived.stage.index}, {ACTION_TEXT[kind]}"
+
+
+def unplanned_rank(state: RankCompilation) -> UnplannedRank:
+    """Returns what runs a rank where memory is not planned: closures one by one."""
+    units = {one.stage.index: part_specs(one, state.flats) for one in state.own}
+    kernels = state.context.kernels_of(state.linked)
+    places = tensor_places(state)
+    return UnplannedRank(units, kernels, _handed(sorted(units)), places)
+
+
+def parts_of(derived: StageDerivative) -> dict[str, Program]:
+    """Returns the programs of a stage, in the order in which a micro-batch needs them."""
+    names = (BACKWARD,) if derived.halves is None else (BACKWARD_INPUT, BACKWARD_WEIGHT)
+    found = {FORWARD: derived.forward}
+    for name, program in zip(names, derived.backward, strict=False):
+        if program is not None:
+            found[name] = program
+    return found
+
+
+def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
+    order, runs, due = state.order, list[Run](), dict[Run, list[Run]]()
+    last = {action.stage: number for number, action in enumerate(order.actions)}
+    places, ends = list[int](), [0]  # where each action begins, and so many of them have ended
+    for number, action in enumerate(order.actions):
+        places.append(len(runs))
+        runs.append(Run(action.stage, action.kind, action.micro_batch))
+        ends.append(len(runs))
+        is_last = number == last[action.stage]
+        behind = [u.unit for u in state.updates if is_last and u.after == action.stage]
+        due[runs[-1]] = [Run(unit, UPDATE, 0) for unit in behind]
+        runs += due[runs[-1]]
+    places.append(len(runs))
+    runs += [Run(one.unit, UPDATE, 0) for one in state.updates if one.after is None]
+    ways = {FORWARD: FORWARD, BACKWARD: BACKWARD, BACKWARD_INPUT: BACKWARD}
+    posted, arriving, delivered = {}, {}, {}
+    for number, action in enumerate(order.actions):
+        if action.kind in ways:
+            key = (action.stage, ways[action.kind], action.micro_batch)
+            arriving[key] = places[number]
+            # Posted before an update that is due then, too: PyTorch's runtime does not wait for it.
+            if action in order.posted:
+                posted[key] = ends[order.posted[action]]
+            if action in order.delivered:
+                delivered[key] = places[order.delivered[action]]
+    return Schedule(runs, posted, arriving, delivered, _handed(stages), due)
+
+
+def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:
+    """Says which stages of one rank follow each other, and what they hand over."""
+    pairs = [(stage, stage + 1) for stage in stages if stage + 1 in stages]
+    return [hand for a, b in pairs for hand in ((a, FORWARD, b), (b, BACKWARD, a))]
+
+
+# ---- one stage -------------------------------------------------------------------------------
+
+
+def unit_of(
+    derived: StageDerivative,
+    flats: Mapping[str, FlatProgram],
+    kernel_lists: Mapping[Leaf, KernelList],
+    plan: PlanBuffers,
+    num_phases: int = 1,
+) -> UnitLayout:
+    """Lays out the parts of a stage.
+
+    Args:
+        derived: the stage.
+        flats: its parts, linked, among others.
+        kernel_lists: the launches of each leaf.
+        plan: places scratch.
+        num_phases: most phases of a part.
+    """
+    stage = derived.stage
+    models = [TensorType.of(s.tensor) for s in stage.model_tensors]
+    sums = [type_ for _, type_ in derived.trained_types]
+    seed = [] if stage.num_sent else [derived.cotangent_types[0]]
+    parts = part_specs(derived, flats)
+    given = [*_given_types(derived), *seed]
+    return UnitLayout(parts, kernel_lists, [*models, *sums], given, plan, num_phases)
+
+
+def part_specs(derived: StageDerivative, flats: Mapping[str, FlatProgram]) -> list[PartSpec]:
+    """Describes the parts of a stage, in the order in which a micro-batch runs them."""
+    named = {kind: flats[part_name(derived, kind)] for kind in parts_of(derived)}
+    parts = [_forward(derived, named[FORWARD])]
+    if derived.derivative is not None:
+        seed = Source("given", len(_given_types(derived)))
+        parts += _backwards(derived, named, seed, len(derived.stage.model_tensors))
+    return parts
+
+
+def _given_types(derived: StageDerivative) -> list[TensorType]:
+    stage = derived.stage
+    own = zip(stage.sources, stage.program.inputs[stage.num_received :], strict=True)
+    return flat_types([v.type for source, v in own if not isinstance(source, ModelTensor)])
+
+
+def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
+    stage = derived.stage
+    sources = [Source("inbox", i) for i in range(stage.num_received)]
+    models, given = itertools.count(), itertools.count()
+    for source in stage.sources:
+        is_model = isinstance(source, ModelTensor)
+        sources.append(Source("model", next(models)) if is_model else Source("given", next(given)))
+    return PartSpec(
+        FORWARD,
+        FORWARD,
+        flat,
+        sources,
+        [Wire(t) for t in stage.received_types],
+        list(enumerate(map(Wire, stage.sent_types))),
+        range(stage.num_sent, len(stage.program.outputs)),
+        written=stage.written_tensors,
+    )
+
+
+def _backwards(
+    derived: StageDerivative, flats: Mapping[str, FlatProgram], seed: Source, num_models: int
+) -> list[PartSpec]:
+    """Returns a stage's backward, or its halves, with gradients added to their sums."""
+    operands = _operands(derived, seed)
+    inboxes = [] if derived.stage.num_sent == 0 else [Wire(t) for t in derived.cotangent_types]
+    sent = list(enumerate(map(Wire, derived.gradient_types)))
+    trained = range(len(derived.trained))
+    halves = derived.halves
+    if halves is None:
+        sources = [s for group in operands for s in group]
+        sums = {len(sent) + i: num_models + i for i in trained}
+        flat = flats[BACKWARD]
+        return [PartSpec(BACKWARD, BACKWARD, flat, sources, inboxes, sent, sums=sums)]
+    parts = []
+    carried: list[Source] = []
+    way = BACKWARD_WEIGHT
+    if halves.early is None:  # then the late half waits for what arrives
+        way, late_inboxes = BACKWARD, inboxes
+    else:
+        late_inboxes = []
+        flat = flats[BACKWARD_INPUT]
+        sources = [s for i in halves.early_inputs for s in operands[i]]
+        parts.append(PartSpec(BACKWARD_INPUT, BACKWARD, flat, sources, inboxes, sent))
+        after = range(len(sent), len(flat.outputs))
+        carried = [Source("output", i, BACKWARD_INPUT) for i in after]
+    if halves.late is not None:
+        flat = flats[BACKWARD_WEIGHT]
+        sources = [*carried, *(s for i in halves.late_inputs for s in operands[i])]
+        sums = {i: num_models + i for i in trained}
+        parts.append(PartSpec(BACKWARD_WEIGHT, way, flat, sources, late_inboxes, sums=sums))
+    return parts
+
+
+def _operands(derived: StageDerivative, seed: Source) -> list[list[Source]]:
+    """Returns where each input of the whole backward comes from, struct by struct."""
+    derivative, stage = derived.derivative, derived.stage
+    assert derivative is not None
+    first = len(stage.program.outputs)
+    num_saved = len(flat_types([derivative.saved_type]))
+    saved = [Source("output", first + i, FORWARD) for i in range(num_saved)]
+    groups = [saved, *([Source("input", i, FORWARD)] for i in derivative.kept_inputs)]
+    groups += [[Source("output", i, FORWARD)] for i in derivative.kept_outputs]
+    if stage.num_sent == 0:
+        return [*groups, [seed]]
+    places = {o: k for k, o in enumerate(derived.gradients_received)}
+    used = [places[o] for o in derivative.cotangent_outputs]
+    return [*groups, *([Source("inbox", k, BACKWARD)] for k in used)]

@@ -26,9 +26,11 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.ir.types import TensorType
 from .link import hindrance, launches, linked
 from .programs import PARTS, decompose, estimate, lower
-from .rank import RankCompilation, RankUpdate, colors_of
-from .rank_compile import (
+from .rank import (
+    RankCompilation,
+    RankUpdate,
     boundaries_of,
+    colors_of,
     held_sums,
     part_name,
     parts_of,

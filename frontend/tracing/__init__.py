@@ -1,7 +1,7 @@
 """How PyTorch is made to show what a model runs. Mostly adapters.
 
 torch_tracing     pre-dispatch tracing with fake tensors, and what a tensor was computed from
-frames            whose code runs, and what a forward of the user's calls
+frames            whose code runs, what a forward of the user's calls, what users call a module
 torch_patches     the temporary patches that let capture watch a model run
 torch_tensor_answers  what a tensor without numbers may answer; all else is reported
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
@@ -9,5 +9,4 @@ readings          answers that a forward got and a call can ask for again
 torch_settings    PyTorch's own settings, found by rule
 torch_operators   operators in another form: changes of operands as pure ones, and layouts
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
-capture_errors    the message for an error of the user's model
 """

@@ -1,4 +1,4 @@
-"""Whose code runs: the user's, PyTorch's, Python's or ours; and what a forward of the user's calls.
+"""Whose code runs: the user's, PyTorch's, Python's or ours; what it calls, and what users call it.
 
 A capture sees the model's Python through ``sys.setprofile``. Frames are classified by the folder of
 their file, so what PyTorch calls for itself is not taken for the model's doing.
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...reuse.process import own_places
 from .readings import ASKED_IN_PYTHON
@@ -43,8 +44,33 @@ _MACHINERY = frozenset(
         "typing_extensions",
     ]
 )
+WHOLE = "model"
+"""The path of a model in what computes its loss."""
+
 _USERS, _PYTORCHS = "the user's", "PyTorch's"
 _PLACES = (type, types.ModuleType)
+
+
+def own_model(model: nn.Module) -> Any:
+    """Returns the user's model: what computes the loss of a step is around it."""
+    return model.model if _is_around(model) else model
+
+
+def model_name(model: nn.Module) -> str:
+    """Returns what the user calls a model: its class, or that of the model in ours around it."""
+    return type(own_model(model)).__name__
+
+
+def _is_around(model: nn.Module) -> bool:
+    return getattr(type(model), "is_around_a_model", False)
+
+
+def user_path(model: nn.Module, path: str) -> str:
+    """Returns a module's path in the user's model, where what computes the loss is around it.
+
+    The user's model itself is then at :data:`WHOLE`: an empty path is the module around it.
+    """
+    return path.removeprefix(f"{WHOLE}.") if _is_around(model) else path
 
 
 def user_frame(frame: Any) -> Any:

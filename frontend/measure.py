@@ -1,0 +1,524 @@
+"""``measure(model)`` and ``lazyinline bench``: what a compile saves, against eager, in one run.
+
+A copy of the model is compiled late and early, and both run against eager; the report is a table,
+JSON and a page. ``bench`` has a row for each number of layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backend.kernels import torch_inductor
+from ..backend.kernels.lower import BackendName
+from ..reuse import torch_pytree
+from ..reuse.errors import PlanError, door
+from ..reuse.ir.printer import folded
+from .capture.blocks import Reuse
+from .checks.models import check_example
+from .checks.refusals import check_runnable
+from .compiled_module import CompiledModule
+from .compiler import Compiler
+from .onnx.check import copied
+from .options import Batching, Options
+from .page.page import measured_page
+from .page.write import about, error_text, write_page
+from .passes.state import Goal, step_goal
+from .report import CompileReport
+from .training_step import LossModel, TrainingStep, check_splits, loss_of
+
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Measurement
+
+Step: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]]
+"""The outputs and the gradients of one step, by name."""
+
+_SIZES = {
+    "graph nodes held": "num_nodes",
+    "graph nodes if inlined": "num_nodes_if_inlined",
+    "closures": "num_closures",
+    "block calls": "num_block_calls",
+    "operators compiled": "num_operators",
+    "launches in a step": "num_launches",
+    "arena, bytes": "peak_bytes",
+}
+
+
+class Errors(NamedTuple):
+    """Holds how far a step is from eager's.
+
+    Attributes:
+        output: largest absolute difference of a number.
+        gradient: largest of the norm of a difference by the norm of eager's; None without training.
+        worst: the parameter or input that it belongs to.
+    """
+
+    output: float
+    gradient: float | None = None
+    worst: str = ""
+
+
+@dataclass(frozen=True)
+class MeasureReport:
+    """Holds late against early inlining of one model, both against eager.
+
+    Attributes:
+        late: the compile with blocks compiled once, inlined at link.
+        early: the compile with everything inlined first (``reuse="off"``).
+        steps: the time of a step of eager, late and early by name; empty if nothing was run.
+        errors: how far late and early are from eager, by name; empty likewise.
+        layers: number of layers, where known.
+    """
+
+    model: str
+    train: bool
+    backend: BackendName
+    micro_batches: int
+    threads: int
+    late: CompileReport
+    early: CompileReport
+    steps: Mapping[str, Measurement] = field(default_factory=dict)
+    errors: Mapping[str, Errors] = field(default_factory=dict)
+    layers: int | None = None
+
+    @property
+    def sides(self) -> dict[str, CompileReport]:
+        """Returns both compiles by name."""
+        return {"late": self.late, "early": self.early}
+
+    @property
+    def noise(self) -> str:
+        """Says why the times of steps are not to be trusted; an empty text where they are."""
+        if not any(step.has_warnings for step in self.steps.values()):
+            return ""
+        widest = max(step.iqr / step.median for step in self.steps.values())
+        return f"busy machine, do not trust step times: the middle half varies by {widest:.0%}"
+
+    def title(self) -> str:
+        """Says what was measured, in one line."""
+        depth = "" if self.layers is None else f", {self.layers} layers"
+        kind = "training" if self.train else "inference"
+        if self.micro_batches > 1:
+            kind += f" of {self.micro_batches} micro-batches"
+        threads = f"{self.threads} thread" + ("" if self.threads == 1 else "s")
+        return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
+
+    def notes(self) -> list[str]:
+        """Says what a reader should know: times that vary, what is not shared and why."""
+        notes = [self.noise] if self.noise else []
+        if not self.late.num_block_calls:
+            notes.append("no block is shared, so late and early are the same")
+        for one in (*self.late.not_shared(), *self.late.shared_with_constants()):
+            why = one.shares or f"not shared, {one.reason}"
+            notes.append(f"{one.path or one.class_name}: {why}")
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers as plain values; what was not measured is empty or None."""
+        own = ("model", "layers", "micro_batches", "train", "backend", "threads")
+        sides, steps = self.sides.items(), self.steps.items()
+        return {name: getattr(self, name) for name in own} | {
+            "nodes_held": self.late.num_nodes,
+            "nodes_if_inlined": self.late.num_nodes_if_inlined,
+            "peak_bytes": self.late.peak_bytes,
+            "lower_bound_bytes": self.late.lower_bound_bytes,
+            "compile_cpu_s": {name: side.cpu_s for name, side in sides},
+            "compile_wall_s": {name: side.wall_s for name, side in sides},
+            "passes": {name: [asdict(one) for one in side.passes] for name, side in sides},
+            "operators": {name: side.num_operators for name, side in sides},
+            "launches": {name: side.num_launches for name, side in sides},
+            "step_ms": {name: 1e3 * step.median for name, step in steps},
+            "step_min_ms": {name: 1e3 * min(step.times) for name, step in steps},
+            "step_max_ms": {name: 1e3 * max(step.times) for name, step in steps},
+            "rounds": {name: len(step.times) for name, step in steps},
+            # An infinite error is text: JSON has no such number.
+            "max_abs_error": {n: _finite(e.output) for n, e in self.errors.items()},
+            "max_rel_grad_error": {n: _finite(e.gradient) for n, e in self.errors.items()},
+            "worst_gradient": {n: e.worst for n, e in self.errors.items()},
+            "noise": self.noise,
+            "notes": self.notes(),
+        }
+
+    def to_json(self) -> str:
+        """Returns :meth:`to_dict` as JSON; an infinite error is the string ``"inf"``."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena."""
+        page = measured_page([(self.to_dict(), self.sides)], self.title())
+        pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
+
+    def __str__(self) -> str:
+        rows = [f"{name:<24}" + "".join(f"{x:>18}" for x in cells) for name, *cells in self._rows()]
+        return folded("\n".join([self.title(), "", *map(str.rstrip, rows), "", *self.notes()]))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the printed rows: sizes and seconds late and early, and a step of all three."""
+        both = [self.late, self.early]
+        yield "", *self.sides
+        for label, name in _SIZES.items():
+            if getattr(self.late, name) is not None:
+                yield label, *(str(getattr(side, name)) for side in both)
+        yield from (("",), ("CPU s (wall s)", *self.sides))
+        for ones in (*zip(*(side.passes for side in both), strict=True), both):
+            name = getattr(ones[0], "name", "all")
+            yield f"  {name}", *(f"{one.cpu_s:.2f} ({one.wall_s:>6.2f})" for one in ones)
+        if self.steps:
+            yield from (("",), ("one step", *self.steps))
+            yield "  median, ms", *(f"{1e3 * step.median:.2f}" for step in self.steps.values())
+            yield "  fastest, ms", *(f"{1e3 * min(step.times):.2f}" for step in self.steps.values())
+            yield "  error of an output", "", *(error_text(e.output) for e in self.errors.values())
+        if self.steps and self.train:
+            yield "  of a gradient", "", *(error_text(e.gradient) for e in self.errors.values())
+
+
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value == float("inf") else value
+
+
+class Workload:
+    """Holds a copy of a model and of its inputs: a step leaves the user's own as they are.
+
+    Args:
+        model: the model.
+        args: positional inputs of a step.
+        kwargs: keyword inputs of a step.
+        train: whether a step has gradients.
+        micro_batches: parts of the batch that are run one after another, for their mean loss.
+        options: how the copy is compiled, in its first step; None runs the copy eagerly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+        micro_batches: int = 1,
+        options: Options | None = None,
+    ) -> None:
+        model, self._train = copy.deepcopy(model), train
+        self.run: Any = model
+        if options is not None and micro_batches > 1:
+            self.run = TrainingStep(model, None, options, Batching(micro_batches))
+            micro_batches = 1  # it splits the batch itself
+        elif options is not None:
+            self.run = CompiledModule(model, options)
+        args, kwargs = copied((tuple(args), dict(kwargs)))
+        inputs = _tensors_in((args, kwargs))
+        named = dict(model.named_parameters()) | {f"input {n}": t for n, t in inputs.items()}
+        self._wanted = {name: t for name, t in named.items() if t.requires_grad and train}
+        if train and not self._wanted:
+            raise PlanError(
+                f"Nothing in {type(model).__name__} requires grad, so there is no training step to "
+                "measure. Pass train=False, or parameters that require grad."
+            )
+        self._parts = split_batch(args, kwargs, micro_batches)
+
+    def step(self) -> Step:
+        """Runs a forward, and in training a backward; returns outputs and gradients by name."""
+        for tensor in self._wanted.values():
+            tensor.grad = None
+        with torch.set_grad_enabled(self._train):
+            results = [self.run(*args, **kwargs) for args, kwargs in self._parts]
+            if len(results) > 1:
+                results = [torch.stack([*map(loss_of, results)]).mean()]
+        outputs = _tensors_in(results[0])
+        if self._train and not isinstance(self.run, TrainingStep):
+            torch.autograd.backward(*_objective(results[0], outputs))
+        values = {name: tensor.detach() for name, tensor in outputs.items()}
+        return values, {name: tensor.grad for name, tensor in self._wanted.items()}
+
+
+def split_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+) -> list[tuple[Any, Any]]:
+    """Returns the inputs of each micro-batch: tensors are split along dimension 0."""
+    if count == 1:
+        return [(args, kwargs)]
+    leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+    check_splits(leaves, count)
+    split = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
+    return [torch_pytree.unflatten([part[i] for part in split], tree) for i in range(count)]
+
+
+def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
+    leaves = torch_pytree.flatten_with_names(value)
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Returns what is differentiated: the loss, or all outputs, each with its cotangent."""
+    loss = loss_of(result)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss, None
+    ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    # Not all ones: the sum of a normalized output has no gradient.
+    ramps = [torch.linspace(-1, 1, t.numel(), device=t.device) for t in ends]
+    return ends, [ramp.view_as(t).to(t.dtype) for ramp, t in zip(ramps, ends, strict=True)]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Puts the random generators back at the end."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
+        yield
+
+
+def errors(actual: Step, expected: Step) -> Errors:
+    """Returns how far a step is from what is right: the largest of outputs and of gradients."""
+    outputs, gradients = (
+        {name: difference(found.get(name), b, relative=relative) for name, b in right.items()}
+        for found, right, relative in zip(actual, expected, (False, True), strict=True)
+    )
+    output = max(outputs.values(), default=0.0)
+    if not gradients:
+        return Errors(output)
+    worst = max(gradients, key=gradients.__getitem__)
+    return Errors(output, gradients[worst], worst)
+
+
+def difference(a: torch.Tensor | None, b: torch.Tensor | None, *, relative: bool) -> float:
+    """Returns the largest difference of two numbers; or its norm, relative to that of ``b``."""
+    given = b if a is None else a
+    if given is None:
+        return 0.0
+    a, b = (torch.zeros_like(given) if t is None else t for t in (a, b))  # no gradient: zeros
+    if a.shape != b.shape:
+        return math.inf
+    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+    off = (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    if relative:
+        error = off.norm().item() / max(b.norm().item(), torch.finfo(torch.float32).tiny)
+    else:
+        error = off.abs().max().item() if off.numel() else 0.0
+    return math.inf if math.isnan(error) else error
+
+
+ROUNDS, ROUND_S = 3, 0.5
+"""Steps of all ways are timed by turns, so many times and for so many seconds each."""
+
+
+@door
+def measure(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    train: bool = True,
+    micro_batches: int = 1,
+    execute: bool = True,
+    backend: BackendName = "inductor",
+    reuse: Reuse = "auto",
+) -> MeasureReport:
+    """Compiles a model with late and with early inlining and compares both with eager.
+
+    A small compile goes before, so that neither side pays for imports. Inductor's cache of whole
+    graphs is off meanwhile, its cache of C++ objects is not; the late side comes first, so what
+    both sides need in C++ is charged to it. ``torch.utils.benchmark`` times the steps, by turns.
+
+    In training a step is a forward and the gradients of a scalar result or of its ``.loss``; of a
+    model with neither, all outputs are differentiated with a fixed cotangent. Train and eval modes
+    stay the model's own. Copies are run: the model, its ``.grad`` and the inputs stay as they are.
+
+    Args:
+        model: any ``nn.Module`` that can be copied.
+        args: positional inputs of one step.
+        kwargs: keyword inputs of one step.
+        train: measure a training step; otherwise a forward without gradients.
+        micro_batches: training only. Each tensor of the batch is split along dimension 0 into so
+            many parts; both sides are then :func:`compile_step`, whose loss is the mean.
+        execute: run the steps; otherwise only compile. The model may then be on the meta device.
+        backend: ``"inductor"`` or ``"eager"``.
+        reuse: what the late side shares, ``"auto"`` or ``"marked"``; early is always ``"off"``.
+
+    Returns:
+        The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+        PlanError: if it cannot be run or measured as asked.
+
+    Example:
+        >>> print(lazyinline.measure(model, (ids, targets)))
+    """
+    check_example("measure", model, args)
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    if micro_batches > 1 and not train:
+        raise PlanError(
+            f"micro_batches={micro_batches} goes with training, where gradients are summed over "
+            "them. For inference leave it 1."
+        )
+    late, early = (Options(reuse=one, backend=backend) for one in (reuse, "off"))
+    if execute:
+        check_runnable(model)
+    warm_up_compiler(backend=backend, train=train)
+    found = partial(
+        MeasureReport, type(model).__name__, train, backend, micro_batches, torch.get_num_threads()
+    )
+    work = partial(Workload, model, args, kwargs or {}, train=train, micro_batches=micro_batches)
+    with generators_kept(), graph_cache_off(backend):
+        if not execute:
+            compiled = partial(_compiled, model, args, kwargs or {}, train, micro_batches)
+            return found(compiled(late), compiled(early))
+        sides = {"late": work(options=late), "early": work(options=early)}
+        for side in sides.values():
+            gc.collect()  # so that no side pays for what was there before
+            _seeded(side)  # compiles
+        reports = {name: side.run.last_report for name, side in sides.items()}
+        ways = {"eager": work()} | sides
+        _seeded(ways["eager"])  # the first step makes what later ones reuse, the second counts
+        results = {name: _seeded(way) for name, way in ways.items()}
+        # Before more steps: they write their gradients where these lie.
+        off = {name: errors(results[name], results["eager"]) for name in sides}
+        steps = _timed({name: way.step for name, way in ways.items()})
+    again = {name for name, side in sides.items() if side.run.last_report is not reports[name]}
+    assert not again, f"{again}: compiled again for the same inputs, which is not a step"
+    return found(reports["late"], reports["early"], steps, off)
+
+
+def warm_up_compiler(*, backend: BackendName, train: bool) -> None:
+    """Compiles a tiny model, so that imports and first uses are paid."""
+    with generators_kept(), graph_cache_off(backend), torch.device("cpu"):
+        tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Softmax(-1))
+        _compiled(tiny, (torch.ones(4, 8),), {}, train, 1, Options(backend=backend))
+
+
+def _compiled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    train: bool,
+    micro_batches: int,
+    options: Options,
+) -> CompileReport:
+    """Compiles, and runs nothing."""
+    compiler = Compiler(options)
+    with torch.set_grad_enabled(train):
+        if micro_batches == 1:
+            return compiler.compile(model, args, kwargs, Goal(train=train))[1]
+        args, kwargs = split_batch(args, kwargs, micro_batches)[0]
+        loss = LossModel(model, None)
+        return compiler.compile(loss, args, kwargs, step_goal(Batching(micro_batches)))[1]
+
+
+def _seeded(work: Workload) -> Step:
+    torch.manual_seed(0)  # dropout draws the same in every way
+    return work.step()
+
+
+def _timed(steps: Mapping[str, Callable[[], Any]]) -> dict[str, Measurement]:
+    """Times steps, by turns."""
+    from torch.utils.benchmark import Measurement, Timer  # with it PyTorch's builder of extensions
+
+    threads = torch.get_num_threads()
+    timers = [Timer("step()", globals={"step": s}, num_threads=threads) for s in steps.values()]
+    rounds = [[t.blocked_autorange(min_run_time=ROUND_S) for t in timers] for _ in range(ROUNDS)]
+    times = [Measurement.merge(of_one)[0] for of_one in zip(*rounds, strict=True)]
+    return dict(zip(steps, times, strict=True))
+
+
+def graph_cache_off(backend: BackendName) -> AbstractContextManager[Any]:
+    """Keeps Inductor from taking whole graphs from its cache."""
+    return torch_inductor.graph_cache_off() if backend == "inductor" else nullcontext()
+
+
+DEFAULT_LAYERS = (4, 8, 16)
+HEAD = (
+    f"{'':>6} {'graph nodes':>15} {'compile CPU s':>15} {'compile wall s':>15}"
+    f" {'step ms (fastest)':>23} {'error, late':>19}\n"
+    f"{'layers':>6} {'held':>7} {'inlined':>7} {'late':>7} {'early':>7} {'late':>7} {'early':>7}"
+    f" {'eager':>7} {'late':>7} {'early':>7} {'output':>9} {'gradient':>9}"
+)
+
+
+class Decoder(nn.Module):
+    """Puts PyTorch's own layers between an embedding and a head, as a GPT has them."""
+
+    def __init__(self, layers: int, hidden: int = 256, vocab: int = 1000, seq: int = 64) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(
+            *(hidden, 4, 4 * hidden, 0.0, "gelu"), batch_first=True, norm_first=True
+        )
+        self.embed, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        mask = nn.Transformer.generate_square_subsequent_mask(seq)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Returns the loss if targets are given, else the logits."""
+        logits: Tensor = self.head(self.blocks(self.embed(ids), self.mask, is_causal=True))
+        return logits if targets is None else F.cross_entropy(logits.mT, targets)
+
+
+def decoder(
+    layers: int, *, batch: int = 2, train: bool = True
+) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """Makes the decoder that is measured unless another model is named, with a batch."""
+    ids, targets = torch.randint(1000, (2, batch, 64)).unbind()
+    return Decoder(layers).train(train), (ids, targets) if train else (ids,), {}
+
+
+def bench(
+    make: Callable[..., tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
+    layers: Sequence[int],
+    say: Callable[[str], None],
+    **options: Any,
+) -> list[MeasureReport]:
+    """Measures all rows; says each as soon as it is there.
+
+    Args:
+        make: returns a model with its inputs; is given a number of layers, if there are some. The
+            smallest is compiled twice before, both ways: that pays for the C++ kernels, which all
+            depths share, and the rows then show what the compilers do.
+        layers: numbers of layers, or none.
+        say: takes a line.
+        options: of :func:`lazyinline.measure`.
+    """
+    # C++ kernels are shared by all depths: without this the first row would pay for them alone.
+    if layers:
+        say(f"warm-up: {min(layers)} layers, late and early; imports, C++ kernels built ...")
+        measure(*make(min(layers)), **options, execute=False)
+    say(f"late against early inlining, PyTorch {torch.__version__}\n{HEAD}")
+    reports = []
+    for given in [[depth] for depth in layers] or [[]]:
+        report = measure(*make(*given), **options)
+        reports.append(replace(report, layers=given[0] if given else None))
+        say(_row(reports[-1]))
+    for note in dict.fromkeys(note for report in reports for note in report.notes()):
+        say(note)
+    say("errors are against eager: largest absolute of the output, largest relative of a gradient")
+    return reports
+
+
+def _row(report: MeasureReport) -> str:
+    late, early = report.late, report.early
+    seconds = (late.cpu_s, early.cpu_s, late.wall_s, early.wall_s)
+    return (
+        f"{report.layers or '-':>6} {late.num_nodes:>7} {late.num_nodes_if_inlined:>7}"
+        + "".join(f" {s:>7.2f}" for s in seconds)
+        + "".join(f" {1e3 * min(step.times):>7.1f}" for step in report.steps.values())
+        + "".join(f" {error_text(error):>9}" for error in report.errors["late"][:2])
+    )
+
+
+def to_json(reports: Sequence[MeasureReport]) -> str:
+    """Returns all rows, and where they were measured."""
+    found = {"about": about(), "rows": [report.to_dict() for report in reports]}
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"
