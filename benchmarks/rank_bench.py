@@ -18,15 +18,13 @@ from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recom
 
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.backend.run.rank_program import RankProgram
-from lazyinline.frontend.compiler import PASSES
+from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.compiler import made_by
-from lazyinline.frontend.passes.rank import RankCompilation, Splitting, started
-from lazyinline.frontend.passes.rank import parts_of
+from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.pipeline import ShownPlan, plan_page

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Measurement
 
 import lazyinline
-from lazyinline.frontend.measure import Workload, difference, errors, measure
+from lazyinline.frontend import measure
+from lazyinline.frontend.measure import Workload, difference, errors
 
 
 @lazyinline.lazy_inline

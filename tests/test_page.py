@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.benchmark import Measurement
 
 import lazyinline
+from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory, reuse_table
-from lazyinline.frontend.measure import Errors, measure
+from lazyinline.frontend.measure import Errors
 from lazyinline.frontend.page import arena, write
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.page.page import compile_page, measured_page

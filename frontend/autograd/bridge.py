@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -161,6 +161,7 @@ class Bridge:
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
         self.program = compiled.captured.program
+        self._compiled = compiled
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
         self.aliases = Aliases(view_roots(self.program), derivative.cotangent_outputs)
@@ -176,7 +177,6 @@ class Bridge:
         self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
-        self.gradients = Gradients(compiled, lambda made: Bridge(made, frozenset()).run)
         # What the backward does not need, but a derivative of the backward may: what the forward
         # overwrites (no gradient is computed from it) behind what must stay as it is.
         needed = set(derivative.kept_inputs)
@@ -187,6 +187,11 @@ class Bridge:
         # A program of gradients draws what the forward drew.
         self.draws = bool(Draws().of(self.program.calls))
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """The gradients as programs, for losses that differentiate them."""
+        return Gradients(self._compiled, lambda made: Bridge(made, frozenset()).run)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""

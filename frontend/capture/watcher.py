@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,7 +91,6 @@ class ModelWatcher:
         self._calls = calls
         self._is_in_function = False
         self._capture = object()
-        self._control_flow = ControlFlow(recording)
 
     # ---- modules and their attributes ----------------------------------------------------
 
@@ -235,6 +235,10 @@ class ModelWatcher:
                 f"The model's forward puts hooks on what autograd saves at {user_line()}, and a "
                 "compiled program cannot call them. Enter them around the model."
             )
+
+    @cached_property
+    def _control_flow(self) -> ControlFlow:
+        return ControlFlow(self._recording)
 
     def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
         """Records a call of a control-flow operator."""

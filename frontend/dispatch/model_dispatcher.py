@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,6 @@ class ModelDispatcher(ModuleDispatcher):
         self._class: type | None = None
         self._has_hooks_around = False
         self._wrapped: tuple[ModelDispatcher, ...] = ()
-        self._to_wrapped = Routes(lambda: self._wrapped)
         self._parts: Parts | None = None
         self._generating: ModelDispatcher | None = None
         self._has_warned = False
@@ -177,6 +176,10 @@ class ModelDispatcher(ModuleDispatcher):
                 "would not hold there: compile with recompute=None."
             ) from error
         return may
+
+    @cached_property
+    def _to_wrapped(self) -> Routes:
+        return Routes(lambda: self._wrapped)
 
     def _run_around_wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._to_wrapped.opened():

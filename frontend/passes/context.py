@@ -71,7 +71,6 @@ class Context:
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
-        self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
@@ -92,6 +91,10 @@ class Context:
     def reducer(self) -> Reducer:
         """Reduces programs to primitives, to be looked at."""
         return Reducer()
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(fuses=self.options.backend == "inductor")
 
     def _tools(self) -> Tools:
         tools = Tools(self._cache.plan, self._cache.native)

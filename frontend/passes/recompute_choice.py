@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from ...autodiff.derivative import Choice, Differentiator, Request
 from ...backend.gpu.targets import Target
@@ -62,12 +62,15 @@ class Recompute:
         self._policy = policy
         self._sizes = sizes or SizesAt()
         self._costs = OperatorCosts(target.rates if target else CPU, fused=backend != "eager")
+        self._again = partial(Recompute, differentiator, policy, backend, target)
+
+    @cached_property
+    def _planner(self) -> Planner:
         # Measuring runs operators, so it is done only where the user asked for it.
         costs: ValueCosts = self._costs
-        if isinstance(policy, Budget) and policy.costs == "measured":
+        if isinstance(self._policy, Budget) and self._policy.costs == "measured":
             costs = Measured(self._costs)
-        self._planner = Planner(differentiator, costs, self._sizes)
-        self._again = partial(Recompute, differentiator, policy, backend, target)
+        return Planner(self._make, costs, self._sizes)
 
     def at(self, values: Values) -> Recompute:
         """Returns the same policy for sizes that are symbols, weighed at these numbers."""
