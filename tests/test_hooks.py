@@ -1,31 +1,20 @@
 """Hooks on parameters run in ``compile_step`` as in eager; what sees a backward is refused."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_gradients, relative_error
+from comparing import assert_close, assert_equals_eager, assert_same_gradients
+from models import MarkedBlock
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import lazy_inline
 from lazyinline.reuse.errors import CaptureError, PlanError
 
-BACKENDS = ["eager", "inductor"]
 Remove = Callable[[], object]
-
-
-@lazy_inline
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+Log = list[Any]
 
 
 class Net(nn.Module):
@@ -33,8 +22,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embedding = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(MarkedBlock() for _ in range(2))
         self.unused = nn.Linear(2, 2)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -50,75 +40,67 @@ class Net(nn.Module):
 IDS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
 
 
-def new_net() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
 def trained(net: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in net.named_parameters() if p.requires_grad}
 
 
-def masked(net: Net, log: list[Any]) -> list[Remove]:
+def masked(net: Net, log: Log) -> list[Any]:
     mask = torch.arange(4) % 2
-    return [net.embedding.weight.register_hook(lambda g: g * mask).remove]
+    return [net.embedding.weight.register_hook(lambda g: g * mask)]
 
 
-def scaled_twice(net: Net, log: list[Any]) -> list[Remove]:
+def scaled_twice(net: Net, log: Log) -> list[Any]:
     weight = net.blocks[1].up.weight
     return [
-        weight.register_hook(lambda g: g * 3).remove,
-        weight.register_hook(lambda g: (log.append(float(g.sum())), g + 1)[1]).remove,
+        weight.register_hook(lambda g: g * 3),
+        weight.register_hook(lambda g: (log.append(float(g.sum())), g + 1)[1]),
     ]
 
 
-def changed_in_place(net: Net, log: list[Any]) -> list[Remove]:
-    def clip(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+def after_accumulation(parameters: Iterable[Any], hook: Callable[[Any], None]) -> list[Any]:
+    return [p.register_post_accumulate_grad_hook(hook) for p in parameters]
+
+
+def changed_in_place(net: Net, log: Log) -> list[Any]:
+    def clip(parameter: Any) -> None:
         log.append(float(parameter.grad.norm()))
         parameter.grad.mul_(0.5)
 
-    weights = trained(net).values()
-    return [p.register_post_accumulate_grad_hook(clip).remove for p in weights]
+    return after_accumulation(trained(net).values(), clip)
 
 
-def replaced(net: Net, log: list[Any]) -> list[Remove]:
-    def replace(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+def replaced(net: Net, log: Log) -> list[Any]:
+    def replace(parameter: Any) -> None:
         parameter.grad = parameter.grad.sign()
 
-    return [net.blocks[0].down.weight.register_post_accumulate_grad_hook(replace).remove]
+    return after_accumulation([net.blocks[0].down.weight], replace)
 
 
-def stepped_in_backward(net: Net, log: list[Any]) -> list[Remove]:
+def stepped_in_backward(net: Net, log: Log) -> list[Any]:
     """The optimizer in the backward: gradients are gone as soon as they are used."""
 
-    def step(parameter: Tensor) -> None:
+    def step(parameter: Any) -> None:
         with torch.no_grad():
             parameter.add_(parameter.grad, alpha=-0.1)
         parameter.grad = None
 
-    weights = trained(net).values()
-    return [p.register_post_accumulate_grad_hook(step).remove for p in weights]
+    return after_accumulation(trained(net).values(), step)
 
 
-def on_the_node(net: Net, log: list[Any]) -> list[Remove]:
+def on_the_node(net: Net, log: Log) -> list[Any]:
     weights = (net.head.weight, net.blocks[0].up.weight)
     nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in weights]
     handles = [n.register_prehook(lambda gs: tuple(g * 2 for g in gs)) for n in nodes]
-    handles += [n.register_hook(lambda made, gs: log.append(float(gs[0].sum()))) for n in nodes]
-    return [*(h.remove for h in handles), nodes.clear]
+    return handles + [
+        n.register_hook(lambda made, gs: log.append(float(gs[0].sum()))) for n in nodes
+    ]
 
 
-def over_several(net: Net, log: list[Any]) -> list[Remove]:
+def over_several(net: Net, log: Log) -> list[Any]:
     given = tuple(trained(net).values())[:3]
-
-    def note(gradients: Any) -> None:
-        log.append([float(g.sum()) for g in gradients])
-
     kind = torch.autograd.graph.register_multi_grad_hook
     first = kind(given, lambda g: log.append(float(g.sum())), mode="any")
-    return [kind(given, note).remove, first.remove]
+    return [kind(given, lambda gs: log.append([float(g.sum()) for g in gs])), first]  # type: ignore[union-attr]
 
 
 HOOKS = [
@@ -132,48 +114,47 @@ HOOKS = [
 ]
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
 class Pair:
     """A net under ``compile_step`` and its twin in eager, with the same hooks and optimizer."""
 
     def __init__(self, backend: str, micro_batches: int = 1) -> None:
-        self.nets = (new_net(), new_net())
-        self.step = lazyinline.compile_step(
+        self.nets = (Net(), Net())
+        self.step: Any = lazyinline.compile_step(
             self.nets[0], backend=backend, micro_batches=micro_batches
         )
         self.optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in self.nets]
-        self.logs: tuple[list[Any], list[Any]] = ([], [])
+        self.logs: tuple[Log, Log] = ([], [])
 
-    def put(self, hooks: Callable[[Net, list[Any]], list[Remove]]) -> Remove:
-        undo = [*hooks(self.nets[0], self.logs[0]), *hooks(self.nets[1], self.logs[1])]
-        return lambda: [remove() for remove in undo]
+    def put(self, hooks: Callable[[Net, Log], list[Any]]) -> Remove:
+        handles = [*hooks(self.nets[0], self.logs[0]), *hooks(self.nets[1], self.logs[1])]
 
-    def run(self) -> None:
-        """One step of each, compared."""
-        loss = self.step(IDS)
-        expected = self.nets[1](IDS)
-        expected.backward()
-        assert relative_error(loss, expected.detach()) < 1e-5
-        for mine, want in zip(*(n.named_parameters() for n in self.nets), strict=True):
-            assert (mine[1].grad is None) == (want[1].grad is None), mine[0]
-            if want[1].grad is not None:
-                assert relative_error(mine[1].grad, want[1].grad) < 1e-4, mine[0]
-        torch.testing.assert_close(*self.logs, rtol=1e-4, atol=1e-5)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for mine, want in zip(*(n.named_parameters() for n in self.nets), strict=True):
-            torch.testing.assert_close(mine[1], want[1], rtol=1e-4, atol=1e-6)
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
+        return remove
+
+    def run(self, times: int = 1) -> None:
+        """Runs steps of each, compared."""
+        for _ in range(times):
+            loss, expected = self.step(IDS), self.nets[1](IDS)
+            expected.backward()
+            assert_close(loss, expected.detach())
+            for ours, theirs in zip(*(n.parameters() for n in self.nets), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(*self.logs, rtol=1e-4, atol=1e-5)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for ours, theirs in zip(*(n.parameters() for n in self.nets), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.sweep(keep=["masked", "changed_in_place", "over_several"])
 def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
-    hooks: Callable[[Net, list[Any]], list[Remove]],
+    hooks: Callable[[Net, Log], list[Any]],
 ) -> None:
     assert_come_and_go(Pair("eager"), hooks)
 
@@ -184,16 +165,13 @@ def test_hooks_of_all_kinds_run_one_after_another_as_in_eager_on_generated_kerne
         assert_come_and_go(pair, hooks)
 
 
-def assert_come_and_go(pair: Pair, hooks: Callable[[Net, list[Any]], list[Remove]]) -> None:
+def assert_come_and_go(pair: Pair, hooks: Callable[[Net, Log], list[Any]]) -> None:
     remove = pair.put(hooks)
-    for _ in range(2):
-        pair.run()
+    pair.run(2)
     remove()
-    for _ in range(2):
-        pair.run()
+    pair.run(2)
     remove = pair.put(hooks)  # kept: a node that nobody holds goes, with its hooks
-    for _ in range(2):
-        pair.run()
+    pair.run(2)
     remove()
 
 
@@ -204,8 +182,7 @@ def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
     for net, log in zip(pair.nets, names, strict=True):
         for name, parameter in trained(net).items():
             parameter.register_hook(lambda g, name=name, log=log: log.append(name))
-    for _ in range(2):
-        pair.run()
+    pair.run(2)
     assert names[0] == names[1]
     assert len(names[0]) == 2 * 8  # those that the loss depends on
 
@@ -213,21 +190,19 @@ def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
 @pytest.mark.sweep
 def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> None:
     pair = Pair("inductor")
-    for _ in range(3):
-        pair.run()
+    pair.run(3)
     net = pair.nets[0]
     net(IDS).backward()
     pair.step(IDS)
-    entry = pair.step._entries.first
-    assert entry is not None
-    handed = entry.handed
-    assert handed is not None and handed.are_as_left()
+    handed = pair.step._entries.first.handed
+    assert handed.are_as_left()
     kept = net(IDS)  # holds the nodes that add to .grad
     assert not handed.are_as_left()
     pair.step(IDS)
     del kept
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backend: str) -> None:
     pair = Pair(backend)
@@ -245,21 +220,18 @@ def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backen
 
 @pytest.mark.sweep
 def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
-    net = new_net()
-    step = lazyinline.compile_step(net, backend="inductor")
+    net = Net()
+    step: Any = lazyinline.compile_step(net, backend="inductor")
     net.head.weight.register_hook(lambda g: None)
     step(IDS)
-    entry = step._entries.first
-    assert entry is not None and entry._lease is not None
-    arena = entry._lease.arena
+    arena = step._entries.first._lease.arena
     places = range(arena.data_ptr(), arena.data_ptr() + arena.nbytes)
     found = [p.grad.data_ptr() for p in trained(net).values() if p.grad is not None]
     assert len(found) == 8 and all(address in places for address in found)
 
 
 def test_what_sees_a_backward_is_refused_by_name() -> None:
-    net = new_net()
-    step = lazyinline.compile_step(net, backend="eager")
+    step = lazyinline.compile_step(Net(), backend="eager")
     step(IDS)
     with torch.autograd.graph.save_on_cpu(), pytest.raises(PlanError, match="saved tensors"):
         step(IDS)
@@ -268,65 +240,70 @@ def test_what_sees_a_backward_is_refused_by_name() -> None:
     step(IDS)
 
 
-class Hooking(nn.Module):
-    """Puts a hook into its own backward."""
+def hooks_a_gradient(y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g * 2)
+    return y.tanh().sum()
 
-    def __init__(self, put: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.put = put
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.put == "gradient":
-            y.register_hook(lambda g: g * 2)
-        elif self.put == "node":
-            y.grad_fn.register_prehook(lambda gs: tuple(g * 2 for g in gs))
-        elif self.put == "saved":
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
-                return y.tanh().sum()
-        elif self.put == "offloaded":
-            with torch.autograd.graph.save_on_cpu():
-                return y.tanh().sum()
+def hooks_a_node(y: Tensor) -> Tensor:
+    y.grad_fn.register_prehook(lambda gs: tuple(g * 2 for g in gs))  # type: ignore[union-attr]
+    return y.tanh().sum()
+
+
+def hooks_what_is_saved(y: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
         return y.tanh().sum()
 
 
-@pytest.mark.parametrize("put", ["gradient", "node", "saved", "offloaded"])
-def test_a_forward_that_hooks_its_own_backward_is_refused_unless_it_changes_nothing(
-    put: str,
-) -> None:
+def offloads(y: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return y.tanh().sum()
+
+
+class Hooking(nn.Module):
+    """Puts a hook into its own backward."""
+
+    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.put = nn.Linear(3, 3), put
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.put(self.linear(x))
+
+
+@pytest.mark.parametrize("put", [hooks_a_gradient, hooks_a_node, hooks_what_is_saved])
+def test_a_forward_that_hooks_its_own_backward_is_refused(put: Any) -> None:
     net, x = Hooking(put), torch.randn(2, 3)
-    expected = copy.deepcopy(net)
-    step = lazyinline.compile_step(net, backend="eager")
-    if put == "offloaded":
-        step(x)
-        expected(x).backward()
-        assert_same_gradients(net, expected)
-        return
-    for run in (step, lazyinline.compile(net, backend="eager", fallback="error")):
+    for run in (
+        lazyinline.compile_step(net, backend="eager"),
+        lazyinline.compile(net, backend="eager", fallback="error"),
+    ):
         with pytest.raises(CaptureError, match=r"test_hooks\.py"):
             run(x)
     assert torch.autograd.graph.saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
 
 
+def test_a_forward_that_offloads_what_it_saves_is_stepped_as_it_changes_nothing() -> None:
+    assert_equals_eager(Hooking(offloads), (torch.randn(2, 3),), door="step")
+
+
 class Branching(nn.Module):
     """Uses another parameter in each mode."""
 
+    mode = "one"
+
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Linear(3, 3)
-        self.one = nn.Linear(3, 3)
-        self.other = nn.Linear(3, 3)
-        self.mode = "one"
+        self.shared, self.one, self.other = (nn.Linear(3, 3) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.mode)(self.shared(x)).square().mean()
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.sweep(keep="eager")
 def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool) -> None:
-    torch.manual_seed(0)
     net = Branching()
     expected = copy.deepcopy(net)
     if hooked:
@@ -346,9 +323,8 @@ def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool)
 
 
 def test_a_gradient_that_is_the_users_own_stays() -> None:
-    net = Branching()
+    net, x = Branching(), torch.randn(2, 3)
     step = lazyinline.compile_step(net, backend="eager")
-    x = torch.randn(2, 3)
     step(x)
     own = torch.ones(3, 3)
     net.one.weight.grad = own
