@@ -157,6 +157,12 @@ def cache_of_its_own(
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture(params=["eager", "inductor"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Whose kernels run."""
+    return str(request.param)
+
+
 @pytest.fixture
 def eager_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lazyinline.func compiles by itself runs eager's kernels: none are generated."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
-from lazyinline import CompileReport, LazyInlineError, lazy_inline
+from lazyinline import CompileReport, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.dispatch.dispatcher import dispatcher_of
@@ -64,12 +64,6 @@ class Then(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
-
-
-@pytest.fixture(params=["eager", "inductor"])
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 COMPILERS = {name: Compiler(Options(backend=name)) for name in ("eager", "inductor")}
@@ -614,22 +608,6 @@ def test_an_output_needed_again_and_changed_in_place_is_refused_or_right(backend
     assert is_refused(twin(theirs.model)(batch()).mul_(2).sum())
     if not is_refused(ours.run(batch()).mul_(2).sum()):
         assert_same_gradients(ours.model, theirs.model)
-
-
-@pytest.mark.sweep(keep="eager")
-def test_other_transforms_around_the_call_are_right_or_refused(backend: str) -> None:
-    ours, theirs = make(net, backend)
-    for _, model in (ours, theirs):
-        model.requires_grad_(False)
-    stacked = torch.stack([batch(), batch(seed=2)])
-    ours.run(batch())
-    for transform in (torch.func.vmap, lambda f: torch.func.jacrev(lambda x: f(x[0]))):
-        want = transform(theirs.run)(stacked)
-        try:
-            out = transform(ours.run)(stacked)
-        except (LazyInlineError, RuntimeError):
-            continue
-        assert relative_error(out, want) <= 1e-5
 
 
 def test_an_index_out_of_range_is_an_error_and_the_next_call_works(backend: str) -> None:

@@ -128,9 +128,38 @@ def test_a_checkpoint_saved_in_the_middle_resumes_to_the_bit() -> None:
     assert step.last_report.num_compiles == 1
 
 
-def net() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor]]:
+def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block()), batch(), lambda y: y.square().mean()
+    return nn.Sequential(Block(), Block())
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def step_of(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    options = {"loss_fn": loss_of, "backend": "eager", "optimizer": optimizer, **options}
+    return lazyinline.compile_step(model, **options)
+
+
+def assert_trains_beside(
+    step: Any,
+    model: nn.Module,
+    expected: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    *,
+    max_norm: float | None = None,
+) -> None:
+    """Takes a step, and one in eager; all parameters are close then."""
+    optimizer.zero_grad()
+    want = loss_of(expected(x))
+    want.backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
+    optimizer.step()
+    torch.testing.assert_close(step(x), want.detach())
+    torch.testing.assert_close([*model.parameters()], [*expected.parameters()])
 
 
 AFTER: dict[str, tuple[Make, dict[str, Any], str]] = {
@@ -153,32 +182,22 @@ AFTER: dict[str, tuple[Make, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", AFTER)
 def test_what_cannot_be_in_the_program_is_done_after_it_and_named(case: str) -> None:
     make, options, reason = AFTER[case]
-    model, x, loss_fn = net()
-    expected = copy.deepcopy(model)
+    model, expected = net(), net()
     ours, theirs = make(model.parameters()), make(expected.parameters())
-    options = {k: v() if callable(v) else v for k, v in options.items()}
-    step = lazyinline.compile_step(
-        model, loss_fn=loss_fn, backend="eager", optimizer=ours, **options
-    )
+    step = step_of(model, ours, **{k: v() if callable(v) else v for k, v in options.items()})
     for _ in range(4):
-        theirs.zero_grad()
-        want = loss_fn(expected(x))
-        want.backward()
-        if "max_norm" in options:
-            nn.utils.clip_grad_norm_(expected.parameters(), options["max_norm"])
-        theirs.step()
-        torch.testing.assert_close(step(x), want.detach())
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        assert_trains_beside(
+            step, model, expected, theirs, batch(), max_norm=options.get("max_norm")
+        )
     assert reason in step.last_report.update_after
     assert reason in str(step.last_report)
 
 
 @pytest.mark.parametrize("where", ["optimizer", "parameter", "step"])
 def test_hooks_run_also_if_they_come_after_a_compile(where: str) -> None:
-    model, x, loss_fn = net()
+    model, x = net(), batch()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step = step_of(model, optimizer)
     step(x)
     assert not step.last_report.update_after
     seen: list[int] = []
@@ -196,12 +215,10 @@ def test_hooks_run_also_if_they_come_after_a_compile(where: str) -> None:
 
 
 def test_state_replaced_by_hand_is_what_the_next_step_reads() -> None:
-    model, x, loss_fn = net()
-    expected = copy.deepcopy(model)
+    model, expected, x = net(), net(), batch()
     ours = torch.optim.AdamW(model.parameters())
     theirs = torch.optim.AdamW(expected.parameters(), fused=True)
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=ours)
-    apart = lazyinline.compile_step(expected, loss_fn=loss_fn, backend="eager")
+    step, apart = step_of(model, ours), step_of(expected, None)
     for number in range(3):
         step(x), apart(x)
         theirs.step()
@@ -217,10 +234,10 @@ def test_state_replaced_by_hand_is_what_the_next_step_reads() -> None:
 
 
 def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None:
-    model, x, loss_fn = net()
+    model, x = net(), batch()
     first, second = model
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step = step_of(model, optimizer)
     before = copy.deepcopy(model.state_dict())
     step(x)
     assert all(p.grad is not None for p in second.parameters())
@@ -235,9 +252,9 @@ def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None
 
 @pytest.mark.parametrize("where", ["model", "group"])
 def test_a_parameter_that_the_optimizer_does_not_hold_any_more_is_not_updated(where: str) -> None:
-    model, x, loss_fn = net()
+    model, x = net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step = step_of(model, optimizer)
     step(x)
     if where == "model":
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -250,51 +267,21 @@ def test_a_parameter_that_the_optimizer_does_not_hold_any_more_is_not_updated(wh
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("kind", ["linked", "compiled", "refused"])
 def test_programs_for_several_sizes_share_state_and_read_the_same_numbers(
-    dynamic: bool | None,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _, loss_fn = net()
-    model, expected = model.double(), copy.deepcopy(model).double()
-    ours = torch.optim.AdamW(model.parameters())
-    theirs = torch.optim.AdamW(expected.parameters(), fused=True)
-    step = lazyinline.compile_step(
-        model, loss_fn=loss_fn, backend="eager", optimizer=ours, dynamic=dynamic
-    )
+    # Where a program cannot hold the update, those compiled before go on.
+    model, expected = net().double(), net().double()
+    ours, theirs = (torch.optim.AdamW(m.parameters()) for m in (model, expected))
+    step = step_of(model, ours, dynamic=None if kind == "linked" else False)
     for number, rows in enumerate((3, 5, 3, 7, 5, 3)):
-        for one in (ours, theirs):
-            one.param_groups[0]["lr"] = 0.01 * (number + 1)
-        step(batch(rows).double())
-        theirs.zero_grad()
-        loss_fn(expected(batch(rows).double())).backward()
-        theirs.step()
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-
-
-def test_a_size_that_is_updated_after_its_program_leaves_the_others_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One program cannot hold the update: those compiled before go on, and read each number."""
-    model, _, loss_fn = net()
-    model, expected = model.double(), copy.deepcopy(model).double()
-    ours = torch.optim.AdamW(model.parameters())
-    theirs = torch.optim.AdamW(expected.parameters())
-    step = lazyinline.compile_step(
-        model, loss_fn=loss_fn, backend="eager", optimizer=ours, dynamic=False
-    )
-    for number, rows in enumerate((3, 5, 3, 5, 3)):
-        if number == 1:
+        if number and kind == "refused":
             monkeypatch.setattr(programs, "with_updates", refuse)
         for one in (ours, theirs):
             one.param_groups[0]["lr"] = 0.01 * (number + 1)
-        step(batch(rows).double())
-        theirs.zero_grad()
-        loss_fn(expected(batch(rows).double())).backward()
-        theirs.step()
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-    assert "no room" in step.last_report.update_after
+        assert_trains_beside(step, model, expected, theirs, batch(rows).double())
+    assert ("no room" in step.last_report.update_after) == (kind == "refused")
 
 
 def refuse(*_: Any) -> Any:
@@ -322,9 +309,9 @@ def test_an_update_stands_where_its_gradient_is_complete() -> None:
 
 
 def test_reading_a_parameter_after_its_update_is_an_error() -> None:
-    model, x, loss_fn = net()
+    model, x = net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step = step_of(model, optimizer)
     flats: list[FlatProgram] = []
     step._watch = lambda one, before, after: flats.extend(after.flats.values())  # type: ignore[method-assign]
     step(x)

@@ -68,6 +68,11 @@ USES = [
 ]
 
 
+def made(model: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
+    """Returns a model, its twin for eager, and the model as it is compiled."""
+    return model, twin(model), lazyinline.compile(model, **{"backend": "eager", **options})
+
+
 def use(outputs: dict[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.stack([outputs[name].sum() for name in names]).sum()
 
@@ -94,10 +99,7 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
     backend: str, dynamic: bool | None, size: int, lengths: Sequence[int], uses: list[list[str]]
 ) -> None:
     """Where lengths vary, it is one program of symbols, and a backward of it for each use."""
-    torch.manual_seed(0)
-    model = Net(size)
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
+    model, expected, compiled = made(Net(size), backend=backend, dynamic=dynamic)
     runs: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (compiled, expected)]
     for length, names in zip(lengths, uses, strict=True):
         x = torch.randn(length, size)
@@ -128,10 +130,7 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
 def test_kept_graphs_take_one_loss_after_another(
     backend: str, dynamic: bool, lengths: list[int]
 ) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
+    model, expected, compiled = made(Net(), backend=backend, dynamic=dynamic)
     for _ in range(2):
         inputs = [torch.randn(length, 8) for length in lengths]
         for run in (compiled, expected):
@@ -145,38 +144,27 @@ def test_kept_graphs_take_one_loss_after_another(
         assert_same_gradients(model, expected)
 
 
+@lazy_inline
+class Left(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Sigmoid())
+
+
 class Towers(nn.Module):
     """Results of their own parameters, and one of both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.ModuleList([Left(), Left()])
-        self.right = nn.Linear(4, 4)
+        self.left, self.right = nn.Sequential(Left(), Left()), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        a = x
-        for block in self.left:
-            a = block(a)
-        b = torch.tanh(self.right(x))
+        a, b = self.left(x), torch.tanh(self.right(x))
         return a, b, (a * b).sum()
-
-
-@lazy_inline
-class Left(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.linear(x))
 
 
 @pytest.mark.sweep
 def test_outputs_that_share_nothing_can_follow_one_another() -> None:
-    torch.manual_seed(0)
-    model = Towers()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend="eager")
+    model, expected, compiled = made(Towers())
     for length, order in ((3, (0, 1)), (3, (1, 0)), (3, (0,)), (3, (2,)), (5, (0, 1)), (7, (1, 0))):
         x = torch.randn(length, 4)
         for run in (compiled, expected):
@@ -184,15 +172,10 @@ def test_outputs_that_share_nothing_can_follow_one_another() -> None:
             out = run(x)
             for index in order:
                 out[index].sum().backward()
+            for index in (2, *order):  # shares with what ran
+                with pytest.raises(RuntimeError, match="second time"):
+                    out[index].sum().backward()
         assert_same_gradients(model, expected)
-        for run in (compiled, expected):
-            out = run(x)
-            for index in order:
-                out[index].sum().backward()
-            for index in range(3):
-                if index == 2 or index in order:  # shares with what ran
-                    with pytest.raises(RuntimeError, match="second time"):
-                        out[index].sum().backward()
     out = compiled(torch.randn(3, 4))
     out[0].sum().backward()
     flight = weakref.ref(out[0].grad_fn.step)
@@ -202,12 +185,11 @@ def test_outputs_that_share_nothing_can_follow_one_another() -> None:
 
 
 def test_a_change_between_two_such_backwards_is_refused() -> None:
-    model = Towers()
-    compiled = lazyinline.compile(model, backend="eager")
+    model, _, compiled = made(Towers())
     a, b, _ = compiled(torch.randn(3, 4))
     a.sum().backward()
     with torch.no_grad():
-        model.left[1].linear.weight.add_(1)
+        model.left[1][0].weight.add_(1)
         b.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         b.sum().backward()
@@ -228,17 +210,15 @@ class Twofold(torch.autograd.Function):
 class Custom(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.x = nn.Parameter(torch.ones(3))
-        self.y = nn.Parameter(torch.ones(3))
+        self.x, self.y = (nn.Parameter(torch.ones(3)) for _ in range(2))
 
     def forward(self) -> Any:
         return Twofold.apply(self.x, self.y)
 
 
 def test_gradients_that_are_zero_in_eager_are_zero() -> None:
-    model = Custom()
-    expected = twin(model)
-    for run in (lazyinline.compile(model, backend="eager"), expected):
+    model, expected, compiled = made(Custom())
+    for run in (compiled, expected):
         run()[0].sum().backward()
     assert_same_gradients(model, expected)
     assert model.y.grad is not None
@@ -264,10 +244,7 @@ class Parts(nn.Module):
 def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
     backend: str, dynamic: bool | None
 ) -> None:
-    torch.manual_seed(0)
-    model = Parts()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
+    model, expected, compiled = made(Parts(), backend=backend, dynamic=dynamic)
     for length in (3,) if dynamic is False else (3, 5):
         x = torch.randn(length, 4)
         for used in ((0,), (2, 3)):
@@ -283,9 +260,7 @@ def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
 def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Towers()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, dynamic=True)
+    model, expected, compiled = made(Towers(), backend="inductor", dynamic=True)
     x = torch.randn(5, 4)
     out = compiled(x)
     monkeypatch.setattr(InputSizes, "are_right", lambda self, values: False)
@@ -296,11 +271,9 @@ def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
 
 
 def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no backward without a cotangent."""
+    # Where there is no backward without a cotangent.
     monkeypatch.setattr(MissingCotangents, "without", lambda self, unused, kernels="backend": None)
-    model = Net()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
+    model, expected, compiled = made(Net(), dynamic=True)
     x = torch.randn(4, 8)
     with pytest.raises(PlanError, match="not a number, and logits, metric, half, own"):
         use(compiled(x), ["loss"]).backward()
