@@ -6,16 +6,14 @@ differ in kind, at sequences past their window and with images that lie channels
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from comparing import assert_close, gradients, relative_error, twin
-from link_tree import ROOT
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -54,14 +52,7 @@ WITH_WINDOW = [name for name, options in KINDS.items() if "sliding_window" in op
 pytestmark = pytest.mark.sweep
 
 
-@pytest.fixture(scope="module")
-def zoo() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        return importlib.import_module("zoo")
-
-
-def build(zoo: ModuleType, name: str) -> tuple[Any, dict[str, Any]]:
+def build(name: str) -> tuple[Any, dict[str, Any]]:
     """Returns a model and inputs: texts are longer than the window, images lie channels last."""
     family = next((f for f in (*zoo.ASKED, *zoo.FURTHER) if f.name == name), None)
     if family is None:
@@ -73,14 +64,14 @@ def build(zoo: ModuleType, name: str) -> tuple[Any, dict[str, Any]]:
     window = KINDS[name].get("sliding_window")
     assert window is None or model.config.sliding_window == window
     if family.inputs is zoo.text and not model.config.is_encoder_decoder:
-        inputs = {"input_ids": ids(zoo, LENGTH), "labels": ids(zoo, LENGTH)}
+        inputs = {"input_ids": ids(LENGTH), "labels": ids(LENGTH)}
     elif "pixel_values" in inputs:
         last = {"memory_format": torch.channels_last}
         model, inputs["pixel_values"] = model.to(**last), inputs["pixel_values"].to(**last)
     return model, inputs
 
 
-def ids(zoo: ModuleType, length: int) -> Tensor:
+def ids(length: int) -> Tensor:
     return torch.randint(3, zoo.VOCAB, (2, length), generator=torch.Generator().manual_seed(3))
 
 
@@ -100,8 +91,8 @@ def worst_gradient(model: nn.Module, expected: nn.Module) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_inference_and_three_steps_of_adamw_are_eagers(zoo: ModuleType, name: str) -> None:
-    model, inputs = build(zoo, name)
+def test_an_inference_and_three_steps_of_adamw_are_eagers(name: str) -> None:
+    model, inputs = build(name)
     expected = twin(model)
     compiled = lazyinline.compile(model, reuse="auto")
     with torch.no_grad():
@@ -110,7 +101,7 @@ def test_an_inference_and_three_steps_of_adamw_are_eagers(zoo: ModuleType, name:
     runs = {compiled: model, expected: expected}
     steps = {run: torch.optim.AdamW(run.train().parameters(), lr=1e-5) for run in runs}
     for seed in range(3):
-        losses = [stepped(zoo, run, steps[run], inputs, seed) for run in runs]
+        losses = [stepped(run, steps[run], inputs, seed) for run in runs]
         assert_close(*losses)
         error, parameter = worst_gradient(model, expected)
         assert error <= GRADIENT_TOLERANCE, f"{parameter} in step {seed}: {error:.1e}"
@@ -118,7 +109,6 @@ def test_an_inference_and_three_steps_of_adamw_are_eagers(zoo: ModuleType, name:
 
 
 def stepped(
-    zoo: ModuleType,
     run: nn.Module,
     optimizer: torch.optim.Optimizer,
     inputs: Mapping[str, Any],
@@ -140,13 +130,11 @@ def assert_same_tensors(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_WINDOW)
 @pytest.mark.parametrize("prompt", [WINDOW - 3, WINDOW + 3])
-def test_generate_gives_eagers_tokens_past_the_window(
-    zoo: ModuleType, name: str, prompt: int
-) -> None:
-    model, _ = build(zoo, name)
+def test_generate_gives_eagers_tokens_past_the_window(name: str, prompt: int) -> None:
+    model, _ = build(name)
     compiled = lazyinline.compile(model, reuse="auto")
     more = {"max_new_tokens": WINDOW, "min_new_tokens": WINDOW, "do_sample": False}
     runs = (compiled, twin(model))
-    found, expected = (run.eval().generate(ids(zoo, prompt), **more) for run in runs)
+    found, expected = (run.eval().generate(ids(prompt), **more) for run in runs)
     assert torch.equal(found, expected)
     assert not compiled.last_report.ran_eagerly

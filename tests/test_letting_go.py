@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same_gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -51,12 +52,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def assert_as_eager(kind: str, run: Any, model: nn.Module, dtype: torch.dtype) -> None:
+def assert_as_eager(run: Any, model: nn.Module, dtype: torch.dtype) -> None:
     """Loss and gradients of one more call equal those of a copy of the model run eagerly."""
     expected, x = copy.deepcopy(model), torch.randn(5, 4).to(dtype)
     torch.testing.assert_close(run(x), compiled_by("model", expected)(x))
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(model, expected)
 
 
 @pytest.fixture
@@ -79,29 +79,21 @@ def test_the_users_tensors_can_be_swapped_and_the_program_sees_what_they_are_the
     for _ in range(2):
         torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.randn(4, 4)))
         torch.utils.swap_tensors(model.norm.running_mean, torch.randn(4))
-        assert_as_eager(kind, run, model, torch.float32)
+        assert_as_eager(run, model, torch.float32)
     model.load_state_dict(Net().state_dict())
-    assert_as_eager(kind, run, model, torch.float32)
-    model.to(torch.float64)
-    assert_as_eager(kind, run, model, torch.float64)
-    model.to(torch.float32)
-    assert_as_eager(kind, run, model, torch.float32)
-    assert_as_eager(kind, run, model, torch.float32)
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.float32):
+        assert_as_eager(run, model.to(dtype), dtype)
 
 
 @pytest.mark.usefixtures("swapping")
 def test_the_users_tensors_can_be_swapped_after_a_capture_that_failed() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
+    class Branching(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.weight if x.sum() > 0 else x
+            return super().forward(x) if x.sum() > 0 else x
 
-    model = Branching()
+    model = Branching(3, 3)
     with pytest.raises(lazyinline.CaptureError):
-        lazyinline.capture(model, (torch.ones(3),))
+        lazyinline.capture(model, (torch.ones(2, 3),))
     model.to(torch.float64)
     assert model.weight.dtype == torch.float64
 
@@ -150,7 +142,7 @@ def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
     gc.collect()  # once: in a process that ran many tests it takes seconds
     present = {memory.cdata for memory in watched(model)}
     assert [m for m in before if not m.expired() and m.cdata not in present] == []
-    assert_as_eager(kind, run, model, torch.float32)
+    assert_as_eager(run, model, torch.float32)
 
 
 def arenas() -> int:

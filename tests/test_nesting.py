@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients
-from models import example, linear
-from torch import nn
+from comparing import assert_close, assert_equals_eager, assert_same_gradients
+from models import Stack, example, linear
+from torch import Tensor, nn
 
-import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.frontend.training_step import compile_step
@@ -23,7 +22,7 @@ class Expert(nn.Module):
         super().__init__()
         self.linear = linear()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).relu()
 
 
@@ -33,7 +32,7 @@ class Attention(nn.Module):
         super().__init__()
         self.project = linear()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (x @ x.transpose(-1, -2)).softmax(-1) @ self.project(x)
 
 
@@ -45,7 +44,7 @@ class Layer(nn.Module):
         self.gate = nn.Linear(4, num_experts, dtype=torch.float64)
         self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
         weights = self.gate(x).softmax(-1)
         for index, expert in enumerate(self.experts):
@@ -54,34 +53,38 @@ class Layer(nn.Module):
 
 
 @lazy_inline
-class Encoder(nn.Module):
+class Encoder(Stack):
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(num_experts) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(Layer(num_experts) for _ in range(num_layers)))
 
 
-class Towers(nn.Module):
+class Towers(Stack):
     """Two encoders of one class, and a loss."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
+        super().__init__(*(Encoder(num_layers, num_experts) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@lazy_inline
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
         super().__init__()
-        self.first, self.second = (Encoder(num_layers, num_experts) for _ in range(2))
+        self.expert, self.scale = Expert(), scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).square().mean()
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.expert(x) * self.scale
 
 
-def counts(program: Any) -> Counter[str]:
-    """Call sites of each class of block, over the bodies of all closures."""
-    found: Counter[str] = Counter()
-    for closure, calls in count_calls(program).items():
-        found[closure.name] += calls
-    return found
+def captured(model: nn.Module) -> tuple[Any, Counter[str], Counter[str]]:
+    """Returns what was captured, and the closures and their call sites by class of block."""
+    found = capture_model(Subject(model, (example(),)), train=True)
+    calls: Counter[str] = Counter()
+    for closure, number in count_calls(found.program).items():
+        calls[closure.name] += number
+    return found, Counter(c.name for c in found.program.closures), calls
 
 
 @pytest.mark.parametrize(("num_layers", "num_experts"), [(2, 4), (32, 64)])
@@ -89,68 +92,34 @@ def counts(program: Any) -> Counter[str]:
 def test_each_level_is_traced_once_and_called_where_it_stands(
     num_layers: int, num_experts: int
 ) -> None:
-    model = Towers(num_layers, num_experts)
-    captured = capture_model(Subject(model, (example(3, 4),)), train=True)
-    assert captured.num_traced == 4  # one encoder, one layer in it, attention and an expert in that
-    names = Counter(c.name for c in captured.program.closures)
-    assert {n: names[n] for n in ("Encoder", "Layer", "Attention", "Expert")} == {
-        "Encoder": 1,
-        "Layer": 1,
-        "Attention": 1,
-        "Expert": 1,
-    }
-    calls = counts(captured.program)
-    assert calls["Encoder"] == 2
-    assert calls["Layer"] == num_layers
-    assert calls["Attention"] == 1
-    assert calls["Expert"] == num_experts
-    assert captured.program.num_nodes_if_inlined() > 2 * num_layers * num_experts * 3
+    found, closures, calls = captured(Towers(num_layers, num_experts))
+    assert found.num_traced == 4  # one encoder, one layer in it, attention and an expert in that
+    expected = {"Encoder": 2, "Layer": num_layers, "Attention": 1, "Expert": num_experts}
+    assert {name: calls[name] for name in expected} == expected
+    assert all(closures[name] == 1 for name in expected)
+    assert found.program.num_nodes_if_inlined() > 2 * num_layers * num_experts * 3
 
 
 def test_nested_blocks_and_micro_batches_equal_eager() -> None:
     torch.manual_seed(0)
     model = Towers(2, 3)
-    reference = copy.deepcopy(model)
-    step = compile_step(model, micro_batches=2, backend="eager")
-    x = example(4, 4, grad=False)
-    loss = step(x)
+    reference, x = copy.deepcopy(model), example(4, 4, grad=False)
+    loss = compile_step(model, micro_batches=2, backend="eager")(x)
     expected = torch.stack([reference(part) for part in x.chunk(2)]).mean()
     expected.backward()
     assert_close(loss, expected.detach(), tolerance=1e-12)
     assert_same_gradients(model, reference, 1e-12)
-    compiled = lazyinline.compile(copy.deepcopy(reference), backend="eager")
-    assert_close(compiled(x).detach(), reference(x).detach(), tolerance=1e-12)
+    assert_equals_eager(Towers(2, 3), (x,), calls=1)
     kernels = []
     for num_experts in (3, 6):
-        several = compile_step(Towers(2, num_experts), micro_batches=4, backend="eager")
+        several: Any = compile_step(Towers(2, num_experts), micro_batches=4, backend="eager")
         several(x)
         kernels.append(several.last_report.num_kernels)
     assert kernels[0] <= kernels[1] <= kernels[0] + 8  # the slices of the gate's weights differ
 
 
 def test_constants_of_nested_blocks_do_not_multiply_closures() -> None:
-    @lazy_inline
-    class Scaled(nn.Module):
-        def __init__(self, scale: float) -> None:
-            super().__init__()
-            self.expert, self.scale = Expert(), scale
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.expert(x) * self.scale
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Scaled(0.1 * (i + 1)) for i in range(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    captured = capture_model(Subject(Deep(), (example(),)), train=True)
-    names = Counter(c.name for c in captured.program.closures)
-    assert names["Scaled"] == 1
-    assert names["Expert"] == 1
-    traced = [d.class_name for d in captured.decisions if not d.shared]
+    found, closures, _ = captured(Stack(*(Scaled(0.1 * (i + 1)) for i in range(6))))
+    assert closures["Scaled"] == closures["Expert"] == 1
+    traced = [d.class_name for d in found.decisions if not d.shared]
     assert Counter(traced) == {"Scaled": 6, "Expert": 1}  # each value is seen once, to be sure

@@ -79,34 +79,9 @@ def programs(layers: int) -> list[Any]:
 
 
 def test_programs_grow_by_one_call_per_layer_and_direction() -> None:
-    for small, large in zip(programs(4), programs(32), strict=True):
-        assert large.num_nodes() - small.num_nodes() == 32 - 4
-        assert len(large.calls) - len(small.calls) == 32 - 4
+    for small, large in zip(programs(2), programs(8), strict=True):
+        assert large.num_nodes() - small.num_nodes() == 8 - 2
+        assert len(large.calls) - len(small.calls) == 8 - 2
         assert len(large.closures) == len(small.closures)
         if large.sources:  # what early inlining would hold instead
-            assert large.num_nodes_if_inlined() > 20 * 32
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep="eager")
-def test_kernels_are_as_many_for_six_layers_as_for_two(backend: str) -> None:
-    counts = []
-    for layers in (2, 6):
-        model, args = llama(layers, **SIZES)
-        compiled = lazyinline.compile(model, backend=backend)
-        compiled(*args)
-        report = compiled.last_report
-        assert report.num_block_calls == layers
-        counts.append((report.num_kernels, report.num_closures))
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.sweep
-def test_reuse_off_holds_every_layer() -> None:
-    model, args = llama(6, **SIZES)
-    kept = lazyinline.compile(model, backend="eager")
-    inlined = lazyinline.compile(model, backend="eager", reuse="off")
-    kept(*args)
-    inlined(*args)
-    assert inlined.last_report.num_nodes > 4 * kept.last_report.num_nodes
-    assert inlined.last_report.num_nodes_if_inlined == kept.last_report.num_nodes_if_inlined
+            assert large.num_nodes_if_inlined() > 20 * 8

@@ -1,15 +1,13 @@
 """Activations in the memory of gradients to come: right numbers, and nothing left behind there."""
 
 import copy
-import importlib
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
 from apart import in_threads
-from conftest import ROOT
 from decoders import DecoderBlock, llama
+from memory_events import memory_use
 from test_planned import check_guests
 
 import lazyinline
@@ -20,16 +18,6 @@ from lazyinline.recompute.policy import Budget
 Grads = list[torch.Tensor]
 
 
-# ---- a decoder ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def memory_events() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        return importlib.import_module("memory_events")
-
-
 class Subject:
     """A compiled decoder whose gradients are hosts, and the model itself beside it."""
 
@@ -38,7 +26,7 @@ class Subject:
         self.model, self.args = llama(num_layers=3, hidden=32, num_heads=2, vocab=61, seq=8)
         self.eager = copy.deepcopy(self.model)
         self.compiled = lazyinline.compile(self.model)
-        self.grads_of(self.compiled, self.args)
+        self.grads_of(0)
 
     @property
     def planned(self) -> PlannedProgram:
@@ -55,11 +43,14 @@ class Subject:
         for model in models:
             model.zero_grad(set_to_none=True)
 
-    def grads_of(self, model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Grads:
+    def loss(self, seed: int) -> torch.Tensor:
+        return self.compiled(*self.batch(seed))
+
+    def grads_of(self, seed: int) -> Grads:
         """One step from no gradients."""
-        self.clear(model)
-        model(*args).backward()
-        return received(model)
+        self.clear(self.model)
+        self.loss(seed).backward()
+        return received(self.model)
 
     def expected(self, *seeds: int) -> Grads:
         """Eager gradients, summed over batches."""
@@ -104,24 +95,19 @@ def test_most_of_the_arena_lies_in_gradients(subject: Subject) -> None:
     )
 
 
-def test_reported_peak_is_what_the_profiler_measures(
-    subject: Subject, memory_events: ModuleType
-) -> None:
-    def step() -> None:
-        subject.compiled(*subject.args).backward()
-
-    step()
+def test_reported_peak_is_what_the_profiler_measures(subject: Subject) -> None:
+    subject.grads_of(0)
     subject.clear(subject.model)
-    report, use = subject.compiled.last_report, memory_events.memory_use(step)
+    use, report = memory_use(lambda: subject.loss(0).backward()), subject.compiled.last_report
     assert report.peak_bytes is not None and report.arena_bytes is not None
     assert abs((report.arena_bytes + use.peak_bytes) / report.peak_bytes - 1) <= 0.02
 
 
 def test_what_was_received_stays_as_it_was_and_is_nobody_elses(subject: Subject) -> None:
-    first = subject.grads_of(subject.compiled, subject.batch(1))
+    first = subject.grads_of(1)
     before = [g.clone() for g in first]
-    second = subject.grads_of(subject.compiled, subject.batch(2))
-    held = subject.compiled(*subject.batch(3))  # activations of a forward in flight
+    second = subject.grads_of(2)
+    held = subject.loss(3)  # activations of a forward in flight
     for gradient in second:
         gradient.fill_(float("nan"))
     held.backward()
@@ -134,29 +120,29 @@ def test_what_was_received_stays_as_it_was_and_is_nobody_elses(subject: Subject)
 
 
 def test_writing_to_received_gradients_does_not_reach_a_forward_in_flight(subject: Subject) -> None:
-    loss = subject.compiled(*subject.batch(1))
-    for gradient in subject.grads_of(subject.compiled, subject.batch(2)):
+    loss = subject.loss(1)
+    for gradient in subject.grads_of(2):
         gradient.fill_(float("nan"))
     subject.clear(subject.model)
     loss.backward()
     assert_close(received(subject.model), subject.expected(1))
 
 
-def test_gradients_are_taken_without_a_copy(subject: Subject, memory_events: ModuleType) -> None:
+def test_gradients_are_taken_without_a_copy(subject: Subject) -> None:
     """AccumulateGrad copies what somebody else still holds."""
-    subject.grads_of(subject.compiled, subject.args)
+    subject.grads_of(0)
     subject.clear(subject.model)
-    use = memory_events.memory_use(lambda: subject.compiled(*subject.args).backward())
+    use = memory_use(lambda: subject.loss(0).backward())
     assert not {"aten::clone", "aten::new_empty_strided"} & set(use.allocations), use.allocations
 
 
 def test_a_second_backward_through_a_kept_graph(subject: Subject) -> None:
-    loss = subject.compiled(*subject.batch(1))
+    loss = subject.loss(1)
     loss.backward(retain_graph=True)
     first = received(subject.model)
     before = [g.clone() for g in first]
     subject.clear(subject.model)
-    other = subject.grads_of(subject.compiled, subject.batch(2))
+    other = subject.grads_of(2)
     subject.clear(subject.model)
     loss.backward()
     assert_close(received(subject.model), subject.expected(1))
@@ -168,7 +154,7 @@ def test_a_second_backward_through_a_kept_graph(subject: Subject) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_a_backward(subject: Subject, order: tuple[int, int]) -> None:
-    losses = [subject.compiled(*subject.batch(seed)) for seed in (1, 2)]
+    losses = [subject.loss(seed) for seed in (1, 2)]
     for number in order:
         subject.clear(subject.model)
         losses[number].backward()
@@ -177,7 +163,7 @@ def test_two_forwards_before_a_backward(subject: Subject, order: tuple[int, int]
 
 def test_gradients_accumulate_and_steps_train(subject: Subject) -> None:
     for seed in (1, 2, 3):
-        subject.compiled(*subject.batch(seed)).backward()
+        subject.loss(seed).backward()
     assert_close(received(subject.model), subject.expected(1, 2, 3))
     state = copy.deepcopy(subject.model.state_dict())
     for model, run in ((subject.model, subject.compiled), (subject.eager, subject.eager)):
@@ -186,11 +172,9 @@ def test_gradients_accumulate_and_steps_train(subject: Subject) -> None:
             optimizer.zero_grad()
             run(*subject.batch(seed)).backward()
             optimizer.step()
-    pairs = zip(subject.model.parameters(), subject.eager.parameters(), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-6)
-    subject.model.load_state_dict(state)
-    subject.eager.load_state_dict(state)
+    assert_close([*subject.model.parameters()], [*subject.eager.parameters()])
+    for model in (subject.model, subject.eager):
+        model.load_state_dict(state)
 
 
 def test_hooks_see_and_replace_gradients(subject: Subject) -> None:
@@ -202,12 +186,12 @@ def test_hooks_see_and_replace_gradients(subject: Subject) -> None:
 
     handles = [p.register_hook(hook) for p in subject.model.parameters()]
     try:
-        subject.compiled(*subject.batch(1)).backward()
+        subject.loss(1).backward()
     finally:
         for handle in handles:
             handle.remove()
     assert_close(received(subject.model), subject.expected(1), factor=2.0)
-    subject.grads_of(subject.compiled, subject.batch(2))
+    subject.grads_of(2)
     assert all(torch.equal(gradient, before) for gradient, before in seen)
 
 
@@ -216,13 +200,13 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> N
         raise ValueError("in the middle")
 
     handle = next(subject.model.parameters()).register_hook(fail)
-    loss = subject.compiled(*subject.batch(1))
+    loss = subject.loss(1)
     with pytest.raises(ValueError, match="in the middle"):
         loss.backward()
     handle.remove()
     del loss
-    subject.compiled(*subject.batch(2))  # a forward whose graph is dropped
-    got = subject.grads_of(subject.compiled, subject.batch(3))
+    subject.loss(2)  # a forward whose graph is dropped
+    got = subject.grads_of(3)
     assert_close(got, subject.expected(3))
 
 
@@ -232,7 +216,7 @@ def test_threads_have_gradients_of_their_own(subject: Subject) -> None:
 
     def work(seed: int) -> None:
         for _ in range(10):
-            loss = subject.compiled(*subject.batch(seed))
+            loss = subject.loss(seed)
             assert_close(list(torch.autograd.grad(loss, parameters)), expected[seed])
 
     in_threads(work)

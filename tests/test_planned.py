@@ -6,7 +6,6 @@ found again from the launches, and no two that live at the same time may share a
 """
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import in_threads
 from halves import differentiated
 from programs import MATRIX, assert_same, binary_leaf, random_arguments, random_program
 
@@ -263,14 +263,11 @@ def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() 
     _, planned = planned_random(3)
     lease = planned.lease([])
 
-    def work() -> None:
+    def work(number: int) -> None:
         with planned._lock:
             lease.release()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
+    in_threads(work, 1)  # fails if it hangs
 
 
 def test_threads_get_arenas_of_their_own() -> None:
@@ -278,17 +275,10 @@ def test_threads_get_arenas_of_their_own() -> None:
     args = random_arguments(program, 5)
     expected = interpret(program, args)
     runtime = PlannedRuntime(planned, len(program.outputs), 0)
-    wrong: list[int] = []
 
     def work(number: int) -> None:
         for _ in range(50):
             results, _ = runtime.forward(list(args))
-            if not all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)):
-                wrong.append(number)
+            assert_same(results, expected, f"thread {number}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(work, 4)

@@ -8,41 +8,24 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same_gradients, twin
+from models import MarkedBlock, Stack
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import lazy_inline
 
 
-@lazy_inline
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum()
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(*(MarkedBlock(8) for _ in range(3)))
 
 
 def module(model: nn.Module, backend: Any) -> Callable[[Tensor], Any]:
     compiled = lazyinline.compile(model, backend=backend)
-    return lambda x: compiled(x).backward()
+    return lambda x: compiled(x).square().sum().backward()
 
 
 def step(model: nn.Module, backend: Any) -> Callable[[Tensor], Any]:
-    return lazyinline.compile_step(model, backend=backend)
+    return lazyinline.compile_step(model, loss_fn=lambda y: y.square().sum(), backend=backend)
 
 
 def children(events: Any) -> dict[str, list[str]]:
@@ -54,29 +37,28 @@ def children(events: Any) -> dict[str, list[str]]:
 @pytest.mark.parametrize("compiled", [module, step])
 @pytest.mark.sweep(keep=["module-inductor", "step-eager"])
 def test_each_call_of_a_block_is_a_range_with_its_kernels(compiled: Any, backend: str) -> None:
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(4, 8)
+    model, x = blocks(), torch.randn(4, 8)
     expected = twin(model)
     run = compiled(model, backend)
     run(x)  # compiles
     model.zero_grad()
     with torch.profiler.profile() as profile:
         run(x)
-    expected(x).backward()
+    expected(x).square().sum().backward()
     assert_same_gradients(model, expected)
     found = children(profile.events())
     for number in range(3):
         for way in ("forward", "backward"):
-            (name,) = (n for n in found if f"layers.{number} Block.{way}" in n)
+            (name,) = (n for n in found if f"layers.{number} MarkedBlock.{way}" in n)
             assert found[name], f"{name} shows no kernel"
     if backend == "eager":
-        (name,) = (n for n in found if "layers.1 Block.forward" in n)
+        (name,) = (n for n in found if "layers.1 MarkedBlock.forward" in n)
         names = {c.removeprefix("aten::").partition(".")[0] for c in found[name]}
         assert names >= {"addmm", "tanh", "add"}
 
 
 def test_a_chrome_trace_has_the_ranges(tmp_path: pathlib.Path) -> None:
-    compiled = lazyinline.compile(Net(), backend="eager")
+    compiled = lazyinline.compile(blocks(), backend="eager")
     x = torch.randn(4, 8)
     with torch.no_grad():
         compiled(x)
@@ -87,7 +69,7 @@ def test_a_chrome_trace_has_the_ranges(tmp_path: pathlib.Path) -> None:
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     shown = [event["name"] for event in events if "Block" in event.get("name", "")]
-    assert shown == [f"layers.{number} Block" for number in range(3)]
+    assert shown == [f"layers.{number} MarkedBlock" for number in range(3)]
     assert not any("is bound for the profiler" in event.get("name", "") for event in events)
 
 

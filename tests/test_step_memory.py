@@ -1,16 +1,15 @@
 """What a compiled step allocates, counted by the profiler, and how much work link is given."""
 
-import importlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from decoders import DecoderBlock, llama
+from memory_events import OUTSIDE, memory_use
+from saved_bytes import cases, kept
 
 import lazyinline
 from lazyinline.backend.kernels import lower
@@ -24,13 +23,6 @@ from lazyinline.reuse.ir.program import Leaf, walk_closures
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
 LOSS = {"clone", "stack", "mean"}
 """The mean loss is the user's own tensor; it is made after the program has run."""
-
-
-@pytest.fixture(scope="module")
-def memory_events() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        return importlib.import_module("memory_events")
 
 
 def decoder_step(
@@ -61,20 +53,11 @@ SAVING = (
 )
 
 
-@pytest.fixture(scope="module")
-def saved_bytes() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        return importlib.import_module("saved_bytes")
-
-
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("case", SAVING)
 @pytest.mark.sweep(keep=["eager", "layer_norm-inductor"])
-def test_no_more_is_saved_than_eager_saves(
-    saved_bytes: ModuleType, case: str, backend: str
-) -> None:
-    found = saved_bytes.kept(saved_bytes.cases(scale=16)[case], backend)
+def test_no_more_is_saved_than_eager_saves(case: str, backend: str) -> None:
+    found = kept(cases(scale=16)[case], backend)
     assert found.ours <= found.eager
     if case != "rms_norm":  # which PyTorch takes apart itself on a CPU
         assert found.early > found.ours
@@ -90,14 +73,14 @@ def operators(names: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize("seq", [8, 80], ids=["short", "fused"])
 @pytest.mark.sweep
-def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType, seq: int) -> None:
+def test_only_launches_that_cannot_be_placed_allocate(seq: int) -> None:
     """Attention over short rows is placed; PyTorch's fused one allocates its results."""
     step, args = decoder_step(2, 2, "inductor", seq=seq)
     step(*args)
     assert bool(step.stats.unplaced_launches) == (seq == 80)
     for _ in range(2):
         step(*args)
-    use = memory_events.memory_use(lambda: step(*args))
+    use = memory_use(lambda: step(*args))
     allowed = operators(step.stats.unplaced_launches) | LOSS
     assert operators(use.allocations) <= allowed, use.allocations
     made_for_loss = sum(n for name, n in use.allocations.items() if operators([name]) & LOSS)
@@ -120,7 +103,7 @@ def without_onednn() -> Iterator[None]:
 )
 @pytest.mark.sweep(keep="2-torch.float32")
 def test_reported_peak_is_what_the_profiler_measures(
-    memory_events: ModuleType, micro_batches: int, dtype: torch.dtype
+    micro_batches: int, dtype: torch.dtype
 ) -> None:
     """The fused attention allocates scratch in each launch; the report counts that too."""
     step, args = decoder_step(2, micro_batches, "inductor", seq=80)
@@ -131,7 +114,7 @@ def test_reported_peak_is_what_the_profiler_measures(
     entry._compiled.runner._pool.clear()
     for parameter in step._model.parameters():
         parameter.grad = None
-    use = memory_events.memory_use(lambda: step(*args))
+    use = memory_use(lambda: step(*args))
     reported = step.stats.peak_bytes + step.stats.outside_bytes
     assert reported - 4096 <= use.peak_bytes <= reported
 
@@ -151,9 +134,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
 @pytest.mark.sweep(keep=["tokens first-3-torch.float32", "heads first-1-torch.bfloat16"])
-def test_scratch_of_attention_is_bounded(
-    memory_events: ModuleType, dtype: torch.dtype, num_threads: int, layout: str
-) -> None:
+def test_scratch_of_attention_is_bounded(dtype: torch.dtype, num_threads: int, layout: str) -> None:
     def tensor(batch: int, heads: int, tokens: int, width: int) -> torch.Tensor:
         if layout == "heads first":
             return torch.randn(batch, heads, tokens, width).to(dtype)
@@ -161,14 +142,14 @@ def test_scratch_of_attention_is_bounded(
 
     def checked(name: str, *args: Any, packs: bool = False) -> tuple[torch.Tensor, ...]:
         function = getattr(torch.ops.aten, name).default
-        kept: list[torch.Tensor] = []
-        use = memory_events.memory_use(lambda: kept.extend(function(*args)))
-        measured = use.peak_bytes - sum(t.untyped_storage().nbytes() for t in kept)
+        results: list[torch.Tensor] = []
+        use = memory_use(lambda: results.extend(function(*args)))
+        measured = use.peak_bytes - sum(t.untyped_storage().nbytes() for t in results)
         views = [a if not isinstance(a, torch.Tensor) else view_of(a) for a in args]
         bound = scratch_bytes(Launch(name, function, tuple(views), ()))
         assert 0 < measured <= bound, (measured, bound)
         assert packs or bound <= measured + 2048 * num_threads
-        return tuple(kept)
+        return tuple(results)
 
     num_threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -189,15 +170,15 @@ def view_of(tensor: torch.Tensor) -> View:
     return View(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
-def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleType) -> None:
+def test_step_of_placed_launches_allocates_its_loss_only() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
     x = torch.randn(6, 4)
     step = compile_step(model, loss_fn=lambda y: (y * y).mean(), backend="inductor")
     step(x)
     assert step.stats.unplaced_launches == ()
     assert step.stats.allocations_per_step == 0
-    use = memory_events.memory_use(lambda: step(x))
-    assert use.allocations == {memory_events.OUTSIDE: 1}
+    use = memory_use(lambda: step(x))
+    assert use.allocations == {OUTSIDE: 1}
     assert use.peak_bytes == 4
 
 
@@ -232,7 +213,7 @@ def test_an_arena_is_gone_before_another_one_is_made(monkeypatch: pytest.MonkeyP
     assert was_there == [False]
 
 
-def test_counter_counts_blocks_and_what_lives_at_once(memory_events: ModuleType) -> None:
+def test_counter_counts_blocks_and_what_lives_at_once() -> None:
     early = torch.empty(1000)
 
     def step() -> torch.Tensor:
@@ -243,7 +224,7 @@ def test_counter_counts_blocks_and_what_lives_at_once(memory_events: ModuleType)
         del first
         return second.clone()
 
-    use = memory_events.memory_use(step)
+    use = memory_use(step)
     assert use.allocations == {"aten::empty": 2, "aten::clone": 2}
     assert use.num_allocations == 4
     assert use.peak_bytes == 40 + 400 + 400  # early, and two at a time
