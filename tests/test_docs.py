@@ -112,19 +112,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tmp_path_factory.mktemp("pages")
 
 
+KEPT = "README command-line concepts extending install large-models quickstart sharing"
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
-@pytest.mark.sweep(
-    keep=[
-        "README",
-        "command-line",
-        "concepts",
-        "extending",
-        "install",
-        "large-models",
-        "quickstart",
-        "sharing",
-    ]
-)
+@pytest.mark.sweep(keep=KEPT.split())
 def test_a_page_runs_and_prints_what_it_says(
     page: pathlib.Path,
     cache: pathlib.Path,
