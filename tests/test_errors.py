@@ -31,73 +31,45 @@ def line_of(text: str) -> int:
 # ---- options and marks ------------------------------------------------------------------------
 
 
-def compile_linear(**options: Any) -> Any:
-    return lazyinline.compile(nn.Linear(2, 2), **options)
-
-
-def scalar_loss(*_: Any) -> Any:
-    return lazyinline.compile_step(stack(Doubling), backend="eager")(ONES)
-
-
+LINEAR = nn.Linear(2, 2)
+COMPILE: Any = lazyinline.compile
 ONE_INPUT = [lazyinline.capture, lazyinline.advise, lazyinline.measure]
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "reuse": (lambda: compile_linear(reuse="sometimes"), ReuseError, "'sometimes'.*marked.*off"),
-    "backend": (lambda: compile_linear(backend="cuda"), PlanError, "'cuda'.*inductor.*eager"),
-    "recompute": (
-        lambda: compile_linear(recompute="all of it"),
-        PlanError,
-        "recompute='all of it'",
-    ),
-    "dynamic": (lambda: compile_linear(dynamic="yes"), PlanError, "dynamic='yes'"),
-    "options by position": (
-        lambda: lazyinline.compile(nn.Linear(2, 2), "marked"),  # type: ignore[call-overload]
-        TypeError,
-        "positional",
-    ),
-    "a class compiled": (
-        lambda: lazyinline.compile(nn.Linear),  # type: ignore[call-overload]
-        PlanError,
-        r"takes an nn\.Module",
-    ),
-    "a list compiled": (
-        lambda: lazyinline.compile([nn.Linear(2, 2)]),  # type: ignore[call-overload]
-        PlanError,
-        r"takes an nn\.Module",
-    ),
-    "a loss of two arguments": (
-        lambda: lazyinline.compile_step(stack(Doubling), loss_fn=nn.MSELoss()),
+MISTAKES: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    (COMPILE, (LINEAR,), {"reuse": "sometimes"}, ReuseError, "'sometimes'.*marked.*off"),
+    (COMPILE, (LINEAR,), {"backend": "cuda"}, PlanError, "'cuda'.*inductor.*eager"),
+    (COMPILE, (LINEAR,), {"recompute": "all of it"}, PlanError, "recompute='all of it'"),
+    (COMPILE, (LINEAR,), {"dynamic": "yes"}, PlanError, "dynamic='yes'"),
+    (COMPILE, (LINEAR, "marked"), {}, TypeError, "positional"),
+    *((COMPILE, (x,), {}, PlanError, r"takes an nn\.Module") for x in (nn.Linear, None, [LINEAR])),
+    (
+        lazyinline.compile_step,
+        (LINEAR,),
+        {"loss_fn": nn.MSELoss()},
         PlanError,
         "called with one argument, the model's output",
     ),
-    "a loss that is no scalar": (
-        scalar_loss,
-        CaptureError,
-        r"^The loss must be a scalar tensor, not \(2, 4\)",
+    *(
+        (function, (LINEAR, torch.ones(3, 2)), {}, PlanError, r"not Tensor; write \(x,\) for one")
+        for function in ONE_INPUT
     ),
-    **{
-        f"{function.__name__} of one input": (
-            lambda function=function: function(nn.Linear(2, 2), torch.ones(3, 2)),
-            PlanError,
-            r"not Tensor; write \(x,\) for one input",
-        )
+    *(
+        (function, (nn.Linear, (ONES,)), {}, PlanError, r"takes an nn\.Module, not type")
         for function in ONE_INPUT
-    },
-    **{
-        f"{function.__name__} of a class": (
-            lambda function=function: function(nn.Linear, (torch.ones(3, 2),)),
-            PlanError,
-            r"takes an nn\.Module, not type",
-        )
-        for function in ONE_INPUT
-    },
-}
+    ),
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_before_anything_runs(mistake: str) -> None:
-    make, error, text = MISTAKES[mistake]
+@pytest.mark.parametrize(("door", "args", "options", "error", "text"), MISTAKES)
+def test_a_mistake_is_told_before_anything_runs(
+    door: Any, args: Any, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
-        make()
+        door(*args, **options)
+
+
+def test_a_loss_that_is_no_scalar_is_told() -> None:
+    with pytest.raises(CaptureError, match=r"^The loss must be a scalar tensor, not \(2, 4\)"):
+        lazyinline.compile_step(stack(Doubling), backend="eager")(ONES)
 
 
 def test_compiling_what_is_compiled() -> None:

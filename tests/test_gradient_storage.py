@@ -5,7 +5,7 @@ import gc
 import io
 import itertools
 import pickle
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +56,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.last = nn.Linear(8, 32, dtype=dtype), nn.Linear(32, 4, dtype=dtype)
         self.left, self.right = (nn.Parameter(torch.randn(4, dtype=dtype)) for _ in range(2))
         self.gappy = nn.Parameter(torch.randn(4, 8, dtype=dtype)[:, ::2])
@@ -68,21 +69,11 @@ class Net(nn.Module):
         return (x * x.conj()).real.float().mean()
 
 
-def trained(dtype: torch.dtype, backend: str) -> tuple[Net, Net, Callable[..., Tensor], Tensor]:
-    torch.manual_seed(0)
-    model = Net(dtype)
-    x = torch.randn(2, 8, dtype=dtype)
-    step = lazyinline.compile_step(model, backend=backend)
-    return model, copy.deepcopy(model), step, x
-
-
-def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None, name
-        precise = ours.dtype != torch.bfloat16
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, rtol=1e-5 if precise else 0.05, atol=1e-6 if precise else 0.02
-        )
+def assert_near(model: nn.Module, expected: nn.Module) -> None:
+    """All gradients are there, and are as close as their dtype allows."""
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        near = {"rtol": 0.05, "atol": 0.02} if ours.dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(ours.grad, theirs.grad, **near)
 
 
 def saved_bytes(tensor: Tensor) -> int:
@@ -104,7 +95,8 @@ CASES = [
 def test_gradients_are_saved_and_copied_without_the_arena(
     dtype: torch.dtype, backend: str, hooked: str
 ) -> None:
-    model, expected, step, x = trained(dtype, backend)
+    model, x = Net(dtype), torch.randn(2, 8, dtype=dtype)
+    expected, step = copy.deepcopy(model), lazyinline.compile_step(model, backend=backend)
     if hooked:
         model.left.register_hook(lambda g: None)
     fused = dtype == torch.float32
@@ -116,10 +108,9 @@ def test_gradients_are_saved_and_copied_without_the_arena(
         step(x)
         expected.zero_grad()
         expected(x).backward()
-        assert_same_gradients(model, expected)
+        assert_near(model, expected)
         for parameter in model.parameters():
-            gradient = parameter.grad
-            assert gradient is not None
+            gradient: Any = parameter.grad
             own = gradient.untyped_storage().nbytes()
             assert own <= 2 * gradient.nbytes
             assert saved_bytes(gradient) - saved_bytes(torch.zeros(())) < own + 300
@@ -136,11 +127,11 @@ def test_gradients_are_saved_and_copied_without_the_arena(
 
 @pytest.mark.sweep
 def test_a_gradient_outlives_its_step() -> None:
-    model, expected, step, x = trained(torch.float32, "eager")
-    step(x)
+    model, x = Net(torch.float32), torch.randn(2, 8)
+    expected = copy.deepcopy(model)
+    lazyinline.compile_step(model, backend="eager")(x)
     expected(x).backward()
-    del step
     gc.collect()
     others = [torch.randn(1000) for _ in range(50)]
-    assert_same_gradients(model, expected)
+    assert_near(model, expected)
     del others

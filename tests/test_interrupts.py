@@ -44,13 +44,16 @@ def state() -> list[Any]:
     ]
 
 
-def hears_interrupts() -> None:
-    """Has a new process take SIGINT; a shell that starts tests in the background ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def interrupted(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
+def started(cache: pathlib.Path, *arguments: str) -> subprocess.Popen[str]:
+    """Starts Python; it hears SIGINT, which a shell that starts tests in the background ignores."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LAZYINLINE_CACHE_DIR": str(cache)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def assert_ends_here(error: BaseException) -> None:
@@ -165,31 +168,14 @@ print("works")
 def test_a_signal_at_any_time_leaves_a_process_that_compiles(
     backend: str, seconds: float, tmp_path: pathlib.Path
 ) -> None:
-    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT, backend, str(seconds)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        preexec_fn=hears_interrupts,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[1:] == ["works"], done.stdout + done.stderr
+    running = started(tmp_path, "-c", SCRIPT, backend, str(seconds))
+    printed, said = running.communicate(timeout=120)
+    assert running.returncode == 0, said
+    assert printed.split()[1:] == ["works"], printed + said
 
 
 def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
-    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "lazyinline", "bench", "--layers", "2"]
-    running = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=hears_interrupts,
-    )
+    running = started(tmp_path, "-m", "lazyinline", "bench", "--layers", "2")
     assert running.stdout is not None
     running.stdout.readline()  # what it is about to do
     time.sleep(1)
