@@ -11,8 +11,7 @@ from ..autodiff.higher_order.gradient_program import GradientProgram
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import StepProgram
 from ..backend.launches.torch_native import Hold
-from ..backend.run.runtime import Runtime
-from ..backend.run.unplanned import StepRunner
+from ..backend.run.planned import PlannedProgram, Runtime
 from ..reuse.ir.torch_symbols import Values
 from .capture.regions import CapturedModel
 from .report import CompileReport
@@ -76,7 +75,7 @@ class CompiledStep:
 
     captured: CapturedModel
     step: StepProgram
-    runner: StepRunner
+    runner: PlannedProgram
     saved_bytes: int
     linker: Relinking | None = None
 

@@ -19,10 +19,8 @@ from torch import nn
 from ..autodiff.derivative import Derivative
 from ..autodiff.flows import saved_inputs
 from ..autodiff.missing_cotangents import MissingCotangents
-from ..backend.run.planned import PlannedProgram
+from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
-from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
-from ..backend.run.unplanned import UnplannedStep
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ..reuse.ir.torch_symbols import Values
@@ -252,11 +250,11 @@ class Linker:
         if state.values is not None:
             captured = replace(captured, program=results_at(captured.program, state.values))
         if state.goal.kind == "step":
-            assert isinstance(state.runs, PlannedProgram | UnplannedStep)
+            assert isinstance(state.runs, PlannedProgram)
             assert derivative is not None
             saved_bytes = derivative.saved_type.num_bytes
             return CompiledStep(captured, state.step, state.runs, saved_bytes, linker)
-        assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
+        assert isinstance(state.runs, Runtime)
         return CompiledProgram(
             captured,
             state.runs,
@@ -393,7 +391,7 @@ def made_by(state: Compilation) -> Made:
     """Returns what a finished compile made, without the model's tensors."""
     forward, backward = _programs(state)
     held = {c for program in state.programs.values() for c in walk_closures(program)}
-    planned = state.runs.program if isinstance(state.runs, PlannedRuntime) else state.runs
+    planned = state.runs.program if isinstance(state.runs, Runtime) else state.runs
     context, request = state.context, state.request
     asked = request is not None and is_asked_for(state)
     return Made(
@@ -430,7 +428,7 @@ def _bare(program: Program) -> Program:
 def _memory(planned: object) -> Memory | RankPlan | None:
     if isinstance(planned, RankProgram):
         return planned.plan
-    if not isinstance(planned, PlannedProgram):
+    if not isinstance(planned, PlannedProgram) or planned.allocates_all:
         return None
     return Memory(
         planned.layout,

@@ -20,8 +20,7 @@ from torch import nn
 from lazyinline.autodiff.missing_cotangents import MissingCotangents
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.link import link
-from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.backend.run.runtime import PlannedRuntime
+from lazyinline.backend.run.planned import PlannedProgram, Runtime
 from lazyinline.frontend.capture.regions import CapturedModel
 from lazyinline.frontend.compiler import GOALS, Compiler, passes_for, run
 from lazyinline.frontend.options import Batching, Options
@@ -241,7 +240,7 @@ def _engines(state: Compilation) -> dict[str, Callable[[list[Any], list[Any]], l
         lists = {leaf: record_graph(leaf) for leaf in leaves}
         planned = PlannedProgram(list(map(link, programs)), lists, [], returned, sources)
         num_saved = len(flat_types([derivative.saved_type])) if derivative else 0
-        engines["arena"] = by(PlannedRuntime(planned, returned[0], num_saved))
+        engines["arena"] = by(Runtime(planned, returned[0], num_saved))
     else:
         engines["closures"] = by(state.runs)
     return engines

@@ -10,8 +10,7 @@ import torch
 from programs import random_arguments, random_program, random_value
 
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
-from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.backend.run.runtime import PlannedRuntime
+from lazyinline.backend.run.planned import PlannedProgram, Runtime
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Composite, Program
@@ -55,9 +54,9 @@ class Halves:
             "backward_inputs": sources,
         }
 
-    def runtime(self, planned: PlannedProgram) -> PlannedRuntime:
+    def runtime(self, planned: PlannedProgram) -> Runtime:
         """Returns what runs a plan of both."""
-        return PlannedRuntime(planned, len(self.program.outputs), self.num_saved)
+        return Runtime(planned, len(self.program.outputs), self.num_saved)
 
     def arguments(self, seed: int, generator: torch.Generator) -> tuple[list[Any], list[Any]]:
         """Returns random arguments for the forward, and cotangents for the backward."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.run.runtime import ClosureRuntime
+from lazyinline.backend.run.planned import Runtime
 from lazyinline.frontend.checks.torch_state import TensorLayouts
 from lazyinline.frontend.guards import kept_programs
 from lazyinline.frontend.sizes import shapes as dynamic
@@ -192,7 +192,7 @@ def test_noticing_takes_no_line_of_python_and_few_facts_per_block(
 
     few, many = (num_lines(guard(layers)) for layers in (2, 34))
     assert few > 0 and many - few < 32, (few, many)
-    monkeypatch.setattr(ClosureRuntime, "hold", staticmethod(hold))
+    monkeypatch.setattr(Runtime, "hold", staticmethod(hold))
     few, many = (guard(layers)() and num_facts[-1] for layers in (2, 34))
     assert 13 + 9 + 16 <= (many - few) / 32 <= 13 * 16 + 9 + 2 * 16, (few, many)
 

@@ -22,9 +22,14 @@ from programs import (
 )
 
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
-from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, lower_leaves
+from lazyinline.backend.kernels.lower import (
+    EagerBackend,
+    InductorBackend,
+    closure_list,
+    lower_leaves,
+)
 from lazyinline.backend.link.link import link
-from lazyinline.backend.run.unplanned import Executable
+from lazyinline.backend.run.planned import closures_run
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import Stamp, flat_types, is_active
 from lazyinline.reuse.ir.program import (
@@ -84,8 +89,9 @@ def test_random_program_runs_the_same_late_and_early(seed: int) -> None:
 
     kernels = lower_leaves([launch.leaf for launch in flat.launches], EagerBackend(), lambda: None)
     flat_arguments = flatten_value(tuple(arguments))
-    results = Executable(flat, kernels).run(list(flat_arguments))
-    assert_same_bits(results, expected, "executable")
+    lists = {leaf: closure_list(leaf, kernel) for leaf, kernel in kernels.items()}
+    results = closures_run(flat, lists)(list(flat_arguments))
+    assert_same_bits(results, expected, "closures")
 
     lean = remove_unused_packs(early)
     if not has_structs(lean):

@@ -20,8 +20,7 @@ from programs import MATRIX, assert_same, binary_leaf, random_arguments, random_
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link import placement
 from lazyinline.backend.link.link import FlatProgram, link
-from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.backend.run.runtime import PlannedRuntime
+from lazyinline.backend.run.planned import PlannedProgram, Runtime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.operators import is_mutable
 from lazyinline.reuse.ir.program import Call, Program, Value
@@ -140,7 +139,7 @@ def test_any_order_of_launches_gives_the_interpreters_bits(start: int) -> None:
 def run_owned(flat: FlatProgram, given: list[Any]) -> list[list[Any]]:
     """Runs twice; results belong to the user, so both runs' are looked at in the end."""
     count = len(flat.outputs)
-    runtime = PlannedRuntime(plan([flat], model_inputs=[], num_results=[count]), count, 0)
+    runtime = Runtime(plan([flat], model_inputs=[], num_results=[count]), count, 0)
     return [runtime.forward([t + 0 for t in given])[0] for _ in range(2)]
 
 
@@ -274,7 +273,7 @@ def test_threads_get_arenas_of_their_own() -> None:
     program, planned = planned_random(5)
     args = random_arguments(program, 5)
     expected = interpret(program, args)
-    runtime = PlannedRuntime(planned, len(program.outputs), 0)
+    runtime = Runtime(planned, len(program.outputs), 0)
 
     def work(number: int) -> None:
         for _ in range(50):

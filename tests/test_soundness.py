@@ -19,7 +19,7 @@ from worlds import Outcome, assert_as_eager, assert_refused
 
 from lazyinline import CaptureError
 from lazyinline.backend.launches.torch_native import native_library
-from lazyinline.backend.run.runtime import ClosureRuntime
+from lazyinline.backend.run.planned import Runtime
 
 NUMBER = Row("1.0", "2.0", "v")
 KINDS = ROWS | TENSORS
@@ -29,7 +29,7 @@ WAYS = INSIDE | OF_TENSORS
 @pytest.fixture(autouse=True)
 def natively(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager kernels need no native library; guards compare by it all the same, as with others."""
-    monkeypatch.setattr(ClosureRuntime, "hold", native_library().hold)
+    monkeypatch.setattr(Runtime, "hold", native_library().hold)
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.launches.kernel_list import BufferInfo, KernelList, Launch, View
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.link.placement import Tools
-from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.backend.run.runtime import PlannedRuntime
+from lazyinline.backend.run.planned import PlannedProgram, Runtime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 
 H100 = target_named("cuda:sm_90")
@@ -129,7 +128,7 @@ def test_a_missing_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         test_every_order_that_events_allow_gives_the_interpreters_bits(monkeypatch)
 
 
-def both_ways(halves: Halves, runtime: PlannedRuntime, args: Any, seeds: Any) -> Any:
+def both_ways(halves: Halves, runtime: Runtime, args: Any, seeds: Any) -> Any:
     results, flight = runtime.forward(list(args))
     return runtime.backward(flight, halves.handed(args, results, seeds), "free")
 

@@ -29,7 +29,7 @@ from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
-from ..launches.kernel_list import KernelList
+from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from . import torch_corrections, torch_inductor, torch_recorder
 from .torch_attention import as_on_a_gpu, with_plain_attention
 
@@ -316,6 +316,22 @@ def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
     if kernel.convention == "plain":
         return torch_recorder.record_graph(leaf)
     return torch_recorder.record_wrapper(leaf, kernel.function, kernel.sizes)
+
+
+def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
+    """Returns a leaf as one launch that allocates what it returns; to be counted without kernel."""
+    inputs, outputs = flat_types(leaf.input_types), flat_types(leaf.output_types)
+    types, number = (*inputs, *outputs), len(inputs)
+    views = tuple(View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types))
+    buffers = tuple(
+        BufferInfo("input" if i < number else "foreign", t.num_bytes, 0, 0)
+        for i, t in enumerate(types)
+    )
+    args: tuple[Any, ...] = (*(kernel.sizes if kernel else ()), *views[:number])
+    args = ([*args],) if kernel and kernel.convention == "boxed" else args
+    function = kernel.function if kernel else _not_here
+    launch = Launch(leaf.name, function, args, (), views[number:], "tuple")
+    return KernelList(leaf.name, number, buffers, (launch,), views[number:], tuple(outputs))
 
 
 def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:

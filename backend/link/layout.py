@@ -28,8 +28,9 @@ from ..launches.native_ops import with_native
 from .link import FlatProgram
 from .link import Launch as ClosureCall
 
-Results: TypeAlias = Literal["owned", "pinned"]
-"""Whether the caller keeps what a run returns, or it stays in the arena until the next run."""
+Results: TypeAlias = Literal["owned", "pinned", "allocated", "copied"]
+"""Where what a run returns lies: in memory of the caller's, or in the arena until the next run; or
+where launches allocated it, or in a copy of that, which stays where it is from run to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +305,7 @@ def layout_of(
         layout.add(flat, inputs, kernel_lists)
     if results == "pinned":
         _pin_results(layout, num_results[0])
-    else:
+    elif results == "owned":
         _own_results(layout, num_results, roots)
     return layout
 
@@ -332,11 +333,14 @@ def add_workspaces(layout: Layout, target: Target) -> None:
         layout.workspaces.append(whole)
 
 
-def handed_on(layout: Layout) -> list[int]:
+def handed_on(layout: Layout, num_results: int) -> list[int]:
     """Foreign buffers that the forward makes and saves: the same for every backward of it."""
     if len(layout.parts) < 2:
         return []
-    saved = {p.instance for p in layout.parts[1].inputs}
+    # What the caller got comes back from there: kept here as well, it would hold this run.
+    got, other = layout.parts[0].outputs[:num_results], layout.parts[0].outputs[num_results:]
+    returned = {p.instance for p in got} - {p.instance for p in other}
+    saved = {p.instance for p in layout.parts[1].inputs} - returned
     return [
         i
         for i, b in enumerate(layout.instances)

@@ -216,13 +216,14 @@ def as_predicted(
     dtype: torch.dtype,
     operator: str,
     *,
-    device: torch.device,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Returns a result in the layout in which later launches read it.
+    """Returns a result in the layout in which later launches read it; on any device, or on one.
 
     Raises:
         PlanError: if it holds something else than was predicted.
     """
+    device = device or (result.device if isinstance(result, torch.Tensor) else torch.device("cpu"))
     predicted = TensorType(dtype, tuple(shape), tuple(stride), device)
     if not isinstance(result, torch.Tensor):
         found = f"a {type(result).__name__}"

@@ -2,7 +2,8 @@
 
 One :class:`PlannedProgram` is made per linked program; each run in flight has a :class:`Lease` on
 an arena of its own, with all views bound. Leases return to a pool when they are released or
-dropped, so a training loop binds once and two forwards before a backward get two arenas.
+dropped, so a training loop binds once and two forwards before a backward get two arenas. Where
+memory is not planned, each closure is one launch that allocates what it returns.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
+from ...reuse.torch_names import version_of
 from ..gpu.streams import with_streams
 from ..gpu.targets import Capture, Place, capture_graph
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
-from ..launches.present_memory import check_memory
+from ..launches.present_memory import check_addresses, check_memory
 from ..link.layout import (
     Results,
     add_workspaces,
@@ -44,7 +47,7 @@ from ..link.placement import (
     planned_overlaid,
 )
 from ..link.program_writer import CodeWriter, host_base
-from ..link.torch_generated import Memory, Runner, begin_range, end_range
+from ..link.torch_generated import Memory, Runner, as_predicted, begin_range, end_range
 
 _MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
 _NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
@@ -65,7 +68,9 @@ class PlannedProgram:
         backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
             ``("input", i)`` of the forward, or ``("new", type)``.
         results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
-            leaves every output at one place in the arena until the next run.
+            leaves every output at one place in the arena until the next run. Where all launches
+            allocate what they return, so that the arena is empty: ``"allocated"`` hands that out,
+            and ``"copied"`` a copy at one place.
         tools: what places buffers and runs launches.
         gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
             begins, and activations lie in their memory until they are written.
@@ -112,8 +117,9 @@ class PlannedProgram:
         self._tools = tools
         self._results = results
         self._capture: Capture = capture_graph
-        self.why_no_graph = ""
-        handed = (*handed_on(self.layout), *self.overlay.hosts)
+        is_on_gpu = any(t.device.type == "cuda" for flat in flats for t in flat.slot_types)
+        self.why_no_graph = "memory is not planned" if self.allocates_all and is_on_gpu else ""
+        handed = (*handed_on(self.layout, num_results[0]), *self.overlay.hosts)
         self._writers = [
             partial(
                 CodeWriter,
@@ -166,6 +172,11 @@ class PlannedProgram:
     def is_native(self) -> bool:
         """Whether no launch runs from Python, where the caller's modes would reach it."""
         return all(p.launch.native is not None for part in self.layout.parts for p in part.launches)
+
+    @property
+    def allocates_all(self) -> bool:
+        """Whether all launches are closures that allocate what they return."""
+        return self._results in ("allocated", "copied")
 
     @property
     def outside_bytes(self) -> int:
@@ -329,8 +340,10 @@ class PlannedProgram:
                 i: b.device for i, b in enumerate(self.layout.instances) if b.device is not None
             },
         )
+        # Closures may return something on any device, and not only on that of an arena.
+        names = {"as_predicted": as_predicted} if self.allocates_all else {}
         runners = [
-            memory.runner(code, compiled, profiled=_profiled(writer, memory))
+            memory.runner(code, compiled, profiled=_profiled(writer, memory, names), **names)
             for writer, code, compiled in zip(
                 self._writers, self._codes, self._compiled, strict=True
             )
@@ -338,6 +351,8 @@ class PlannedProgram:
         # A graph replays fixed addresses: results that are made anew in each run have none.
         if self._tools.place.graphs == "captured" and self._results == "pinned":
             runners = [self._as_graph(runner) for runner in runners]
+        if self._results == "copied":
+            runners = [_at_one_place(runner, held) for runner in runners]
         return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None, others)
 
     def _as_graph(self, runner: Runner) -> Runner:
@@ -356,7 +371,33 @@ class PlannedProgram:
         return lambda inputs: captured()()
 
 
-def _profiled(writer: Callable[..., CodeWriter], memory: Memory) -> Runner:
+def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:
+    """Returns what copies the results of each run to where those of the first are."""
+    kept: list[torch.Tensor] = []
+
+    def run(inputs: list[Any]) -> list[torch.Tensor]:
+        check_addresses(bound)
+        made = runner(inputs)
+        if not kept:
+            # Copies: users write to some, and one may be an input, or a kernel's constant.
+            kept.extend(result.clone() for result in made)
+        else:
+            for result, new in zip(kept, made, strict=True):
+                result.copy_(new)
+        return kept
+
+    return run
+
+
+def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> Runner:
+    """Returns what runs a flat program of closures that allocate what they return."""
+    program = PlannedProgram([flat], kernel_lists, [], [len(flat.outputs)], results="allocated")
+    return program.lease([]).runners[0]
+
+
+def _profiled(
+    writer: Callable[..., CodeWriter], memory: Memory, names: Mapping[str, Any]
+) -> Runner:
     """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
 
     @functools.cache  # written when a profiler runs for the first time
@@ -364,7 +405,7 @@ def _profiled(writer: Callable[..., CodeWriter], memory: Memory) -> Runner:
         shown = begin_range("lazyinline: a program is bound for the profiler")
         code = writer(ranges="shown").write()
         compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
-        runner = memory.runner(code, compiled, begin=begin_range, end=end_range)
+        runner = memory.runner(code, compiled, begin=begin_range, end=end_range, **names)
         end_range(shown)
         return runner
 
@@ -450,3 +491,119 @@ class Lease:
 
     def __del__(self) -> None:
         self.release()
+
+
+Graph: TypeAlias = Literal["keep", "free"]
+"""Whether saved tensors are kept after a backward, as it may run again, or freed."""
+
+
+@dataclass
+class _Flight:
+    lease: Lease
+    foreign: list[torch.Tensor]  # results of launches, and gradients to be
+    borrowed: list[tuple[torch.Tensor, int]]  # user inputs that were saved, and their versions
+
+
+class Runtime:
+    """Runs a forward, and the backward of a *flight*: what a forward keeps for its backward.
+
+    Args:
+        program: the planned forward, or forward and backward.
+        num_results: how many leading outputs of the forward the user receives.
+        num_saved: how many outputs of the forward the arena keeps for the backward.
+    """
+
+    def __init__(self, program: PlannedProgram, num_results: int, num_saved: int) -> None:
+        self.program = program
+        self.num_launches = program.num_launches
+        self._num_results = num_results
+        self._model = list(program.model_instances)
+        self._given = program.inputs_of(0)
+        self._has_backward = len(program.layout.parts) > 1
+        needed = program.inputs_of(1) if self._has_backward else []
+        self._operands = [i - num_saved for i in needed if i >= num_saved]
+        self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
+
+    @property
+    def hold(self) -> torch_native.Hold | None:
+        """The native comparison of a guard, if it is at hand."""
+        native = self.program.native
+        return native.hold if native else None
+
+    @without_autocast
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Returns what the user receives, and the flight."""
+        if self.program.allocates_all:
+            check_addresses(inputs)
+        lease = self.program.lease([inputs[i] for i in self._model])
+        outputs = lease.runners[0]([inputs[i] for i in self._given])
+        flight = None
+        if self._has_backward:
+            borrowed = [(inputs[i], version_of(inputs[i])) for i in self._borrowed]
+            flight = _Flight(lease, outputs[self._num_results :], borrowed)
+        else:
+            lease.release()
+        return outputs[: self._num_results], flight
+
+    @without_autocast
+    def backward(
+        self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
+    ) -> list[torch.Tensor]:
+        """Returns the gradients.
+
+        Args:
+            flight: from the forward.
+            operands: kept inputs, kept outputs and cotangents.
+            graph: whether saved tensors are kept.
+        """
+        lease, foreign = self.program.followed(flight.lease), flight.foreign
+        flight.lease = lease
+        given = [unchanged(tensor, version) for tensor, version in flight.borrowed]
+        given += [operands[i] for i in self._operands]
+        if graph == "keep":  # the backward works in the arena, so it gets one of its own
+            lease, foreign = self.program.copy_of(lease, foreign)
+        else:
+            flight.foreign = []  # gradients among them: the user's alone from here on
+        given += foreign
+        if self.program.allocates_all:
+            check_addresses(given)
+        del foreign  # so that each saved tensor goes after its last use
+        gradients = lease.runners[1](given)
+        lease.release()
+        return gradients
+
+    def rest(self) -> None:
+        """Gives back the memory that is held while nothing runs."""
+        self.program.rest()
+
+    def taken_over(self, other: Any, flight: Any) -> Any:
+        """Returns the flight of another runtime, with the same forward, as one of this.
+
+        The flight stays as it is.
+        """
+        flight.lease = other.program.followed(flight.lease)
+        lease, handed = self.program.taken_over(other.program, flight.lease, flight.foreign)
+        return _Flight(lease, handed, flight.borrowed)
+
+
+def _forward_input(program: PlannedProgram, position: int) -> int:
+    """Returns which forward input a saved value is, or is a view of."""
+    forward, backward = program.layout.parts
+    instance = backward.inputs[position].instance
+    return [p.instance for p in forward.inputs].index(instance)
+
+
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns a tensor.
+
+    Raises:
+        RuntimeError: if it was changed in place since it had that version.
+    """
+    found = version_of(tensor)
+    if found != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: an input of shape {tuple(tensor.shape)} is at version {found}; "
+            f"expected version {version} instead."
+        )
+    return tensor

@@ -12,7 +12,7 @@ import torch
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.flows import Draws, trained_inputs, view_roots
-from ...backend.run.runtime import Graph, unchanged
+from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of

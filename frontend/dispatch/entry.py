@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
@@ -56,10 +55,8 @@ class ModuleEntry:
     @property
     def is_small(self) -> bool:
         """See :class:`kept_programs.Entry`. One with a backward may have many runs in flight."""
-        runtime = self._compiled.runtime
-        if self._bridge is not None or not isinstance(runtime, PlannedRuntime):
-            return False
-        return runtime.program.arena_bytes <= SMALL_ARENA
+        arena_bytes = self._compiled.runtime.program.arena_bytes
+        return self._bridge is None and arena_bytes <= SMALL_ARENA
 
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`."""

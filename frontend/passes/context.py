@@ -21,6 +21,7 @@ from ...backend.kernels.lower import (
     GpuBackend,
     Kernel,
     backend_named,
+    closure_list,
     decompose_leaf,
     kernel_list,
     lower_leaves,
@@ -31,7 +32,7 @@ from ...backend.link.control import record_control
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools
-from ...backend.run.unplanned import Executable
+from ...backend.run.planned import closures_run
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
@@ -177,10 +178,11 @@ class Context:
         self._lower_leaves(list(inputs))
         return True
 
-    def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:
-        """Returns the kernel of each leaf as a function; launches from the cache are none."""
-        self._make_kernels(leaves_of(flats))
-        return self.kernels
+    def closures_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
+        """Returns each leaf as one launch, of its kernel as a function."""
+        leaves = leaves_of(flats)
+        self._make_kernels(leaves)  # launches from the cache are no function
+        return {leaf: closure_list(leaf, self.kernels[leaf]) for leaf in leaves}
 
     def launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
@@ -207,7 +209,7 @@ class Context:
         @cache  # a planned program has all that in its native loop
         def bodies() -> list[Run]:
             flats = [link(body.program) for body in leaf.bodies]
-            return [Executable(flat, self.kernels_of(flats)).run for flat in flats]
+            return [closures_run(flat, self.closures_of(flats)) for flat in flats]
 
         def run(*operands: Any) -> Sequence[Any]:
             return control.run(bodies(), operands)

@@ -12,15 +12,13 @@ from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
 from ...autodiff.updates import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
-from ...backend.kernels.lower import GpuBackend, can_record
+from ...backend.kernels.lower import GpuBackend, can_record, closure_list
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
-from ...backend.link.layout import Layout, layout_of, least_bytes
+from ...backend.link.layout import Layout, layout_of, least_bytes, outside_bytes
 from ...backend.link.link import FlatProgram, copied_between_devices, link
 from ...backend.link.placement import Tools, UnalignedError
-from ...backend.run.planned import PlannedProgram
-from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
-from ...backend.run.unplanned import Executable, UnplannedStep, live_bytes
+from ...backend.run.planned import PlannedProgram, Runtime
 from ...recompute.policy import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
@@ -97,14 +95,15 @@ def _planned_and_run(state: State) -> State:
         if state.goal.updates:
             raise NotUpdatedError(f"memory is not planned: {planned.reason}")
         report.unplanned = planned.reason
-        state = replace(state, unplanned=planned, runs=_closures_run(state))
+        state = replace(state, unplanned=planned)
+        state = replace(state, runs=_runs(state, _closures(state)))
     else:
         report.peak_bytes = planned.plan.peak_bytes
         report.arena_bytes = planned.arena_bytes
         report.held_bytes = planned.held_bytes + planned.result_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         _note_devices(state, planned)
-        state = replace(state, runs=_arena_runs(state, planned))
+        state = replace(state, runs=_runs(state, planned))
     assert state.runs is not None
     report.num_launches = state.runs.num_launches
     return state
@@ -129,22 +128,23 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     report.copied_bytes = sum(num_bytes for _, num_bytes in counts)
 
 
-def _arena_runs(state: Compilation, planned: PlannedProgram) -> Runnable:
+def _runs(state: Compilation, program: PlannedProgram) -> Runnable:
     if state.goal.kind == "step":
-        return planned
+        return program
     derivative = state.derivative
     num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
-    return PlannedRuntime(planned, len(state.captured.program.outputs), num_saved)
+    return Runtime(program, len(state.captured.program.outputs), num_saved)
 
 
-def _closures_run(state: Compilation) -> Runnable:
-    kernels = state.context.kernels_of(state.linked)
+def _closures(state: Compilation) -> PlannedProgram:
+    """Returns the program without a plan: closures allocate what they return."""
+    lists = state.context.closures_of(state.linked)
     if state.goal.kind == "step":
         (flat,) = state.linked
-        return UnplannedStep(flat, kernels)
-    forward, *backward = (Executable(flat, kernels) for flat in state.linked)
-    num_results = len(state.captured.program.outputs)
-    return ClosureRuntime(forward, backward[0] if backward else None, num_results)
+        own = range(len(flat.inputs))
+        return PlannedProgram([flat], lists, own, [len(flat.outputs)], results="copied")
+    returned, sources = returned_of(state.captured.program, state.derivative)
+    return PlannedProgram(state.linked, lists, [], returned, sources, results="allocated")
 
 
 @compile_pass(
@@ -156,8 +156,8 @@ def _closures_run(state: Compilation) -> Runnable:
 def describe_gpu(state: State) -> State:
     """Predicts what a run on a GPU that is not here holds and takes, by plan and roofline."""
     runs, backend = state.runs, state.context.backend
-    program = runs.program if isinstance(runs, PlannedRuntime) else runs
-    if not isinstance(program, PlannedProgram):
+    program = runs.program if isinstance(runs, Runtime) else runs
+    if not isinstance(program, PlannedProgram) or program.allocates_all:
         why = state.report.unplanned
         raise PlanError(f"A program for a GPU needs a memory plan, and there is none: {why}.")
     assert isinstance(backend, GpuBackend)
@@ -301,15 +301,16 @@ def held_bytes(state: Compilation) -> int:
     """Returns what a linked program holds at its peak: as planned, at least, or saved."""
     is_step = state.goal.kind == "step"
     losses = state.goal.batching.loss_bytes if is_step else 0
-    made: object = state.runs.program if isinstance(state.runs, PlannedRuntime) else state.runs
+    made: object = state.runs.program if isinstance(state.runs, Runtime) else state.runs
     if state.kernels == "made" and not isinstance(made, PlannedProgram):
         made = plan(state)
-    if isinstance(made, PlannedProgram):
+    if isinstance(made, PlannedProgram) and not made.allocates_all:
         return made.held_bytes + losses
     if _why_unplanned(state) is None:
         return losses + least_bytes(_layout(state))
     if is_step:
-        return losses + live_bytes(state.linked[0])
+        lists = {leaf: closure_list(leaf) for leaf in leaves_of(state.linked)}
+        return losses + outside_bytes(layout_of(state.linked, lists, [0], results="copied"))
     assert state.derivative is not None
     return state.derivative.saved_type.num_bytes
 

@@ -301,9 +301,9 @@ def part_name(derived: StageDerivative, kind: str) -> str:
 def unplanned_rank(state: RankCompilation) -> UnplannedRank:
     """Returns what runs a rank where memory is not planned: closures one by one."""
     units = {one.stage.index: part_specs(one, state.flats) for one in state.own}
-    kernels = state.context.kernels_of(state.linked)
+    lists = state.context.closures_of(state.linked)
     places = tensor_places(state)
-    return UnplannedRank(units, kernels, _handed(sorted(units)), places)
+    return UnplannedRank(units, lists, _handed(sorted(units)), places)
 
 
 def parts_of(derived: StageDerivative) -> dict[str, Program]:
