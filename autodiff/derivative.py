@@ -29,9 +29,9 @@ from .leaf_derivative import (
     save_memory_once,
 )
 from .run_again import Rerunner, run_again
-from .traces.detach_points import stop_what_has_no_gradient
 from .traces.joint_cut import copy_graph, cut_joint
 from .traces.joint_trace import JointTrace
+from .traces.origins import stop_what_has_no_gradient
 from .traces.torch_differentiable import Gradients
 from .traces.torch_make_fx import Decompositions
 from .traces.torch_partition import PartitionPolicy, partition

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 
 import lazyinline
-from lazyinline.autodiff.traces.forwards import trace_forward
+from lazyinline.autodiff.traces.joint_trace import trace_forward
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options

@@ -4,8 +4,6 @@ forward_derivative  ``ForwardDerivatives``: a closure with its series, made once
 jet_interpreter     an operator graph, run on values that carry their series
 torch_rules         adapter: which rule an operator has, by its name
 rules               of functions of one variable, of softmax and its kin, of products, of sums
-jets                values with their series, and how operators act on them
-analytic            Taylor coefficients of functions of one variable
-polynomials         truncated power series whose zeros are known
-series              what is asked for, and the types of what flows
+jets                series: what is asked for, values that carry one, how operators act on them
+polynomials         power series whose zeros are known; Taylor coefficients of functions
 """

@@ -2,7 +2,7 @@
 
 The derived closure takes the primal's inputs, then for each active input its coefficients, by
 order; it returns the primal's results, then the same for each active result. What coefficients are
-is said in ``series``. It may be differentiated in its turn, in either mode.
+is said in ``jets``. It may be differentiated in its turn, in either mode.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from ...reuse.ir.leaf import flat_types, stamp_of, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.detach_points import stop_in_trace
-from ..traces.forwards import trace_function, trace_taken_apart
-from ..traces.layouts import laid_out_as
+from ..traces.joint_trace import trace_function, trace_taken_apart
+from ..traces.origins import stop_in_trace
+from ..traces.pure_memory import laid_out_as
 from .jet_interpreter import Fallback, JetInterpreter
-from .jets import Jet, Lanes
-from .series import Orders, Series
+from .jets import Jet, Lanes, Orders, Series
 from .torch_rules import taken_apart
 
 

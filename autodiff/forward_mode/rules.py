@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .analytic import TaylorCoefficients
 from .jets import Coefficients, Jet, Lanes, Operands, Rule, results_of
 from .polynomials import (
     Coefficient,
+    TaylorCoefficients,
     combined,
     exponential,
     logarithm,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import analytic, rules
+from . import polynomials, rules
 from .jets import Rule
 
 
@@ -60,7 +60,7 @@ _CONSTANT = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: rules.of_one_variable(taylor) for name, taylor in analytic.BY_NAME.items()},
+    **{name: rules.of_one_variable(taylor) for name, taylor in polynomials.BY_NAME.items()},
     **dict.fromkeys(_MADE_OF_LINES, rules.made_of_lines),
     **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand()),
     **{name: rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},

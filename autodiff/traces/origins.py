@@ -1,16 +1,24 @@
-"""Notes where operators of a joint graph come from: what the user called, and on which line."""
+"""Notes on operators as a leaf is traced: where they come from, and where gradients stop.
+
+An operator comes from what the user called, on some line. Below autograd ``detach`` is the
+identity, and a trace is full of those that autograd makes of what it saves. Where gradients are
+differentiated in their turn the user's own have to stay.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of
+from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of, without_autocast
+from ...reuse.ir.program import outputs_of
+from ...reuse.ir.types import TensorType
+from .torch_make_fx import fake_tensor, growing_graph, new_fake_mode, sizes_kept_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +105,100 @@ class NotingInterpreter(ModalInterpreter):
             place = bisect.bisect_right(starts, index)
             if node.op == "call_function" and place:
                 node.meta["origin"] = self._marks[place - 1][1]
+
+
+_STOP = "stops a gradient"
+
+
+def is_stop(node: torch.fx.Node) -> bool:
+    """Returns whether a detach in a joint graph is one that the user's code asked for."""
+    return _STOP in node.meta
+
+
+class StoppingInterpreter(NotingInterpreter):
+    """Leaves a detach that stays behind each result that the user's code gives no gradient."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Runs a node; what ``detach`` or ``no_grad`` keeps apart is detached once more."""
+        result = super().run_node(n)
+        if n.op != "call_function":
+            return result
+        # Under no_grad a result is a constant to autograd, but a trace shows no sign of that.
+        if n.target is torch.ops.aten.detach.default or not stamp_of(n).grad_enabled:
+            return stopped(result, self._graph)
+        return result
+
+
+def stopped(result: Any, graph: torch.fx.Graph) -> Any:
+    """Detaches what an operator returned, and marks that in the graph that grows."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(stopped(part, graph) for part in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    detached = result.detach()
+    next(iter(reversed(graph.nodes))).meta[_STOP] = True
+    return detached
+
+
+def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
+    """Detaches a tensor while it is traced, for good."""
+    detached: torch.Tensor = stopped(tensor, growing_graph())
+    return detached
+
+
+NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
+"""PyTorch's error where a gradient is asked for by an operand that can have none."""
+
+
+@without_autocast
+def stop_what_has_no_gradient(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
+) -> None:
+    """Detaches those results of a graph that autograd gives no gradient (a norm's statistics).
+
+    Where they are operands of another graph, no gradient of theirs must be asked for.
+
+    Args:
+        module: a forward, functional; it is changed.
+        types: of its inputs.
+        active: positions of the inputs that want a gradient now. Others may at another order.
+    """
+    flags = _with_gradients(module, types, active)
+    output = module.graph.output_node()
+    new = list(outputs_of(module))
+    with module.graph.inserting_before(output):
+        for index, (node, has_gradient) in enumerate(zip(new, flags, strict=True)):
+            if not has_gradient:
+                new[index] = module.graph.call_function(torch.ops.aten.detach.default, (node,))
+                new[index].meta["val"] = node.meta["val"]
+    output.args = (tuple(new),)
+    module.recompile()
+
+
+def _with_gradients(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
+) -> list[bool]:
+    """Says of each result whether autograd gives it a gradient if every input wants one.
+
+    Some inputs cannot (a norm's running statistics): PyTorch says so where one does.
+    """
+    mode = new_fake_mode(module)
+
+    def run(wanting: Collection[int]) -> list[bool]:
+        inputs = [fake_tensor(mode, t).requires_grad_(i in wanting) for i, t in enumerate(types)]
+        with mode, sizes_kept_open(mode), torch.enable_grad():
+            results = ModalInterpreter(module).run_flat(inputs)
+        return [not isinstance(x, torch.Tensor) or x.requires_grad for x in results]
+
+    wanting = {i for i, type_ in enumerate(types) if type_.is_differentiable}
+    try:
+        return run(wanting)
+    except RuntimeError as error:
+        if NOT_DIFFERENTIABLE not in str(error):
+            raise
+    for index in wanting - set(active):
+        try:
+            run({*active, index})
+        except RuntimeError:
+            wanting.discard(index)
+    return run(wanting)

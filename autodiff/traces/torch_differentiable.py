@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .detach_points import StoppingInterpreter
+from .origins import StoppingInterpreter
 from .torch_make_fx import Decompositions
 from .torch_user_rules import dense_as
 

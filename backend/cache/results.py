@@ -24,8 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from ...autodiff.derivative import Derivative, Request
-from ...autodiff.traces.forwards import trace_forward
-from ...autodiff.traces.joint_trace import JointTrace
+from ...autodiff.traces.joint_trace import JointTrace, trace_forward
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.ir.leaf import flat_types, node_type
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of

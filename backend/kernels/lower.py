@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from ...autodiff.derivative import Recipe
-from ...autodiff.traces.forwards import trace_forward
+from ...autodiff.traces.joint_trace import trace_forward
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.derivation import DerivativeMark
+from ...autodiff.forward_mode.jets import Series
+from ...autodiff.higher_order.inner_gradients import DerivativeMark
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.freeze import Freezer, Identity

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ...autodiff.forward_mode.series import Series
+from ...autodiff.forward_mode.jets import Series
 from ...reuse.errors import PlanError, door
 from .transforms import (
     Function,

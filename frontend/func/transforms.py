@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...autodiff.forward_mode.series import Series
+from ...autodiff.forward_mode.jets import Series
 from ...reuse import torch_pytree
 from ...reuse.errors import PlanError, door
 from ..compiled_module import compile
