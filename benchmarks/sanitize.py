@@ -130,7 +130,7 @@ def overflow() -> None:
     """Writes behind a tensor."""
     import torch
 
-    from lazyinline.backend.kernels.source import bundle_text, kernel_source
+    from lazyinline.backend.kernels.bundles import bundle_text, kernel_source
     from lazyinline.backend.kernels.torch_builds import build_file
     from lazyinline.backend.launches.built_kernel import loaded_kernel
 

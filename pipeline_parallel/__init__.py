@@ -2,11 +2,9 @@
 
 actions           the action table, as a schedule of PyTorch lays it out
 rank_order        one rank's actions in order, what it holds, and how long transfers stay
-call_costs        what calls cost, forward and backward, and what they may save instead
 cut               one program per stage; composites that span stages are cut inside
-coloring          the stage of each call: by marks, by the order of execution, or balanced by cost
-split_backward    a backward in two halves: for what travels, and for parameters
-stage_derivative  one stage's forward and backward as programs
+coloring          the stage of each call: by marks, by order, or balanced by what calls cost
+stage_derivative  one stage's forward and backward as programs; a backward in two halves
 plan              the plan of a pipeline: stages, costs, memory, and a step of it in time
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
 steps             the steps that a schedule asks of a stage, and their counts

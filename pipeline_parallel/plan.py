@@ -24,7 +24,7 @@ from .actions import (
     Action,
     ActionTable,
 )
-from .call_costs import CallCosts
+from .coloring import CallCosts
 from .stage_derivative import StageDerivative
 
 Durations = Callable[[Action], float]

@@ -1,21 +1,262 @@
-"""One stage's forward and backward as programs.
+"""One stage's forward and backward as programs; the backward whole, or in two halves.
 
-Backward comes whole, or in two halves (gradients that travel, then gradients of parameters). All
-stages of a model share one :class:`Differentiator` and one :class:`Splitter`, so each different
+All stages of a model share one :class:`Differentiator` and one :class:`Splitter`, so each different
 closure is differentiated and split once, whatever the number of stages, layers and micro-batches.
+The first half gives the gradients that travel, the second those of parameters. Zero-bubble
+schedules send the gradient of a stage's input on as soon as it is known and fill
+waiting time with the gradients of its parameters. A closure is split by which of its outputs are
+needed early; nothing is computed twice except views. (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx
 
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
-from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Composite, ModelTensor, Program
-from ..reuse.ir.types import TensorType
+from ..autodiff.flat_structs import grouped
+from ..autodiff.flows import needed_calls
+from ..autodiff.traces.joint_cut import ancestors, extract
+from ..reuse.ir.leaf import flat_types, node_type
+from ..reuse.ir.operators import is_view, mutated_args
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    outputs_of,
+)
+from ..reuse.ir.types import StructType, TensorType, Type
 from .cut import Stage
-from .split_backward import Halves, Splitter
+
+Positions = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A closure split by its outputs.
+
+    Attributes:
+        early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then one
+            struct with what it carries over. None if no output is early.
+        late: takes that struct (if there is an early half), then the inputs ``late_inputs`` of the
+            whole; returns the other outputs. None if every output is early.
+    """
+
+    early: Closure | None
+    late: Closure | None
+    early_inputs: Positions
+    late_inputs: Positions
+    early_outputs: Positions
+    late_outputs: Positions
+
+
+class Splitter:
+    """Splits closures, each at most once per choice of early outputs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Closure, frozenset[int]], Halves] = {}
+
+    def split(self, closure: Closure, early: Iterable[int]) -> Halves:
+        """Returns the halves of a closure.
+
+        Args:
+            closure: a leaf or a composite.
+            early: positions of the outputs that are needed first.
+        """
+        key = (closure, frozenset(early))
+        if key not in self._known:
+            if isinstance(closure, Leaf):
+                self._known[key] = _split_leaf(closure, key[1])
+            else:
+                assert isinstance(closure, Composite), "pack and unpack are copied, not split"
+                self._known[key] = _BodySplit(self, closure, key[1]).halves()
+        return self._known[key]
+
+
+# ---- programs --------------------------------------------------------------------------------
+
+
+class _BodySplit:
+    """Splits one program body: each of its calls runs early, late, or in two halves itself."""
+
+    def __init__(self, splitter: Splitter, closure: Composite, early: frozenset[int]) -> None:
+        self._splitter = splitter
+        self._closure = closure
+        self._program = closure.program
+        outputs = self._program.outputs
+        self._early_outputs = tuple(i for i in range(len(outputs)) if i in early)
+        self._late_outputs = tuple(i for i in range(len(outputs)) if i not in early)
+        self._needed = {outputs[i] for i in self._early_outputs}
+        self._early_calls: list[Call] = []
+        self._late_calls: list[Call] = []
+
+    def halves(self) -> Halves:
+        for call in reversed(self._program.calls):
+            self._place(call)
+        self._early_calls.reverse()
+        self._late_calls.reverse()
+        program = self._program
+        late_results = [program.outputs[i] for i in self._late_outputs]
+        # Without the unpacking that only the early half needs.
+        late_calls = needed_calls(self._late_calls, late_results)
+        wanted = [v for call in late_calls for v in call.args] + late_results
+        made = {v for call in self._early_calls for v in call.results}
+        made_late = {v for call in late_calls for v in call.results}
+        carried = list(dict.fromkeys(v for v in wanted if v in made and v not in made_late))
+        late_inputs = _positions(program.inputs, wanted)
+        early = self._early_half(carried)
+        early_inputs = _positions(program.inputs, self._needed) if early else ()
+        late = self._late_half(late_calls, carried, late_inputs, has_early=early is not None)
+        outputs = (self._early_outputs, self._late_outputs)
+        return Halves(early, late, early_inputs, late_inputs, *outputs)
+
+    def _place(self, call: Call) -> None:
+        needed = [i for i, v in enumerate(call.results) if v in self._needed]
+        # Unpacking costs nothing: each half does it for what it needs.
+        if isinstance(call.closure, Unpack):
+            self._late_calls.append(call)
+            if needed:
+                self._run_early(call)
+        elif not needed:
+            self._late_calls.append(call)
+        elif len(needed) == len(call.results) or isinstance(call.closure, Pack):
+            self._run_early(call)
+        else:
+            self._split_call(call, needed)
+
+    def _run_early(self, call: Call) -> None:
+        self._early_calls.append(call)
+        self._needed.update(call.args)
+
+    def _split_call(self, call: Call, needed: Sequence[int]) -> None:
+        halves = self._splitter.split(call.closure, needed)
+        # Some results are early and some are not, so there is something in both halves.
+        assert halves.early is not None and halves.late is not None
+        carried = Value(halves.early.output_types[-1], "carried")
+        args = tuple(call.args[i] for i in halves.early_inputs)
+        results = (*(call.results[i] for i in halves.early_outputs), carried)
+        self._run_early(Call(halves.early, args, results, call.path))
+        late_args = (carried, *(call.args[i] for i in halves.late_inputs))
+        late_results = tuple(call.results[i] for i in halves.late_outputs)
+        self._late_calls.append(Call(halves.late, late_args, late_results, call.path))
+
+    def _early_half(self, carried: Sequence[Value]) -> Composite | None:
+        if not self._early_outputs:
+            return None
+        struct = StructType(tuple(v.type for v in carried))
+        packed = Value(struct, "carried")
+        program = self._program
+        body = Program(
+            tuple(v for v in program.inputs if v in self._needed),
+            (*self._early_calls, Call(Pack(struct), tuple(carried), (packed,))),
+            (*(program.outputs[i] for i in self._early_outputs), packed),
+        )
+        return Composite(f"{self._closure.name}.early", body)
+
+    def _late_half(
+        self,
+        calls: Sequence[Call],
+        carried: Sequence[Value],
+        late_inputs: Positions,
+        *,
+        has_early: bool,
+    ) -> Composite | None:
+        if not self._late_outputs:
+            return None
+        inputs = tuple(self._program.inputs[i] for i in late_inputs)
+        outputs = tuple(self._program.outputs[i] for i in self._late_outputs)
+        if has_early:
+            struct = StructType(tuple(v.type for v in carried))
+            packed = Value(struct, "carried")
+            inputs = (packed, *inputs)
+            calls = (Call(Unpack(struct), (packed,), tuple(carried)), *calls)
+        return Composite(f"{self._closure.name}.late", Program(inputs, tuple(calls), outputs))
+
+
+def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:
+    among = set(wanted)
+    return tuple(i for i, v in enumerate(inputs) if v in among)
+
+
+# ---- leaves ----------------------------------------------------------------------------------
+
+
+def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
+    groups = list(grouped(outputs_of(leaf.module), leaf.output_types))
+    early_outputs = tuple(i for i in range(len(groups)) if i in early)
+    late_outputs = tuple(i for i in range(len(groups)) if i not in early)
+    early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
+    late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
+    # Order counts where something is changed in place: all of it runs early.
+    changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
+    first = _with_picks(leaf, ancestors([*early_results, *changing]))
+    # A view is made again in the late half: carrying it over would keep the same memory.
+    ends = first if changing else {n for n in first if not _is_free(n)}
+    second = ancestors(late_results, ends)
+    carried = [n for n in leaf.nodes if n in second and n in ends]
+    carried_type = StructType(tuple(map(node_type, carried)))
+    entries = list(grouped(leaf.entries, leaf.input_types))
+    early_inputs = tuple(i for i, group in enumerate(entries) if not first.isdisjoint(group))
+    late_inputs = tuple(i for i, group in enumerate(entries) if not second.isdisjoint(group))
+    early_leaf = None
+    if early_outputs:
+        types = [leaf.output_types[i] for i in early_outputs]
+        module = extract(
+            leaf.module,
+            [n for i in early_inputs for n in entries[i]],
+            [*early_results, *carried],
+            also=changing,
+        )
+        given = [leaf.input_types[i] for i in early_inputs]
+        early_leaf = _half(leaf, "early", module, given, [*types, carried_type])
+    late_leaf = None
+    if late_outputs:
+        module = extract(
+            leaf.module, [*carried, *(n for i in late_inputs for n in entries[i])], late_results
+        )
+        struct = [carried_type] if early_outputs else []
+        given = [*struct, *(leaf.input_types[i] for i in late_inputs)]
+        late_leaf = _half(leaf, "late", module, given, [leaf.output_types[i] for i in late_outputs])
+    return Halves(early_leaf, late_leaf, early_inputs, late_inputs, early_outputs, late_outputs)
+
+
+def _half(
+    leaf: Leaf,
+    suffix: str,
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Type],
+    outputs: Sequence[Type],
+) -> Leaf:
+    return replace(
+        leaf,
+        name=f"{leaf.name}.{suffix}",
+        module=module,
+        input_types=tuple(inputs),
+        output_types=tuple(outputs),
+        input_names=(),
+    )
+
+
+def _with_picks(leaf: Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Adds the picks of results of operators that return several: only tensors can be carried."""
+    picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
+    return nodes | picks
+
+
+def _is_free(node: torch.fx.Node) -> bool:
+    """Whether a node costs nothing to run in both halves: a view of something."""
+    return is_view(node) and len(node.all_input_nodes) == 1
+
 
 Chosen = Callable[[Stage, Request], Request]
 """Gives the request for a stage's backward a choice."""

@@ -1,8 +1,7 @@
 """Chooses, per call, which tensors are saved for backward and which are computed again.
 
 policy       what a user asks for
-measured     what operators take here, where a budget asks for that
-cut_problem  one leaf's forward values, and what saving some of them means
+cut_problem  one leaf's forward values, what saving some of them means, what operators take here
 sizes_at     where sizes are symbols: the numbers that all this is weighed at
 solver       exact cuts of one closure; exact spread over the calls of any number
 planner      the choice of a policy, and the frontier of each closure

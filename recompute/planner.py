@@ -11,8 +11,7 @@ from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request,
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
-from .cut_problem import CutProblem
-from .measured import ValueCosts
+from .cut_problem import CutProblem, ValueCosts
 from .sizes_at import SizesAt
 
 _NUM_POINTS = 16  # budgets solved for per leaf

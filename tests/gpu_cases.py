@@ -24,7 +24,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.gpu.streams import may_move, on_two_streams
+from lazyinline.backend.gpu.roofline import may_move, on_two_streams
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.launches.kernel_list import KernelList, View
 from lazyinline.backend.run import planned

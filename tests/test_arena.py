@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem_csv import read_problem_csv, write_offsets_csv
 
-from lazyinline.backend.arena import packing
+from lazyinline.backend.arena import live_ranges as packing
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers, IntArray, breadth, lower_bound
 from lazyinline.backend.arena.repeats import chains, patterns, splits

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.kernels.source import guarded
+from lazyinline.backend.kernels.bundles import guarded
 
 SHAPE = (64, 64)  # as much as is given to several threads
 

@@ -20,8 +20,16 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 import lazyinline
 from lazyinline.backend.files.disk import open_store
 from lazyinline.backend.kernels import torch_builds
-from lazyinline.backend.kernels.bundles import BuiltKernels, Bundles, Promise, kept
-from lazyinline.backend.kernels.source import HEADER, KernelSource, bundle_text, kernel_source
+from lazyinline.backend.kernels.bundles import (
+    HEADER,
+    BuiltKernels,
+    Bundles,
+    KernelSource,
+    Promise,
+    bundle_text,
+    kept,
+    kernel_source,
+)
 from lazyinline.backend.kernels.torch_builds import build_file, deferred_builds
 from lazyinline.backend.launches import torch_facts, torch_native
 from lazyinline.backend.launches.built_kernel import BuiltKernel

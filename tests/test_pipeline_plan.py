@@ -17,8 +17,7 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import plan_rows
 from lazyinline.frontend.pipeline import ShownPlan, plan_page
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
-from lazyinline.pipeline_parallel.call_costs import CallCosts
-from lazyinline.pipeline_parallel.coloring import color_balanced
+from lazyinline.pipeline_parallel.coloring import CallCosts, color_balanced
 from lazyinline.pipeline_parallel.cut import cut_program
 from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, make_plan, simulate
 from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages

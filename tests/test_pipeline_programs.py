@@ -25,7 +25,7 @@ from lazyinline.pipeline_parallel.coloring import (
     units_of,
 )
 from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
-from lazyinline.pipeline_parallel.split_backward import Splitter
+from lazyinline.pipeline_parallel.stage_derivative import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput

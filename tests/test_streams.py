@@ -27,9 +27,14 @@ from stream_orders import (
 )
 from test_planned import subject
 
-from lazyinline.backend.gpu import streams
-from lazyinline.backend.gpu.roofline import is_product
-from lazyinline.backend.gpu.streams import accesses, may_move, on_two_streams, with_streams
+from lazyinline.backend.gpu import roofline
+from lazyinline.backend.gpu.roofline import (
+    accesses,
+    is_product,
+    may_move,
+    on_two_streams,
+    with_streams,
+)
 from lazyinline.backend.gpu.targets import Place, target_named
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel, read_only_arguments
 from lazyinline.backend.kernels.torch_recorder import record_graph
@@ -118,7 +123,7 @@ def test_a_missing_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof of the proof: without what launches wait for, it fails."""
 
     def without_waits(kernels: KernelList, second: Any) -> KernelList:
-        made = streams.on_two_streams(kernels, second)
+        made = roofline.on_two_streams(kernels, second)
         entry = {n: (-1,) for n in second}
         launches = [replace(x, waits_for=entry.get(n, ())) for n, x in enumerate(made.launches)]
         return replace(made, launches=tuple(launches))

@@ -6,9 +6,9 @@ and stops as soon as one reaches the lower bound:
 
 1. the program repeats its calls: plan repeated scratch once, colour equal long-lived buffers
    (:mod:`.repeats`); near-linear time, for any number of buffers
-2. best fit along time (:func:`.packing.sweep`)
+2. best fit along time (:func:`.live_ranges.sweep`)
 3. first fit along several orders, each improved by moving up the buffers that end above the lower
-   bound, on chains of equal buffers (:func:`.packing.attempts`); quadratic time
+   bound, on chains of equal buffers (:func:`.live_ranges.attempts`); quadratic time
 4. few buffers, or few once repeats are joined: exact search (``exact``), of so many steps
 
 What is worth trying is decided by a model of its cost, not by a clock: a plan does not depend on
@@ -22,8 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .live_ranges import Buffers, IntArray, lower_bound
-from .packing import ExactSearch, FirstFit, attempts, first_fit, orders, sweep
+from .live_ranges import (
+    Buffers,
+    ExactSearch,
+    FirstFit,
+    IntArray,
+    attempts,
+    first_fit,
+    lower_bound,
+    orders,
+    sweep,
+)
 from .repeats import (
     Contraction,
     Layers,
@@ -102,7 +111,7 @@ def plan(
         effort_s: what to spend on finding a better plan, in seconds of a nominal machine. The same
             effort gives the same plan everywhere. The near-linear part is always done.
         enough: ratio of peak to lower bound at which to stop.
-        fit: does what :func:`.packing.first_fit` does; the plan is the same, and sooner there.
+        fit: does what :func:`.live_ranges.first_fit` does; the plan is the same, and sooner there.
         exact: searches where these plans are not enough, with the same effort again; None for not.
     """
     padded = buffers.aligned(alignment)

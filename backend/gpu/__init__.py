@@ -3,6 +3,5 @@
 targets       what is known of each GPU; where a program runs, and one CUDA graph of it
 torch_gpu     adapter: what Inductor asks of a GPU, answered for one that is not here
 torch_triton  adapter: Triton kernels as machine code, and as something to launch
-roofline      how long a GPU will need at least
-streams       two streams for one closure: which launches are on the second, which wait
+roofline      how long a GPU will need at least, and which launches gain by a second stream
 """

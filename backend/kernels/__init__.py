@@ -4,8 +4,7 @@ lower              kernels for each different leaf closure, once; by eager, oper
 torch_inductor     adapter: TorchInductor as a kernel maker for one ATen graph
 torch_corrections  adapter: what Inductor would decompose or write otherwise than eager runs
 torch_builds       adapter: how Inductor has its C++ built
-bundles            many C++ kernels, built by one run of the compiler, each once
-source             the text of Inductor's C++ kernels, their parallel regions made safe
+bundles            C++ kernels, their text made safe, many built by one run of the compiler
 torch_recorder     adapter: the kernel list of a closure, recorded in one run on fake tensors
 torch_attention    adapter: which attention runs on a CPU and on a GPU, and its scratch
 """

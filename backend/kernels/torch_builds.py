@@ -4,7 +4,7 @@ Inductor builds a shared object per CPU kernel, with a Python binding in each. W
 :func:`deferred_builds` its kernels are collected instead and built many at a time
 (:mod:`.bundles`), with Inductor's own flags and headers, so that each gives the same
 numbers. A kernel that is not the one plain function that is expected goes Inductor's own way.
-Either way it is made safe first (:func:`.source.guarded`).
+Either way it is made safe first (:func:`.bundles.guarded`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ..files.disk import open_store
 from ..files.torch_folder import DamagedObjectError, own_folder, sound_code, sound_object
 from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import native_library
-from .bundles import BuiltKernels, Bundles, Promise, kept
-from .source import HEADER, guarded, kernel_source
+from .bundles import HEADER, BuiltKernels, Bundles, Promise, guarded, kept, kernel_source
 
 _STORE = "lazyinline"  # in Inductor's folder, so that a clear of results builds nothing again
 _FORMAT = 1

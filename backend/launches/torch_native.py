@@ -164,7 +164,7 @@ def _native_of(library: ctypes.CDLL) -> NativeLibrary:
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Does what :func:`..arena.packing.first_fit` does, some ten times faster.
+    """Does what :func:`..arena.live_ranges.first_fit` does, some ten times faster.
 
     Raises:
         NotBuiltError: if the library cannot be built.
@@ -180,7 +180,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
 
 
 def exact_search(buffers: Buffers, enough: int, peak: int, steps: int) -> IntArray | None:
-    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.packing.ExactSearch`.
+    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.live_ranges.ExactSearch`.
 
     Raises:
         NotBuiltError: if the library cannot be built.

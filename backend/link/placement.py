@@ -24,8 +24,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
-from ..arena.live_ranges import Buffers, IntArray, lower_bound
-from ..arena.packing import lowest_gap
+from ..arena.live_ranges import Buffers, IntArray, lower_bound, lowest_gap
 from ..gpu.targets import HERE, Place
 from ..gpu.torch_triton import aligned_arguments
 from ..launches import torch_native

@@ -22,7 +22,7 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
-from ..gpu.streams import with_streams
+from ..gpu.roofline import with_streams
 from ..gpu.targets import Capture, Place, capture_graph
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from ...autodiff.derivative import Choice, Differentiator, Request
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
+from ...recompute.cut_problem import Measured, ValueCosts
 from ...recompute.fit_budget import BudgetFit, Peaks
-from ...recompute.measured import Measured, ValueCosts
 from ...recompute.planner import Planner, policy_of
 from ...recompute.policy import Budget, Policy
 from ...recompute.sizes_at import SizesAt

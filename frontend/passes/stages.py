@@ -17,8 +17,7 @@ from ...pipeline_parallel.cut import Stage, cut_program
 from ...pipeline_parallel.plan import make_plan
 from ...pipeline_parallel.process_groups import users_of
 from ...pipeline_parallel.rank_order import StageMemory, bytes_beside, rank_order
-from ...pipeline_parallel.split_backward import Splitter
-from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.policy import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
