@@ -76,7 +76,7 @@ def control_derivative(differentiator: _Differentiator, asked: Asked) -> Derivat
 def _of_choice(differentiator: _Differentiator, asked: Asked, control: Choose) -> Derivative | None:
     leaf = asked.leaf
     inputs = [i - 1 for i in asked.inputs if i]  # the bodies do not take the number
-    found = [differentiator.vjp(body, inputs, asked.outputs) for body in control.bodies]
+    found = [differentiator.run_again(body, inputs, asked.outputs) for body in control.bodies]
     made = [one for one in found if one is not None]
     if not made:
         return None
@@ -116,10 +116,8 @@ def _backward_branch(
     seeds = {i: Value(cotangent_type(body.output_types[i])) for i in seeded}
     calls, found = [], {}
     if derivative is not None:
-        results = [Value(t) for t in body.output_types]
-        saved = Value(derivative.saved_type, "saved")
-        calls.append(Call(derivative.forward, tuple(operands), (*results, saved)))
-        calls.append(_backward_call(derivative, saved, operands, results, seeds))
+        saved = _packed(derivative.saved_type, iter(()), calls)  # what was drawn: nothing is
+        calls.append(_backward_call(derivative, saved, operands, (), seeds))
         found = dict(zip(derivative.gradient_inputs, calls[-1].results, strict=True))
     for i in gradients:
         if i not in found:
