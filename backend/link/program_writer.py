@@ -127,10 +127,14 @@ class CodeWriter:
     def _shown(self, launch: PlacedLaunch) -> None:
         """Writes one launch in a range of its own, inside that of its block."""
         self._enter(launch.block)
-        self._lines.append(f"  launched = begin({launch.launch.name!r})")
+        # What bears its closure's name is all that the block launches.
+        is_own = launch.of is None or launch.launch.name != launch.of.leaf.name
+        if is_own:
+            self._lines.append(f"  launched = begin({launch.launch.name!r})")
         self._add(launch)
         self._flush()
-        self._lines.append("  end(launched)")
+        if is_own:
+            self._lines.append("  end(launched)")
 
     def _enter(self, block: str) -> None:
         """Writes the end of one block's range and the beginning of the next one's."""
