@@ -114,7 +114,7 @@ def _backward_branch(
     """Returns what a body's gradients are computed by, from its operands and the cotangents."""
     operands = _inputs(body)
     seeds = {i: Value(cotangent_type(body.output_types[i])) for i in seeded}
-    calls, found = [], {}
+    calls, found = list[Call](), {}
     if derivative is not None:
         saved = _packed(derivative.saved_type, iter(()), calls)  # what was drawn: nothing is
         calls.append(_backward_call(derivative, saved, operands, (), seeds))

@@ -12,10 +12,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (23_520, 96),
     "reuse": (8_060, 37),  # the printer writes all of a program, and a parser reads it
-    "autodiff": (6_660, 38),
-    "recompute": (1_350, 9),
-    "pipeline_parallel": (2_980, 12),
-    "backend": (12_470, 54),
+    "autodiff": (6_600, 32),
+    "recompute": (1_340, 8),
+    "pipeline_parallel": (2_970, 10),
+    "backend": (12_310, 49),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
