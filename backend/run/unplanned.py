@@ -17,7 +17,7 @@ from .planned import closures_run
 
 
 class UnplannedRank:
-    """The parts of a rank's units, run as :class:`.rank_program.RankProgram` runs them, without a plan.
+    """The parts of a rank's units, run as :class:`.rank_program.RankProgram` runs them.
 
     Args:
         units: the parts of each unit, in the order in which a flight runs them.
