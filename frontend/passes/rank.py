@@ -28,8 +28,7 @@ from ...pipeline_parallel.actions import (
     FORWARD,
     ActionTable,
 )
-from ...pipeline_parallel.call_costs import CallCosts
-from ...pipeline_parallel.coloring import color_balanced, color_by_marks, color_evenly
+from ...pipeline_parallel.coloring import CallCosts, color_balanced, color_by_marks, color_evenly
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan
 from ...pipeline_parallel.rank_order import Boundaries, RankOrder
