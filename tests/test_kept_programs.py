@@ -3,7 +3,6 @@
 import functools
 import logging
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import num_calls
+from models import Around
 from torch import nn
 
 import lazyinline
@@ -33,22 +34,19 @@ def warn_once(text: str) -> None:
     logger.warning(text)
 
 
-class Talking(nn.Module):
+def talking(layers: Any, x: torch.Tensor) -> torch.Tensor:
     """Says once what it does, as models of libraries do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        warn_once("the loss type is unknown")
-        logger.info("the loss type is unknown")
-        return self.linear(x)
+    warn_once("the loss type is unknown")
+    logger.info("the loss type is unknown")
+    return layers[0](x)  # type: ignore[no-any-return]
 
 
 def test_what_the_process_does_beside_a_model_that_logs_compiles_nothing_anew() -> None:
     logger.addHandler(logging.NullHandler())
-    compiled, x = lazyinline.compile(Talking(), backend="eager"), torch.ones(2, 3)
+    compiled, x = (
+        lazyinline.compile(Around(talking, nn.Linear(3, 3)), backend="eager"),
+        torch.ones(2, 3),
+    )
     going = threading.Event()
     thread = threading.Thread(target=going.wait)
     with warnings.catch_warnings():
@@ -157,8 +155,14 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
 # ---- the cost of noticing --------------------------------------------------------------------
 
 
+def calls_of(function: Callable[[], object]) -> int:
+    """Counts the calls of a function once it has run."""
+    function()
+    return num_calls(function)
+
+
 @pytest.mark.sweep
-def test_noticing_takes_no_line_of_python_and_few_facts_per_block(
+def test_noticing_takes_no_call_of_python_and_few_facts_per_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a Hugging Face Llama block: 13 modules, 9 tensors, 16 attributes read (and room for more).
@@ -190,30 +194,11 @@ def test_noticing_takes_no_line_of_python_and_few_facts_per_block(
         num_facts.append(sum(map(len, facts)) // 3)  # each an owner, a name and an object
         return True
 
-    few, many = (num_lines(guard(layers)) for layers in (2, 34))
+    few, many = (calls_of(guard(layers)) for layers in (2, 34))
     assert few > 0 and many - few < 32, (few, many)
     monkeypatch.setattr(Runtime, "hold", staticmethod(hold))
     few, many = (guard(layers)() and num_facts[-1] for layers in (2, 34))
     assert 13 + 9 + 16 <= (many - few) / 32 <= 13 * 16 + 9 + 2 * 16, (few, many)
-
-
-def num_lines(function: Callable[[], object]) -> int:
-    """Counts the lines of Python that a function runs, its own and those of what it calls."""
-    count = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    function()
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:

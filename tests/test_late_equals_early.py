@@ -36,7 +36,6 @@ from lazyinline.reuse.ir.program import (
     Call,
     Composite,
     Leaf,
-    Pack,
     Program,
     Unpack,
     Value,
@@ -110,28 +109,20 @@ def test_random_programs_cover_what_they_should() -> None:
         closures = count_calls(program)
         bodies = [program, *(c.program for c in closures if isinstance(c, Composite))]
         types = {v.type for b in bodies for c in b.calls for v in (*c.args, *c.results)}
+        kinds = {kind: [c for c in closures if isinstance(c, kind)] for kind in (Composite, Leaf)}
+        shared = {kind: any(closures[c] > 1 for c in kinds[kind]) for kind in kinds}
+        takes = [t for c in kinds[Composite] for t in c.input_types]
+        makes = [t for c in kinds[Leaf] for t in c.output_types]
         seen["depth 3"] += max(closure_depth(c.closure) for c in program.calls) >= 3
-        seen["shared composite"] += any(
-            n > 1 and isinstance(c, Composite) for c, n in closures.items()
-        )
-        seen["shared leaf"] += any(n > 1 and isinstance(c, Leaf) for c, n in closures.items())
+        seen["shared composite"] += shared[Composite]
+        seen["shared leaf"] += shared[Leaf]
         seen["same value twice to one call"] += any(
             len(set(call.args)) < len(call.args) for b in bodies for call in b.calls
         )
         seen["value returned twice"] += any(len(set(b.outputs)) < len(b.outputs) for b in bodies)
         seen["input returned"] += any(set(b.outputs) & set(b.inputs) for b in bodies)
-        seen["struct passed to a composite"] += any(
-            isinstance(t, StructType)
-            for c in closures
-            if isinstance(c, Composite)
-            for t in c.input_types
-        )
-        seen["struct made by a leaf"] += any(
-            isinstance(t, StructType)
-            for c in closures
-            if isinstance(c, Leaf)
-            for t in c.output_types
-        )
+        seen["struct passed to a composite"] += any(isinstance(t, StructType) for t in takes)
+        seen["struct made by a leaf"] += any(isinstance(t, StructType) for t in makes)
         seen["struct taken apart"] += any(isinstance(c, Unpack) for c in closures)
         seen["broadcast value"] += any(isinstance(t, TensorType) and not t.is_dense for t in types)
         seen["merged into one leaf"] += not has_structs(remove_unused_packs(inline_calls(program)))
@@ -167,23 +158,6 @@ def test_inlining_a_program_of_leaf_calls_changes_nothing() -> None:
     call = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
     program = Program((x,), (call,), call.results)
     assert inline_calls(program) is program
-
-
-def test_struct_that_stays_inside_leaves_no_pack_behind() -> None:
-    struct = StructType((MATRIX, MATRIX))
-    x, packed = Value(MATRIX), Value(struct)
-    first, second = Value(MATRIX), Value(MATRIX)
-    sine = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
-    total = Call(binary_leaf(aten.add.Tensor), (first, second), (Value(MATRIX),))
-    calls = (
-        sine,
-        Call(Pack(struct), (x, *sine.results), (packed,)),
-        Call(Unpack(struct), (packed,), (first, second)),
-        total,
-    )
-    program = verify(Program((x,), calls, total.results))
-    lean = verify(remove_unused_packs(inline_calls(program)), "flat")
-    assert [call.closure for call in lean.calls] == [sine.closure, total.closure]
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -281,60 +255,10 @@ def test_gradient_seeds_cover_what_they_should() -> None:
     assert {what for what, count in seen.items() if count < 10} == set(), seen
 
 
-def product_program(calls: int) -> Program:
-    """A chain of calls on one closure, x -> x * w, each with its own w."""
-    closure = Composite("block", one_call(binary_leaf(aten.mul.Tensor, name="product")))
-    x = Value(MATRIX, "x")
-    weights = tuple(Value(MATRIX, f"w{i}") for i in range(calls))
-    made, value = [], x
-    for index, weight in enumerate(weights):
-        made.append(Call(closure, (value, weight), (Value(MATRIX),), f"layers.{index}"))
-        value = made[-1].results[0]
-    return verify(Program((x, *weights), tuple(made), (value,)))
-
-
 def one_call(leaf: Leaf) -> Program:
     inputs = tuple(Value(t) for t in leaf.input_types)
     call = Call(leaf, inputs, tuple(Value(t) for t in leaf.output_types))
     return Program(inputs, (call,), call.results)
-
-
-@pytest.mark.parametrize("wanted_input", [True, False])
-def test_derivative_is_made_once_per_closure_whatever_the_depth(wanted_input: bool) -> None:
-    """With a frozen x the first call differs from the others: only its weight has a gradient."""
-    made: list[Leaf] = []
-
-    def recipe(leaf: Leaf) -> Recipe:
-        made.append(leaf)
-        return Recipe()
-
-    counts = []
-    for calls in (4, 24):
-        made.clear()
-        program = product_program(calls)
-        wanted = range(0 if wanted_input else 1, calls + 1)
-        derivative = Differentiator(recipe).vjp(Composite("main", program), list(wanted), [0])
-        assert derivative is not None
-        assert isinstance(derivative.forward, Composite)
-        assert isinstance(derivative.backward, Composite)
-        assert len(derivative.gradient_inputs) == len(wanted)
-        programs = (derivative.forward.program, derivative.backward.program)
-        composites = [{c for c in p.closures if isinstance(c, Composite)} for p in programs]
-        counts.append((len(made), *map(len, composites)))
-    # One derivative for the calls in the middle, and one more for the first where x is frozen.
-    expected = 1 if wanted_input else 2
-    assert counts == [(expected, expected, expected)] * 2
-
-
-def test_each_call_returns_what_it_saves_as_one_value() -> None:
-    derivative = Differentiator(lambda leaf: Recipe()).vjp(
-        Composite("main", product_program(5)), range(6), [0]
-    )
-    assert derivative is not None
-    assert isinstance(derivative.forward, Composite)
-    blocks = [c for c in derivative.forward.program.calls if isinstance(c.closure, Composite)]
-    assert len(blocks) == 5
-    assert all(len(call.results) == 2 for call in blocks)
 
 
 def test_no_gradient_flows_gives_no_derivative() -> None:
@@ -379,18 +303,3 @@ def test_frozen_weight_costs_nothing() -> None:
     ]
     assert leaf_nodes == [2, 1]
     assert both.kept_inputs == (0, 1) and one.kept_inputs == (1,)
-
-
-def test_value_used_by_several_calls_sums_its_cotangents() -> None:
-    double = unary_leaf(aten.neg.default, VECTOR)
-    x = Value(VECTOR)
-    calls = tuple(Call(double, (x,), (Value(VECTOR),)) for _ in range(3))
-    program = Program((x,), calls, tuple(c.results[0] for c in calls))
-    derivative = Differentiator(lambda leaf: Recipe()).vjp(
-        Composite("main", program), [0], [0, 1, 2]
-    )
-    assert derivative is not None
-    point = torch.zeros(4, dtype=torch.float64)
-    seeds = {i: torch.full((4,), 10.0**i, dtype=torch.float64) for i in range(3)}
-    _, found = gradients_by_closures(program, derivative, [point], seeds)
-    assert found[0].tolist() == [-111.0] * 4
