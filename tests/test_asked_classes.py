@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import collections  # noqa: F401, asked by text
 import dataclasses
 import functools
-import json
-import numbers
-import operator
+import json  # noqa: F401, asked by text
+import numbers  # noqa: F401, asked by text
+import operator  # noqa: F401, asked by text
 from collections.abc import Callable
 from typing import Any
 
@@ -82,58 +82,37 @@ def caught(action: Callable[[], Any]) -> float:
     return 3.0
 
 
-# What is asked of the length of the input, and whether one program is right for all lengths.
-ASKED: dict[str, tuple[Callable[[Tensor, Any], Any], bool]] = {
-    "isinstance int": (lambda x, n: 2.0 if isinstance(n, int) else 3.0, True),
-    "isinstance of two": (lambda x, n: 2.0 if isinstance(n, (float, int)) else 3.0, True),
-    "isinstance float": (lambda x, n: 2.0 if isinstance(n, float) else 3.0, True),
-    "isinstance str": (lambda x, n: 2.0 if isinstance(n, str) else 3.0, True),
-    "isinstance tensor": (lambda x, n: 2.0 if isinstance(n, Tensor) else 3.0, True),
-    "is_tensor": (lambda x, n: 2.0 if torch.is_tensor(n) else 3.0, True),
-    "is None": (lambda x, n: 2.0 if n is None else 3.0, True),
-    "Integral": (lambda x, n: 2.0 if isinstance(n, numbers.Integral) else 3.0, True),
-    "Number": (lambda x, n: 2.0 if isinstance(n, numbers.Number) else 3.0, True),
-    "Iterable": (lambda x, n: 2.0 if isinstance(n, collections.abc.Iterable) else 3.0, True),
-    "singledispatch": (lambda x, n: kind_of(n), True),
-    "match": (lambda x, n: matched(n), True),
-    "__class__": (lambda x, n: 2.0 if n.__class__ is int else 3.0, False),
-    "of a quotient": (lambda x, n: 2.0 if isinstance(n / 2, float) else 3.0, True),
-    "of a comparison": (lambda x, n: 2.0 if isinstance(n > 2, bool) else 3.0, True),
-    "type is": (lambda x, n: 2.0 if type(n) is int else 3.0, False),
-    "type ==": (lambda x, n: 2.0 if type(n) == int else 3.0, False),  # noqa: E721
-    "type in": (lambda x, n: 2.0 if type(n) in (int, float) else 3.0, False),
-    "type of a shape's": (lambda x, n: 2.0 if type(x.shape[0]) is int else 3.0, False),
-    "name of type": (lambda x, n: len(type(n).__name__), False),
-    "types": (lambda x, n: sum(2.0 for size in x.shape if type(size) is int), False),
-    "types in a list": (lambda x, n: len([s for s in x.shape if type(s) is int]), False),
-    "types of a list": (lambda x, n: counted([n, n]), False),
-    "issubclass": (lambda x, n: 2.0 if issubclass(type(n), int) else 3.0, False),
-    "is itself": (lambda x, n: 2.0 if x.shape[0] is x.shape[0] else 3.0, False),
-    "is True": (lambda x, n: 2.0 if (n > 2) is True else 3.0, False),
-    "is another": (lambda x, n: 2.0 if same(n, x.shape[0]) else 3.0, False),
-    "after other calls": (after_others, False),
-    "of a generator's": (lambda x, n: 2.0 if first_kind([n]) is int else 3.0, False),
-    "of a function's result": (lambda x, n: 2.0 if first_kind([x.dtype]) is int else 3.0, False),
-    "repr": (lambda x, n: TABLE.get(repr(n), 1.0), False),
-    "str": (lambda x, n: TABLE.get(str(n), 1.0), False),
-    "f-string": (lambda x, n: TABLE.get(f"{n}", 1.0), False),
-    "f-string with width": (lambda x, n: len(f"{n:>4}"), False),
-    "format": (lambda x, n: TABLE.get("{}".format(n), 1.0), False),  # noqa: UP032
-    "percent": (lambda x, n: TABLE.get("%d" % n, 1.0), False),  # noqa: UP031
-    "percent text": (lambda x, n: TABLE.get("%s" % n, 1.0), False),  # noqa: UP031
-    "repr of shape": (lambda x, n: TABLE.get(repr(x.shape), 1.0), False),
-    "str of a list": (lambda x, n: len(str([n, n])), False),
-    "key": (lambda x, n: {3: 3.0, 5: 5.0}.get(n, 1.0), False),
-    "hash": (lambda x, n: hash(n), False),
-    "json": (lambda x, n: TABLE.get(json.dumps(n), 1.0), False),
-    "json of a list": (lambda x, n: len(json.dumps([n], indent=1)), False),
-    "bit_length": (lambda x, n: n.bit_length(), False),
-    "hasattr": (lambda x, n: 2.0 if hasattr(n, "bit_length") else 3.0, False),
-    "numerator": (lambda x, n: n.numerator, False),
-    "real": (lambda x, n: n.real, False),
-    "caught": (lambda x, n: caught(lambda: n.bit_length()), False),
-    "index": (lambda x, n: operator.index(n), False),
-}
+# What is asked of the length ``n`` of the input ``x``, as text: truths and numbers. One program is
+# right for all lengths where the first ones are asked.
+OF_ALL = [
+    *("isinstance(n, int)", "isinstance(n, (float, int))", "isinstance(n, float)"),
+    *("isinstance(n, str)", "isinstance(n, Tensor)", "torch.is_tensor(n)", "n is None"),
+    *("isinstance(n, numbers.Integral)", "isinstance(n, numbers.Number)"),
+    *("isinstance(n, collections.abc.Iterable)", "kind_of(n)", "matched(n)"),
+    *("isinstance(n / 2, float)", "isinstance(n > 2, bool)"),
+]
+OF_EACH = [
+    *("n.__class__ is int", "type(n) is int", "type(n) == int", "type(n) in (int, float)"),
+    *("type(x.shape[0]) is int", "len(type(n).__name__)", "issubclass(type(n), int)"),
+    *("sum(2.0 for size in x.shape if type(size) is int)", "counted([n, n])"),
+    *("len([s for s in x.shape if type(s) is int])", "x.shape[0] is x.shape[0]"),
+    *("(n > 2) is True", "same(n, x.shape[0])", "after_others(x, n)"),
+    *("first_kind([n]) is int", "first_kind([x.dtype]) is int"),
+    *("TABLE.get(repr(n), 1.0)", "TABLE.get(str(n), 1.0)", "TABLE.get(f'{n}', 1.0)"),
+    *("len(f'{n:>4}')", "TABLE.get('{}'.format(n), 1.0)", "TABLE.get('%d' % n, 1.0)"),
+    *("TABLE.get('%s' % n, 1.0)", "TABLE.get(repr(x.shape), 1.0)", "len(str([n, n]))"),
+    *("{3: 3.0, 5: 5.0}.get(n, 1.0)", "hash(n)", "TABLE.get(json.dumps(n), 1.0)"),
+    *("len(json.dumps([n], indent=1))", "n.bit_length()", "hasattr(n, 'bit_length')"),
+    *("n.numerator", "n.real", "caught(lambda: n.bit_length())"),
+    "operator.index(n)",
+]
+
+
+def asked(text: str) -> Callable[[Tensor, Any], Any]:
+    """Returns a function that asks; a truth is 2.0 or 3.0."""
+    function = eval(f"lambda x, n: {text}", globals())
+    truth = eval(f"lambda x, n: 2.0 if {text} else 3.0", globals())
+    return truth if isinstance(function(torch.ones(3, 2), 3), bool) else function
 
 
 class Asking(nn.Module):
@@ -148,8 +127,6 @@ class Asking(nn.Module):
 
 
 NUM_TOGETHER = 8
-OF_ALL = [name for name, (_, is_one) in ASKED.items() if is_one]
-OF_EACH = [name for name in ASKED if name not in OF_ALL]
 GROUPS = [
     n[i : i + NUM_TOGETHER] for n in (OF_ALL, OF_EACH) for i in range(0, len(n), NUM_TOGETHER)
 ]
@@ -157,7 +134,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
-    model = Asking(*(ASKED[name][0] for name in names))
+    model = Asking(*map(asked, names))
     run = lazyinline.compile(model, backend="eager")
     for length in (3, 4, 300, 5):
         x = torch.ones(length, 2)
@@ -197,10 +174,6 @@ def rebound(module: nn.Module, x: Any) -> bool:
     return found
 
 
-def among(module: nn.Module, x: Tensor) -> bool:
-    return sum([type(value) is Tensor for value in (x, None)]) == 1
-
-
 def looped(module: nn.Module, *values: Any) -> bool:
     return sum(type(value) is Tensor for value in (*values, None)) == 1
 
@@ -212,30 +185,21 @@ def in_a_loop(module: nn.Module, *values: Any) -> bool:
     return found
 
 
-OF_TENSORS: dict[str, Callable[[nn.Module, Tensor], bool]] = {
-    "is": lambda m, x: type(x) is Tensor,
-    "in": lambda m, x: type(x) in (Tensor, nn.Parameter),
-    "equals": lambda m, x: type(x) == Tensor,  # noqa: E721
-    "name": lambda m, x: type(x).__name__ == "Tensor",
-    "computed": lambda m, x: type(x + 1) is Tensor,
-    "called": lambda m, x: type(torch.relu(x)) is Tensor,
-    "item": lambda m, x: type(x[0]) is Tensor,
-    "parameter": lambda m, x: type(m.weight) is nn.Parameter,
-    "rebound": rebound,
-    "in a list": among,
-    "in a generator": looped,
-    "in a loop": in_a_loop,
-    "mapped": lambda m, x: next(map(type, [x])) is Tensor,
-    "dictionary": lambda m, x: {Tensor: True}.get(type(x), False),
-    "__class__": lambda m, x: x.__class__ is Tensor,
-    "class of parameter": lambda m, x: m.weight.__class__ is nn.Parameter,
-}
+# What is asked of a module ``m`` and a tensor ``x``.
+OF_TENSORS = [
+    *("type(x) is Tensor", "type(x) in (Tensor, nn.Parameter)", "type(x) == Tensor"),
+    *("type(x).__name__ == 'Tensor'", "type(x + 1) is Tensor", "type(torch.relu(x)) is Tensor"),
+    *("type(x[0]) is Tensor", "type(m.weight) is nn.Parameter", "rebound(m, x)"),
+    *("sum([type(value) is Tensor for value in (x, None)]) == 1", "looped(m, x)"),
+    *("in_a_loop(m, x)", "next(map(type, [x])) is Tensor", "{Tensor: True}.get(type(x), False)"),
+    *("x.__class__ is Tensor", "m.weight.__class__ is nn.Parameter"),
+]
 
 
 @pytest.mark.parametrize("way", OF_TENSORS)
 @pytest.mark.filterwarnings("ignore:.*runs eagerly")
 def test_the_class_of_a_tensor_is_eagers(way: str) -> None:
-    model = Held(OF_TENSORS[way])
+    model = Held(eval(f"lambda m, x: {way}", globals()))
     x = torch.ones(3, 2)
     torch.testing.assert_close(lazyinline.compile(model, backend="eager")(x), model(x))
 
@@ -262,25 +226,16 @@ class Output(generic.ModelOutput):
     y: Any = None
 
 
-def of_an_output(module: nn.Module, x: Tensor) -> bool:
-    return Output(x=x).x is x
-
-
-OF_OTHERS: dict[str, Callable[[nn.Module, Tensor], bool]] = {
-    "module": lambda m, x: type(m).__name__ == "Held",
-    "attribute": lambda m, x: type(m.training) is bool,
-    "isinstance": lambda m, x: isinstance(m.weight, nn.Parameter) and isinstance(x, Tensor),
-    "in an error that is not raised": refused,
-    "one of several": first,
-    "to make another": made_again,
-    "by transformers, of the only result": of_an_output,
-    "identity": lambda m, x: x is x and m.weight is not x,
-}
+OF_OTHERS = [
+    *("type(m).__name__ == 'Held'", "type(m.training) is bool", "refused(m, x)", "first(m, x)"),
+    *("isinstance(m.weight, nn.Parameter) and isinstance(x, Tensor)", "made_again(m, x)"),
+    *("Output(x=x).x is x", "x is x and m.weight is not x"),
+]
 
 
 @pytest.mark.parametrize("way", OF_OTHERS)
 def test_the_class_of_anything_else_is_asked_in_a_compiled_model(way: str) -> None:
-    model = Held(OF_OTHERS[way])
+    model = Held(eval(f"lambda m, x: {way}", globals()))
     x = torch.ones(3, 2)
     run = lazyinline.compile(model, backend="eager", fallback="error")
     torch.testing.assert_close(run(x), model(x))
