@@ -13,16 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import decoders as models
+import decoders
 import hugging_face
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
+from models import Around, block
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import lazyinline
-from lazyinline import VerifyError, lazy_inline
+from lazyinline import VerifyError
 from lazyinline.autodiff.derivative import Derivative
 from lazyinline.autodiff.torch_primitives import Reducer
 from lazyinline.frontend.capture.surroundings import one_at_a_time
@@ -58,26 +60,16 @@ def test_the_list_is_core_aten_and_names_what_it_lacks() -> None:
 # ---- the level -------------------------------------------------------------------------------
 
 
-@lazy_inline
-class Block(nn.Module):
-    def __init__(self, body: Callable[..., Tensor], width: int = 4) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.body = body
+def stack(body: Callable[..., Tensor], number: int = 3) -> nn.Module:
+    """Returns equal blocks, one after another, and a loss."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.linear(x))
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x.square().mean()
 
-
-class Stack(nn.Module):
-    """Equal blocks, one after another."""
-
-    def __init__(self, body: Callable[..., Tensor], number: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(body) for _ in range(number)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
+    kind = block(lambda self, x: body(self.linear(x)))
+    return Around(forward, *(kind() for _ in range(number))).float()
 
 
 def example() -> Tensor:
@@ -98,7 +90,7 @@ tripled.register_autograd(lambda context, gradient: tripled(gradient))
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("make", [models.gpt, models.llama], ids=["gpt", "llama"])
+@pytest.mark.parametrize("make", [decoders.gpt, decoders.llama], ids=["gpt", "llama"])
 @pytest.mark.sweep(keep="llama")
 def test_a_decoder_is_reduced_once_per_different_closure(make: Any, train: bool) -> None:
     model, args = make(3, **SMALL)
@@ -115,10 +107,7 @@ def test_a_decoder_is_reduced_once_per_different_closure(make: Any, train: bool)
 
 @pytest.mark.smoke
 def test_the_verifier_names_operator_closure_and_line() -> None:
-    def body(x: Tensor) -> Tensor:
-        return torch.nn.functional.silu(x)
-
-    captured = lazyinline.capture(Stack(body), (example(),))
+    captured = lazyinline.capture(stack(F.silu), (example(),))
     with pytest.raises(
         VerifyError, match=r"aten\.silu\.default \(@Block, from test_primitives\.py:"
     ):
@@ -127,7 +116,7 @@ def test_the_verifier_names_operator_closure_and_line() -> None:
 
 
 def test_a_custom_operator_stays_whole_and_is_named_at_its_line() -> None:
-    programs = reduced(Stack(lambda x: tripled(x).relu()), (example(),), train=True)
+    programs = reduced(stack(lambda x: tripled(x).relu()), (example(),), train=True)
     for part, program in programs.items():
         (found,) = not_primitive(program)
         assert found.operator == "lazyinline_tests.tripled.default"
@@ -145,13 +134,13 @@ def test_a_rule_of_the_users_reduces_a_custom_operator() -> None:
     halved.register_fake(torch.empty_like)
     halved.register_autograd(lambda context, gradient: halved(gradient))
     lazyinline.decomposition(torch.ops.lazyinline_tests.halved)(lambda x: x / 2)
-    programs = reduced(Stack(lambda x: halved(x).relu()), (example(),), train=True)
+    programs = reduced(stack(lambda x: halved(x).relu()), (example(),), train=True)
     for program in programs.values():
         verify(program, "primitive")
 
 
 def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
-    programs = reduced(Stack(torch.nn.functional.silu), (example(),), train=True)
+    programs = reduced(stack(F.silu), (example(),), train=True)
     for program in programs.values():
         for leaf in walk_closures(program):
             if isinstance(leaf, Leaf) and leaf.name != "add":
@@ -218,89 +207,74 @@ def assert_reduced_equals_eager(
             torch.testing.assert_close(results[output], after)
 
 
-@pytest.mark.parametrize("make", [models.gpt, models.llama], ids=["gpt", "llama"])
+@pytest.mark.parametrize("make", [decoders.gpt, decoders.llama], ids=["gpt", "llama"])
 def test_a_decoder_of_primitives_computes_what_eager_does(make: Any) -> None:
     assert_reduced_equals_eager(*make(2, **SMALL))
 
 
 def test_dropout_draws_the_masks_of_eager() -> None:
-    assert_reduced_equals_eager(*models.gpt(2, dropout=0.3, **SMALL))
+    assert_reduced_equals_eager(*decoders.gpt(2, dropout=0.3, **SMALL))
 
 
-class Image(nn.Module):
+def image(layers: Any, x: Tensor) -> Tensor:
     """Convolutions, norms that write their statistics, pooling, resizing, padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate")
-        self.norm = nn.BatchNorm2d(4)
-        self.group = nn.GroupNorm(2, 4)
-        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.gelu(self.norm(self.first(x)))
-        x = nn.functional.max_pool2d(self.group(x), 2)
-        x = nn.functional.interpolate(self.up(x), size=5, mode="bilinear")
-        x = nn.functional.adaptive_avg_pool2d(nn.functional.elu(x), 3)
-        return nn.functional.cross_entropy(x.flatten(1), torch.tensor([1, 4]))
+    first, norm, group, up = layers
+    x = F.gelu(norm(first(x)))
+    x = F.max_pool2d(group(x), 2)
+    x = F.interpolate(up(x), size=5, mode="bilinear")
+    x = F.adaptive_avg_pool2d(F.elu(x), 3)
+    return F.cross_entropy(x.flatten(1), torch.tensor([1, 4]))
 
 
-class Written(nn.Module):
+def written(layers: Any, x: Tensor) -> Tensor:
     """Writes in place, through views and at indices, and takes attention with a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).reshape(6, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
-        y[0].mul_(2)
-        y.t()[1].add_(x[:, 0])
-        z = y.clone().index_put_((torch.tensor([0, 0]),), x[:2], accumulate=True)
-        q = z.reshape(1, 2, 3, 6)
-        mask = torch.tensor([True, False, True]).expand(3, 3)
-        h = nn.functional.scaled_dot_product_attention(q, q * 2, q.tanh(), attn_mask=mask)
-        return h.logsumexp(-1).sum() + z.masked_fill(z > 1, 0).cumsum(0).std()
+    y = layers[0](x)
+    y[0].mul_(2)
+    y.t()[1].add_(x[:, 0])
+    z = y.clone().index_put_((torch.tensor([0, 0]),), x[:2], accumulate=True)
+    q = z.reshape(1, 2, 3, 6)
+    mask = torch.tensor([True, False, True]).expand(3, 3)
+    h = F.scaled_dot_product_attention(q, q * 2, q.tanh(), attn_mask=mask)
+    return h.logsumexp(-1).sum() + z.masked_fill(z > 1, 0).cumsum(0).std()
 
 
-class Turned(nn.Module):
+def turned(layers: Any, x: Tensor) -> Tensor:
     """Complex numbers: a rotation written as polar, a spectrum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        turn = torch.polar(torch.ones(2), torch.tensor([0.3, 0.7]))
-        z = torch.view_as_complex((x @ self.weight).reshape(-1, 2, 2)) * turn
-        return (
-            torch.view_as_real(z.conj().resolve_conj() * z).sum()
-            + torch.fft.rfft(x * self.weight[0]).abs().sum()
-        )
+    turn = torch.polar(torch.ones(2), torch.tensor([0.3, 0.7]))
+    z = torch.view_as_complex(layers[0](x).reshape(-1, 2, 2)) * turn
+    spectrum = torch.fft.rfft(x * layers[0].weight[0]).abs().sum()
+    return torch.view_as_real(z.conj().resolve_conj() * z).sum() + spectrum
 
 
-class Choosing(nn.Module):
+def choosing(layers: Any, x: Tensor) -> Tensor:
     """A product of each group of rows with a matrix of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([2, 2, 6], dtype=torch.int32)
-        return torch._grouped_mm(x, self.weight, offs=ends).sin().sum()
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    return torch._grouped_mm(x, layers[0].weight.view(3, 8, 4), offs=ends).sin().sum()
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [(Image, (2, 1, 6, 6)), (Written, (6, 6)), (Turned, (4, 4)), (Choosing, (6, 8))],
-    ids=["image", "written", "turned", "choosing"],
+def unbiased(size: int, results: int | None = None) -> nn.Module:
+    return nn.Linear(size, results or size, bias=False)
+
+
+IMAGE_LAYERS: tuple[Callable[[], nn.Module], ...] = (
+    lambda: nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate"),
+    lambda: nn.BatchNorm2d(4),
+    lambda: nn.GroupNorm(2, 4),
+    lambda: nn.ConvTranspose2d(4, 2, 2, stride=2),
 )
-def test_models_of_primitives_compute_what_eager_does(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+MODELS: dict[str, tuple[Any, tuple[Callable[[], nn.Module], ...], tuple[int, ...]]] = {
+    "image": (image, IMAGE_LAYERS, (2, 1, 6, 6)),
+    "written": (written, (lambda: unbiased(6),), (6, 6)),
+    "turned": (turned, (lambda: unbiased(4),), (4, 4)),
+    "choosing": (choosing, (lambda: unbiased(8, 12),), (6, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_primitives_compute_what_eager_does(name: str) -> None:
+    forward, layers, shape = MODELS[name]
     torch.manual_seed(0)
-    model = make()
+    model = Around(forward, *(make() for make in layers))
     assert_reduced_equals_eager(model, (torch.randn(shape),))
 
 
@@ -324,15 +298,10 @@ def test_operators_in_all_layouts_in_turn(kind: str, monkeypatch: pytest.MonkeyP
 def test_a_family_of_primitives_computes_what_eager_does(name: str) -> None:
     model, inputs = hugging_face.example(name, layers=2)
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model.train()
+    def loss(layers: Any, **inputs: Any) -> Tensor:
+        return layers[0](**inputs)[0].square().mean()  # type: ignore[no-any-return]
 
-        def forward(self, **inputs: Any) -> Tensor:
-            return self.model(**inputs)[0].square().mean()
-
-    assert_reduced_equals_eager(Loss(), (), inputs)
+    assert_reduced_equals_eager(Around(loss, model.train()), (), inputs)
 
 
 # ---- looking at it -----------------------------------------------------------------------------
@@ -342,7 +311,7 @@ def test_inspect_prints_the_level(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_model.py").write_text(
-        f"import decoders as models\ndef make():\n    return models.gpt(2, **{SMALL})\n"
+        f"import decoders\ndef make():\n    return decoders.gpt(2, **{SMALL})\n"
     )
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "own_model:make", "--train", "--level", "primitive"]) == 0
