@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_gradients
+from comparing import Door, assert_equals_eager
+from models import Around, block
 from torch import Tensor, nn
 
 import lazyinline
@@ -44,18 +45,6 @@ class Using(nn.Module):
         return (doubled.relu() + 1).square().sum() + (doubled.reshape(-1) * 3).sum()
 
 
-def _run(how: str, model: nn.Module, x: Tensor, backend: str) -> Tensor:
-    if how == "compile_step":
-        return lazyinline.compile_step(model, backend=backend)(x)
-    compiled = lazyinline.compile(model, backend=backend)
-    if how == "no_grad":
-        with torch.no_grad():
-            return compiled(x)
-    loss = compiled(x)
-    loss.backward()
-    return loss
-
-
 @pytest.mark.parametrize(
     ("how", "backend"),
     [("compile", "inductor"), ("no_grad", "inductor"), ("compile_step", "eager")],
@@ -66,12 +55,11 @@ def test_a_result_laid_out_otherwise_than_its_fake_kernel_says_is_read_rightly(
     operator = _operator(f"transposed_{how}", _transposed)
     model, expected = Using(operator), Using(operator)
     expected.load_state_dict(model.state_dict())
-    x = torch.randn(5, 8)
-    loss = expected(x)
-    torch.testing.assert_close(_run(how, model, x, backend), loss)
-    if how != "no_grad":
-        loss.backward()
-        assert_same_gradients(model, expected)
+    door: Door = "step" if how == "compile_step" else "compile"
+    with torch.set_grad_enabled(how != "no_grad"):
+        assert_equals_eager(
+            model, [torch.randn(5, 8)], door=door, backend=backend, reference=expected
+        )
 
 
 @pytest.mark.parametrize(("kernel", "found"), [(_smaller, r"f32\[1,8\]"), (_wider, r"f64\[5,8\]")])
@@ -79,10 +67,10 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
     name = f"wrong{kernel.__name__}"
     model = Using(_operator(name, kernel))
     text = rf"operator lazyinline_tests\.{name} returned {found}.*register_fake"
+    with pytest.raises(PlanError, match=text), torch.no_grad():
+        lazyinline.compile(model, backend="inductor")(torch.randn(5, 8))
     with pytest.raises(PlanError, match=text):
-        _run("no_grad", model, torch.randn(5, 8), "inductor")
-    with pytest.raises(PlanError, match=text):
-        _run("compile_step", model, torch.randn(5, 8), "eager")
+        lazyinline.compile_step(model, backend="eager")(torch.randn(5, 8))
 
 
 @pytest.mark.parametrize("one", ["number", "tensor"])
@@ -90,26 +78,12 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
 def test_a_factor_of_one_leaves_a_spread_cotangent_as_it_was_traced(one: str) -> None:
     """Inductor drops the factor, so that the cotangent is one number, read as many."""
 
-    @lazyinline.lazy_inline
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
+    def body(layers: Any, x: Tensor) -> Tensor:
+        y = layers[0](x)
+        return y * (1.0 if one == "number" else torch.ones(4, 3)) + 2  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.block(x)
-            return y * (1.0 if one == "number" else torch.ones(4, 3)) + 2
-
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(4, 3)
+    kind = block(lambda self, x: self.linear(x))
+    model, x = Around(body, kind(linear=nn.Linear(3, 3))), torch.randn(4, 3)
     model(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
