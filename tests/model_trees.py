@@ -399,109 +399,29 @@ class Lora(nn.Module):
 def mutate(built: Built, mutation: Mutation) -> None:
     """Changes a model; the same change on equal models."""
     blocks = [m for m in built.model.modules() if isinstance(m, Base)]
-    block = blocks[mutation.place % len(blocks)]
-    torch.manual_seed(100 + mutation.choice)
-    MUTATIONS[mutation.name](built, block, mutation.choice)
-
-
-def _other(built: Built, choice: int) -> Base:
-    blocks = [m for m in built.model.modules() if isinstance(m, Base)]
-    return blocks[choice % len(blocks)]
+    block, choice = blocks[mutation.place % len(blocks)], mutation.choice
+    torch.manual_seed(100 + choice)
+    names = {
+        **globals(),
+        "model": built.model,
+        "scope": built.scope,
+        "block": block,
+        "choice": choice,
+        "layer": _linear(block),
+        "other": blocks[choice % len(blocks)],
+    }
+    exec(MUTATIONS[mutation.name], names)
 
 
 def _linear(block: Base) -> nn.Linear:
     return next(m for m in block.lin.modules() if isinstance(m, nn.Linear))
 
 
-def _set(name: str, *values: Any) -> Callable[[Built, Base, int], None]:
-    return lambda built, block, choice: setattr(block, name, values[choice % len(values)])
+def is_parametrized(layer: nn.Module) -> bool:
+    return hasattr(layer, "parametrizations")
 
 
-def _set_act(built: Built, block: Base, choice: int) -> None:
-    del block.act
-    block.act = ACTS[2 * choice]()
-
-
-def _remove_extra(built: Built, block: Base, choice: int) -> None:
-    vars(block).pop("extra", None)
-
-
-def _replace_parameter(built: Built, block: Base, choice: int) -> None:
-    layer = _linear(block)
-    if not hasattr(layer, "parametrizations"):
-        layer.weight = nn.Parameter(torch.rand_like(layer.weight))
-
-
-def _replace_data(built: Built, block: Base, choice: int) -> None:
-    parameter = next(_linear(block).parameters())
-    parameter.data = torch.rand_like(parameter)
-
-
-def _transpose_data(built: Built, block: Base, choice: int) -> None:
-    for parameter in _linear(block).parameters():
-        if parameter.shape == (WIDTH, WIDTH):
-            parameter.data = parameter.data.t()
-
-
-def _change_parameter(built: Built, block: Base, choice: int) -> None:
-    with torch.no_grad():
-        next(_linear(block).parameters()).mul_(0.5)
-
-
-def _freeze(built: Built, block: Base, choice: int) -> None:
-    list(_linear(block).parameters())[choice % 2].requires_grad_(False)
-
-
-def _thaw(built: Built, block: Base, choice: int) -> None:
-    block.requires_grad_(True)
-
-
-def _tie(built: Built, block: Base, choice: int) -> None:
-    first, second = _linear(block), _linear(_other(built, choice))
-    parametrized = [hasattr(m, "parametrizations") for m in (first, second)]
-    if not any(parametrized):
-        first.weight = second.weight
-
-
-def _no_bias(built: Built, block: Base, choice: int) -> None:
-    _linear(block).bias = None  # type: ignore[assignment]
-
-
-def _weight_norm(built: Built, block: Base, choice: int) -> None:
-    layer = _linear(block)
-    if not hasattr(layer, "parametrizations"):
-        nn.utils.parametrizations.weight_norm(layer)
-
-
-def _add_adapter(built: Built, block: Base, choice: int) -> None:
-    if isinstance(block.lin, nn.Linear):
-        block.lin = Lora(block.lin)  # type: ignore[assignment]
-
-
-def _reload(built: Built, block: Base, choice: int) -> None:
-    state = {k: v * 0.5 if v.is_floating_point() else v for k, v in block.state_dict().items()}
-    block.load_state_dict(state, assign=choice == 3)
-
-
-def _swap_child(built: Built, block: Base, choice: int) -> None:
-    child = getattr(block, "a", None)
-    if isinstance(child, Base):
-        inner = [getattr(child, name) for name in "ab" if hasattr(child, name)]
-        plan = InstancePlan(0, float(choice), True, choice, choice, 0)
-        block.a = type(child)(plan, built.model.configs, inner)
-
-
-def _same_child(built: Built, block: Base, choice: int) -> None:
-    if hasattr(block, "a"):
-        block.b = block.a
-
-
-def _swap_layers(built: Built, block: Base, choice: int) -> None:
-    layers = built.model.layers
-    layers[0], layers[1] = layers[1], layers[0]
-
-
-def _add_hook(built: Built, block: Base, choice: int) -> None:
+def add_hook(block: Base, choice: int) -> None:
     inner = block if choice < 2 else block.lin
     if choice % 2:
         inner.register_forward_hook(lambda module, args, output: output * 2)
@@ -511,31 +431,24 @@ def _add_hook(built: Built, block: Base, choice: int) -> None:
         )
 
 
-def _add_backward_hook(built: Built, block: Base, choice: int) -> None:
+def add_backward_hook(block: Base, choice: int) -> None:
     inner = block if choice < 2 else block.norm
 
-    def double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return tuple(None if g is None else g * 2 for g in inputs)
-
-    def double_first(module: nn.Module, outputs: Any) -> Any:
-        return tuple(None if g is None else g * 2 for g in outputs)
+    def double(module: nn.Module, *gradients: Any) -> Any:
+        """Doubles those of inputs, or those of outputs before the backward."""
+        return tuple(None if g is None else g * 2 for g in gradients[0])
 
     if choice % 2:
         inner.register_full_backward_hook(double)
     else:
-        inner.register_full_backward_pre_hook(double_first)
+        inner.register_full_backward_pre_hook(double)
 
 
-def _remove_hooks(built: Built, block: Base, choice: int) -> None:
+def remove_hooks(block: Base) -> None:
     for module in block.modules():
         for name, table in vars(module).items():
             if name.endswith("_hooks") and isinstance(table, dict):
                 table.clear()
-
-
-def _replace_forward(built: Built, block: Base, choice: int) -> None:
-    inner = block.act if isinstance(block.act, nn.Module) else block.norm
-    inner.forward = types.MethodType(lambda self, x: torch.cos(x) * (choice + 1), inner)
 
 
 def _doubled(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -543,69 +456,73 @@ def _doubled(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return result
 
 
-def _change_class(built: Built, block: Base, choice: int) -> None:
+def change_class(block: Base, scope: dict[str, Any]) -> None:
+    name = type(block).__name__ + "Child"
     if not type(block).__name__.endswith("Child"):
-        name = type(block).__name__ + "Child"
-        if name not in built.scope:
-            built.scope[name] = type(name, (type(block),), {"forward": _doubled})
-        block.__class__ = built.scope[name]
+        if name not in scope:
+            scope[name] = type(name, (type(block),), {"forward": _doubled})
+        block.__class__ = scope[name]
 
 
-def _nothing(built: Built, block: Base, choice: int) -> None:
-    block.note = choice  # type: ignore[assignment]
-
-
-MUTATIONS: dict[str, Callable[[Built, Base, int], None]] = {
-    "set scale": _set("scale", 1.0, 2.0, 3.0, 2),
-    "set flag": _set("flag", True, False),
-    "set index": _set("index", 0, 1, 2, True),
-    "set extra": _set("extra", 1.0, 2.0),
-    "remove extra": _remove_extra,
-    "set act": _set_act,
-    "set config": lambda built, block, choice: setattr(
-        block, "config", built.model.configs[choice % 2]
-    ),
-    "change config": lambda built, block, choice: setattr(
-        block.config, "scale", [1.0, 0.5, 2.0, 3][choice]
-    ),
-    "set global": lambda built, block, choice: built.scope.update(SHIFT=choice / 2),
-    "set entry of global": lambda built, block, choice: built.scope["SETTINGS"].update(
-        shift=float(choice)
-    ),
-    "replace tensor": lambda built, block, choice: setattr(
-        block, "table", torch.rand(WIDTH, dtype=torch.float64)
-    ),
-    "change tensor": lambda built, block, choice: block.table.mul_(choice),
-    "replace tensor in dict": lambda built, block, choice: block.tables["a"].__setitem__(
-        0, torch.rand(WIDTH, dtype=torch.float64)
-    ),
-    "replace buffer": lambda built, block, choice: setattr(
-        block, "mean", torch.rand(WIDTH, dtype=torch.float64)
-    ),
-    "replace parameter": _replace_parameter,
-    "replace data": _replace_data,
-    "transpose data": _transpose_data,
-    "change parameter": _change_parameter,
-    "freeze": _freeze,
-    "thaw": _thaw,
-    "tie": _tie,
-    "no bias": _no_bias,
-    "weight norm": _weight_norm,
-    "add adapter": _add_adapter,
-    "reload": _reload,
-    "swap child": _swap_child,
-    "same child": _same_child,
-    "swap layers": _swap_layers,
-    "eval": lambda built, block, choice: block.eval(),
-    "eval alone": lambda built, block, choice: setattr(block, "training", False),
-    "eval dropout": lambda built, block, choice: block.drop.eval() and None,
-    "train": lambda built, block, choice: block.train(),
-    "set dropout": lambda built, block, choice: setattr(block.drop, "p", choice / 4),
-    "half precision": lambda built, block, choice: block.lin.float() and None,
-    "add hook": _add_hook,
-    "add backward hook": _add_backward_hook,
-    "remove hooks": _remove_hooks,
-    "replace forward": _replace_forward,
-    "change class": _change_class,
-    "nothing": _nothing,
+SWAP_CHILD = """
+child = getattr(block, "a", None)
+if isinstance(child, Base):
+    inner = [getattr(child, name) for name in "ab" if hasattr(child, name)]
+    plan = InstancePlan(0, float(choice), True, choice, choice, 0)
+    block.a = type(child)(plan, model.configs, inner)
+"""
+RELOAD = """
+state = {k: v * 0.5 if v.is_floating_point() else v for k, v in block.state_dict().items()}
+block.load_state_dict(state, assign=choice == 3)
+"""
+REPLACE_FORWARD = """
+inner = block.act if isinstance(block.act, nn.Module) else block.norm
+inner.forward = types.MethodType(lambda self, x, choice=choice: torch.cos(x) * (choice + 1), inner)
+"""
+DOUBLES = "torch.rand(WIDTH, dtype=torch.float64)"
+# What each does to a ``block``, its linear ``layer``, an ``other`` block or the whole ``model``.
+MUTATIONS = {
+    "set scale": "block.scale = (1.0, 2.0, 3.0, 2)[choice]",
+    "set flag": "block.flag = choice % 2 == 0",
+    "set index": "block.index = (0, 1, 2, True)[choice]",
+    "set extra": "block.extra = 1.0 + choice % 2",
+    "remove extra": "vars(block).pop('extra', None)",
+    "set act": "del block.act; block.act = ACTS[2 * choice]()",
+    "set config": "block.config = model.configs[choice % 2]",
+    "change config": "block.config.scale = (1.0, 0.5, 2.0, 3)[choice]",
+    "set global": "scope['SHIFT'] = choice / 2",
+    "set entry of global": "scope['SETTINGS']['shift'] = float(choice)",
+    "replace tensor": f"block.table = {DOUBLES}",
+    "change tensor": "block.table.mul_(choice)",
+    "replace tensor in dict": f"block.tables['a'][0] = {DOUBLES}",
+    "replace buffer": f"block.mean = {DOUBLES}",
+    "replace parameter": "if not is_parametrized(layer): "
+    "layer.weight = nn.Parameter(torch.rand_like(layer.weight))",
+    "replace data": "p = next(layer.parameters()); p.data = torch.rand_like(p)",
+    "transpose data": "square = [p for p in layer.parameters() if p.shape == (WIDTH, WIDTH)]\n"
+    "for p in square: p.data = p.data.t()",
+    "change parameter": "with torch.no_grad(): next(layer.parameters()).mul_(0.5)",
+    "freeze": "list(layer.parameters())[choice % 2].requires_grad_(False)",
+    "thaw": "block.requires_grad_(True)",
+    "tie": "if not any(map(is_parametrized, (layer, _linear(other)))): "
+    "layer.weight = _linear(other).weight",
+    "no bias": "layer.bias = None",
+    "weight norm": "if not is_parametrized(layer): nn.utils.parametrizations.weight_norm(layer)",
+    "add adapter": "if isinstance(block.lin, nn.Linear): block.lin = Lora(block.lin)",
+    "reload": RELOAD,
+    "swap child": SWAP_CHILD,
+    "same child": "if hasattr(block, 'a'): block.b = block.a",
+    "swap layers": "a, b = model.layers[:2]; model.layers[0], model.layers[1] = b, a",
+    "eval": "block.eval()",
+    "eval alone": "block.training = False",
+    "eval dropout": "block.drop.eval()",
+    "train": "block.train()",
+    "set dropout": "block.drop.p = choice / 4",
+    "half precision": "block.lin.float()",
+    "add hook": "add_hook(block, choice)",
+    "add backward hook": "add_backward_hook(block, choice)",
+    "remove hooks": "remove_hooks(block)",
+    "replace forward": REPLACE_FORWARD,
+    "change class": "change_class(block, scope)",
+    "nothing": "block.note = choice",
 }

@@ -13,8 +13,9 @@ from torch import nn
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.dispatch import dispatcher
+from lazyinline.frontend.guards import kept_programs
 
-VALUES = (0.5, 0.1, 0.0, -0.0, math.inf, math.nan)
+VALUES = (0.5, 0.0, -0.0, math.nan)
 
 
 @lazy_inline
@@ -32,7 +33,7 @@ class Net(nn.Module):
 
     def __init__(self, *, decides: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
         self.decides = decides
 
     def forward(self, x: torch.Tensor, scale: Any, more: Any = None) -> torch.Tensor:
@@ -45,11 +46,11 @@ class Net(nn.Module):
 
 def same(found: Any, expected: Any) -> bool:
     """Whether two tensors have the same bits, but for which not-a-number they hold."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
     nan = expected.isnan()
     signs = torch.equal(found.signbit() & ~nan, expected.signbit() & ~nan)
-    return signs and bool((torch.eq(found, expected) | (found.isnan() & nan)).all())
+    is_alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    numbers = torch.equal(found[~nan], expected[~nan]) and found[nan].isnan().all()
+    return bool(is_alike and signs and numbers)
 
 
 def assert_like_eager(run: Any, net: Net, *args: Any) -> None:
@@ -109,7 +110,7 @@ def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 3)
     run = as_it_runs(net, "compile")
-    for value in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+    for value in (0.1, 0.2, 0.3, 0.4, 0.5):
         assert_like_eager(run, net, x, value)
         assert bool(run.last_report.ran_eagerly) == (value > 0.3)
     assert "0-d tensor" in run.last_report.ran_eagerly
@@ -120,12 +121,15 @@ def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     assert not run.last_report.ran_eagerly
 
 
-def test_many_values_of_a_float_are_warned_of_once_with_what_to_pass() -> None:
+def test_many_values_of_a_float_are_warned_of_once_with_what_to_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_programs, "MANY_COMPILES", 4)
     net, x = Scaled(), torch.randn(4, 3)
     run = as_it_runs(net, "compile")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for value in range(12):
+        for value in range(6):
             run(x, value / 8)
     (text,) = [str(w.message) for w in caught if "was compiled" in str(w.message)]
     assert "the argument scale" in text and "0-d tensor" in text

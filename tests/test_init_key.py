@@ -91,10 +91,8 @@ def test_the_mark_leaves_the_constructor_and_the_instance_alone() -> None:
     assert Layer.__init__ is init
     assert vars(before).keys() == vars(Layer(4)).keys() == vars(Norm(4)).keys()
     assert key(before) == "Layer(width=4)"
-
-
-def stack(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers)
+    with pytest.raises(TypeError, match="width"):
+        Layer()
 
 
 def table(model: nn.Module) -> str:
@@ -107,18 +105,18 @@ def table(model: nn.Module) -> str:
 
 
 def same_key_other_norm() -> nn.Module:
-    model = stack(Block(4, 2), Block(4, 2))
+    model = nn.Sequential(Block(4, 2), Block(4, 2))
     model[1].norm.extra = model[1].net[0].bias.requires_grad_(False)  # type: ignore[union-attr]
     return model
 
 
 TABLES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "equal keys share": (
-        lambda: stack(Block(4, 2), Block(4, 2), Block(4, 2)),
+        lambda: nn.Sequential(Block(4, 2), Block(4, 2), Block(4, 2)),
         ["Block(width=4, heads=2)      3"],
     ),
     "unequal keys share": (
-        lambda: stack(*(Block(4, 2, index=i) for i in range(3))),
+        lambda: nn.Sequential(*(Block(4, 2, index=i) for i in range(3))),
         ["Block(width=4, heads=2, index=0..2)      3  one closure although index differs"],
     ),
     "equal keys are kept apart": (
@@ -150,13 +148,13 @@ def test_the_likeliest_closure_is_asked_first(monkeypatch: pytest.MonkeyPatch) -
         return reason
 
     monkeypatch.setattr(Evidence, "mismatch_at", counting)
-    table(stack(*(Block(4, heads) for heads in (2, 4, 2, 2, 2))))
+    table(nn.Sequential(*(Block(4, heads) for heads in (2, 4, 2, 2, 2))))
     assert [bool(reason) for reason in asked] == [True, False, False, False]
 
 
 def test_calls_of_a_nested_block_are_those_of_the_block_around_it() -> None:
     lazyinline.lazy_inline(Norm)
-    text = table(stack(Block(4, 2), Block(4, 2)))
+    text = table(nn.Sequential(Block(4, 2), Block(4, 2)))
     assert [" ".join(line.split()) for line in text.splitlines()[1:3]] == [
         "Norm(width=4) 2",
         "Block(width=4, heads=2) 2",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from models import Around, block
 from programs import random_program
 from torch import nn
 
@@ -81,38 +82,30 @@ def test_random_programs_come_back(seed: int) -> None:
     assert_inverse(random_program(seed))
 
 
-@lazyinline.lazy_inline
-class Block(nn.Module):
+def varied(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Has views, a random mask, statistics that it changes, and modes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.linear(x).t().relu()
-        with torch.no_grad():
-            scale = x.square().mean()
-        return self.norm(nn.functional.dropout(y.t().float(), 0.5)) * scale + x
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.linear(x).t().relu()
+    with torch.no_grad():
+        scale = x.square().mean()
+    return self.norm(nn.functional.dropout(y.t().float(), 0.5)) * scale + x
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({"first": Block(), "its name, with a blank": Block()})
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        for block in self.blocks.values():
-            x = block(x)
+def net() -> nn.Module:
+    def forward(layers: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in layers[0].values():
+            x = layer(x)
         return {"loss": x[::2].sum(), "rows": x.unbind(0)[1]}
+
+    kind = block(varied)
+    names = ("first", "its name, with a blank")
+    return Around(forward, nn.ModuleDict({n: kind(norm=nn.BatchNorm1d(4)) for n in names})).float()
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_the_programs_of_every_pass_come_back(recompute: Any) -> None:
     compiler = Compiler(Options(backend="eager", recompute=recompute))
-    state = compiler.started(Subject(Net(), (torch.randn(6, 4),), {}), Goal(train=True))
+    state = compiler.started(Subject(net(), (torch.randn(6, 4),), {}), Goal(train=True))
     seen = set()
 
     def look(one: Pass, before: Compilation, after: Compilation) -> None:

@@ -62,13 +62,10 @@ def reports() -> dict[str, CompileReport]:
     """What the ways in report of one small model."""
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 4)
-    found = {}
-    for name, options in (
-        ("a call", {}),
-        ("a call, each block computed again", {"recompute": "full"}),
-        ("a call under a budget", {"recompute": lazyinline.Budget(fraction=0.5)}),
-        ("a call with sizes that vary", {"dynamic": True}),
-    ):
+    full, budget = {"recompute": "full"}, {"recompute": lazyinline.Budget(fraction=0.5)}
+    found, again, within = {}, "each block computed again", "under a budget"
+    calls = {"a call": {}, f"a call, {again}": full, f"a call {within}": budget}
+    for name, options in {**calls, "a call with sizes that vary": {"dynamic": True}}.items():
         compiled = lazyinline.compile(model, backend="eager", **options)
         compiled(x).backward()
         found[name] = compiled.last_report
@@ -76,14 +73,10 @@ def reports() -> dict[str, CompileReport]:
         compiled(torch.randn(7, 4))
         compiled(torch.randn(6, 4))
     found["a further size without gradients"] = compiled.last_report
-    for name, options in (
-        ("a step", {}),
-        ("a step, each block computed again", {"recompute": "full"}),
-        ("a step under a budget", {"recompute": lazyinline.Budget(fraction=0.5)}),
-    ):
+    for name, options in calls.items():
         step = lazyinline.compile_step(model, micro_batches=2, backend="eager", **options)
         step(x)
-        found[name] = step.last_report
+        found[name.replace("call", "step")] = step.last_report
     return {name: report for name, report in found.items() if report is not None}
 
 

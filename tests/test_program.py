@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import Around
 from programs import (
     MATRIX,
     SCALAR,
@@ -45,24 +46,16 @@ CPU = torch.device("cpu")
 # ---- types -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tensor", "text"),
-    [
-        (torch.zeros(8, 16), "f32[8,16]"),
-        (torch.zeros(()), "f32[]"),
-        (torch.zeros(0, 3), "f32[0,3]"),
-        (torch.zeros(2, dtype=torch.float64), "f64[2]"),
-        (torch.zeros(2, dtype=torch.float16), "f16[2]"),
-        (torch.zeros(2, dtype=torch.bfloat16), "bf16[2]"),
-        (torch.zeros(2, dtype=torch.int64), "i64[2]"),
-        (torch.zeros(2, dtype=torch.uint8), "u8[2]"),
-        (torch.zeros(2, dtype=torch.bool), "bool[2]"),
-        (torch.zeros(2, dtype=torch.complex64), "c64[2]"),
-        (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn[2]"),
-    ],
-)
-def test_tensor_type_as_text(tensor: torch.Tensor, text: str) -> None:
-    assert str(TensorType.of(tensor)) == text
+DTYPES = {"f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
+DTYPES |= {"u8": torch.uint8, "bool": torch.bool, "c64": torch.complex64}
+DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn}
+
+
+def test_tensor_type_as_text() -> None:
+    for text, shape in {"f32[8,16]": (8, 16), "f32[]": (), "f32[0,3]": (0, 3)}.items():
+        assert str(TensorType.of(torch.zeros(shape))) == text
+    for name, dtype in DTYPES.items():
+        assert str(TensorType.of(torch.zeros(2, dtype=dtype))) == f"{name}[2]"
 
 
 def test_struct_type_counts_the_tensors_inside() -> None:
@@ -80,23 +73,16 @@ def test_types_are_equal_only_where_a_kernel_fits_both() -> None:
     assert all(TensorType.of(other) != TensorType.of(base) for other in others)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "is_dense"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(2, 3, 4).permute(1, 2, 0), True),
-        (torch.zeros(3, 1, 4)[:, :1], True),
-        (torch.zeros(()), True),
-        (torch.zeros(4).expand(3, 4), False),
-        (torch.zeros(3, 8)[:, ::2], False),
-        (torch.zeros(3, 8)[:, :4], False),
-    ],
-)
-def test_cotangent_has_the_layout_of_a_dense_value(tensor: torch.Tensor, is_dense: bool) -> None:
+DENSE = [torch.zeros(3, 4), torch.zeros(3, 4).t(), torch.zeros(2, 3, 4).permute(1, 2, 0)]
+DENSE += [torch.zeros(3, 1, 4)[:, :1], torch.zeros(())]
+NOT_DENSE = [torch.zeros(4).expand(3, 4), torch.zeros(3, 8)[:, ::2], torch.zeros(3, 8)[:, :4]]
+
+
+@pytest.mark.parametrize("tensor", [*DENSE, *NOT_DENSE], ids=lambda t: f"{t.shape} {t.stride()}")
+def test_cotangent_has_the_layout_of_a_dense_value(tensor: torch.Tensor) -> None:
     type_ = TensorType.of(tensor)
-    assert type_.is_dense == is_dense
-    assert type_.cotangent().stride == (tensor if is_dense else tensor.contiguous()).stride()
+    assert type_.is_dense == any(tensor is dense for dense in DENSE)
+    assert type_.cotangent().stride == (tensor if type_.is_dense else tensor.contiguous()).stride()
     assert type_.cotangent().shape == type_.shape
 
 
@@ -153,25 +139,20 @@ def test_counting_visits_each_closure_once() -> None:
 # ---- immutability and identity -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("thing", "attribute"),
-    [
-        (NESTED, "calls"),
-        (NESTED.calls[0], "closure"),
-        (NESTED.inputs[0], "type"),
-        (THREE, "name"),
-        (EXPERT, "program"),
-        (Pack(StructType(())), "type"),
-        (MATRIX, "shape"),
-        (StructType(()), "fields"),
-        (UserInput(0, "x"), "name"),
-        (ModelTensor("w", torch.zeros(1)), "tensor"),
-    ],
-    ids=lambda thing: type(thing).__name__ if not isinstance(thing, str) else "",
-)
-def test_parts_cannot_be_changed(thing: object, attribute: str) -> None:
+PARTS: list[tuple[object, str]] = [
+    (NESTED, "calls"),
+    (NESTED.calls[0], "closure"),
+    (NESTED.inputs[0], "type"),
+]
+PARTS += [(THREE, "name"), (EXPERT, "program"), (Pack(StructType(())), "type"), (MATRIX, "shape")]
+PARTS += [(StructType(()), "fields"), (UserInput(0, "x"), "name")]
+PARTS += [(ModelTensor("w", torch.zeros(1)), "tensor")]
+
+
+@pytest.mark.parametrize(("part", "attribute"), PARTS, ids=lambda part: type(part).__name__)
+def test_parts_cannot_be_changed(part: object, attribute: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(thing, attribute, None)
+        setattr(part, attribute, None)
 
 
 def test_closures_values_and_calls_are_compared_by_identity() -> None:
@@ -261,19 +242,15 @@ def test_depth_adds_one_line_per_layer_and_direction() -> None:
 
 
 def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen() -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(9))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([layer(x) for layer in self.layers]).sum()
-
-    program = lazyinline.capture(Wide(), (torch.zeros(3, 3),), train=False, reuse="off")
+    wide = Around(
+        lambda layers, x: torch.cat([layer(x) for layer in layers]).sum(),
+        *(nn.Linear(3, 3) for _ in range(9)),
+    )
+    program = lazyinline.capture(wide, (torch.zeros(3, 3),), train=False, reuse="off")
     text = str(program)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.count("no_grad") == len(program.closures) == 1
-    assert "no_grad" not in str(lazyinline.capture(Wide(), (torch.zeros(3, 3),), train=True))
+    assert "no_grad" not in str(lazyinline.capture(wide, (torch.zeros(3, 3),), train=True))
     names = re.findall(r"%layers\.\d\.\w+", text)
     assert len(set(names)) == 18, "every parameter is there"
     compared = text_to_compare(program)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from apart import run_apart
+from models import Around
 from torch import Tensor, nn
 
 import lazyinline
@@ -53,18 +54,8 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 WAYS = ("compile", "no_grad", "step")
 
 
-class Twice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x
-
-
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.linear(x))
+def models() -> list[nn.Module]:
+    return [Around(lambda _, x: x + x), nn.Sequential(nn.Linear(8, 8), nn.ReLU())]
 
 
 class Holding(nn.Module):
@@ -92,15 +83,15 @@ class Holding(nn.Module):
         return y, held + held
 
 
-class Summed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+def summed(model: nn.Module) -> nn.Module:
+    """Returns a model whose result is a loss."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        y = layers[0](x)
         y = y[0] if isinstance(y, tuple) else y
-        return (y if y.layout is torch.strided and not y.is_nested else y.to_dense()).sum()
+        return (y if y.layout is torch.strided and not y.is_nested else y.to_dense()).sum()  # type: ignore[no-any-return]
+
+    return Around(forward, model)
 
 
 def outcome(run: Callable[..., Any], *args: Any) -> Any:
@@ -129,7 +120,7 @@ def plain(result: Any) -> list[Any]:
 
 def calls(way: str, is_first: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for kind, made in KINDS.items():
-        for model in (Twice(), Mapped()):
+        for model in models():
             yield f"{kind} {type(model).__name__}", partial(called, model, made, way, is_first)
 
 
@@ -138,7 +129,7 @@ def called(model: nn.Module, made: Callable[[], Tensor], way: str, is_first: boo
     if way == "step":
         if not any(True for _ in model.parameters()):
             return
-        model = Summed(model)
+        model = summed(model)
         run: Any = lazyinline.compile_step(model, backend="eager")
     else:
         run = lazyinline.compile(model, backend="eager")
@@ -164,7 +155,7 @@ def held(way: str, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def called_holding(made: Callable[[], Tensor], way: str, how: str) -> None:
     x, tensor, model = dense(), made(), Holding("used" if how == "put there later" else how)
-    whole: nn.Module = Summed(model) if way == "step" else model
+    whole: nn.Module = summed(model) if way == "step" else model
     compiled: Any = lazyinline.compile_step if way == "step" else lazyinline.compile
     run = compiled(whole, backend="eager")
     with torch.set_grad_enabled(way != "no_grad"):
