@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Source, UserInput, Value
+from ..reuse.ir.types import TensorType
 from .derivative import Derivative, Differentiator
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
@@ -26,14 +27,14 @@ class UpdateGroup:
     Attributes:
         operator: an operator of :mod:`torch_updates`.
         flags: what it takes after its numbers.
-        num_settings: how many numbers it takes.
+        settings: the type of the tensor of its numbers.
         members: ``id`` of the parameters.
         has_state: whether a parameter has state (SGD without momentum has none).
     """
 
     operator: Any
-    flags: tuple[bool, ...]
-    num_settings: int
+    flags: tuple[Any, ...]
+    settings: TensorType
     members: frozenset[int]
     has_state: bool = True
 

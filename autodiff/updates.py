@@ -76,7 +76,9 @@ class _Updater:
         mine = [(i, g) for i, g in pairs if id(self._step.model[i].tensor) in group_of]
         if not mine:
             return self._step
-        settings = [self._settings(one) for one in self._groups]
+        device = tensor_type(self._parameters[mine[0][0]]).device
+        types = [replace(one.settings, device=device) for one in self._groups]
+        settings = [Value(type_, "settings") for type_ in types]
         together: dict[tuple[int, torch.dtype], list[tuple[int, Value]]] = defaultdict(list)
         for index, gradient in mine:
             group = group_of[id(self._step.model[index].tensor)]
@@ -87,10 +89,6 @@ class _Updater:
         for (group, _), members in together.items():
             self._update(self._groups[group], settings[group], members)
         return self._finish(mine, [pair for pair in pairs if pair not in mine], settings)
-
-    def _settings(self, group: UpdateGroup) -> Value:
-        shape = (group.num_settings,)
-        return Value(TensorType(torch.float64, shape, (1,), torch.device("cpu")), "settings")
 
     def _update(
         self, group: UpdateGroup, settings: Value, members: Sequence[tuple[int, Value]]

@@ -7,7 +7,7 @@ own, used in place, so that ``state_dict`` and checkpoints stay what they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..backend.launches.torch_native import Hold
 from ..reuse.errors import PlanError
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
 from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
+from ..reuse.ir.types import TensorType
 from .autograd.torch_engine import have_hooks
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -39,6 +40,7 @@ class StepOptimizer:
         optimizer: the user's.
         max_norm: gradients are clipped to this norm, all together, if it is given.
         scaler: scales the loss, and skips updates with gradients that are not finite.
+        target: the GPU that programs are compiled for, if it need not be here.
 
     Attributes:
         why_after: why the update runs after the step's program; empty if it is part of it.
@@ -49,6 +51,7 @@ class StepOptimizer:
         optimizer: Optimizer,
         max_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        target: str | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise PlanError(f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer)}.")
@@ -58,9 +61,11 @@ class StepOptimizer:
                 "Compile the model with lazyinline.compile, and call it in LBFGS's closure."
             )
         self.optimizer, self._max_norm, self._scaler = optimizer, max_norm, scaler
+        self._target = target
         self._compiled_for: list[Any] = []
         self._written: list[list[float]] = []
         self._settings: list[torch.Tensor] = []
+        self._fixed: list[list[float]] = []  # for a GPU, what programs were first compiled with
         self.why_after = ""
 
     # ---- in the step's program ---------------------------------------------------------------
@@ -71,6 +76,8 @@ class StepOptimizer:
         Args:
             why_after: why they have to, if the caller knows.
         """
+        if self._is_for_gpu() and not self._fixed:
+            self._fixed = self._fixed_now()
         structure = self._structure()
         if structure != self._compiled_for:
             self._compiled_for, self._settings, self._written = structure, [], []
@@ -80,9 +87,8 @@ class StepOptimizer:
         found = tuple(self._groups())
         if not self._settings:  # programs for other sizes read the same
             self._written = [[] for _ in found]
-            self._settings = [
-                torch.zeros(one.num_settings, dtype=torch.float64, device="cpu") for one in found
-            ]
+            types = [one.settings for one in found]
+            self._settings = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in types]
         self._write_settings()
         return found
 
@@ -104,7 +110,8 @@ class StepOptimizer:
             numbers = _settings_of(group)
             if numbers != written:
                 written[:] = numbers
-                tensor.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+                given = numbers if tensor.dim() else numbers[0]
+                tensor.copy_(torch.tensor(given, dtype=tensor.dtype, device="cpu"))
 
     def _why_after(self) -> str:
         kind = type(self.optimizer)
@@ -116,14 +123,27 @@ class StepOptimizer:
             return "a GradScaler looks at all gradients before any update"
         if self._have_hooks():
             return "the optimizer or a parameter has hooks, or its step() was replaced"
-        return next(filter(None, map(_why_not, self.optimizer.param_groups)), "")
+        if any(map(operator.ne, self._fixed, self._fixed_now())):
+            return "a number that a program for a GPU holds changes: not the learning rate alone"
+        if len({p.device for group in self.optimizer.param_groups for p in group["params"]}) > 1:
+            return "its parameters are on several devices"
+        devices = ("cpu", "meta") if self._target else ("cpu", "cuda")
+        found = (_why_not(group, devices) for group in self.optimizer.param_groups)
+        return next(filter(None, found), "")
+
+    def _is_for_gpu(self) -> bool:
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        return self._target is not None or any(p.is_cuda for p in params)
+
+    def _fixed_now(self) -> list[list[float]]:
+        return [_settings_of(group)[1:] for group in self.optimizer.param_groups]
 
     def _structure(self) -> list[Any]:
         """Returns what programs are compiled for, as far as it changes: asked at each step."""
         groups = self.optimizer.param_groups
         facts = [tuple(map(group.get, _FLAGS)) for group in groups]
         facts += [(not g.get("momentum"), *map(id, g["params"])) for g in groups]
-        return [self._have_hooks(), *facts]
+        return [self._have_hooks(), *facts, *(self._fixed and self._fixed_now())]
 
     def _have_hooks(self) -> bool:
         """Whether something of the user's runs where gradients arrive, or around an update."""
@@ -139,16 +159,19 @@ class StepOptimizer:
     def _groups(self) -> Iterator[UpdateGroup]:
         for group in self.optimizer.param_groups:
             members = frozenset(map(id, group["params"]))
+            numbers = _settings_of(group)
+            device = next((p.device for p in group["params"] if p.is_cuda), torch.device("cpu"))
+            settings = TensorType(torch.float64, (len(numbers),), (1,), device)
+            fixed: tuple[float, ...] = ()
+            if self._fixed:
+                settings, fixed = TensorType(torch.float32, (), (), device), tuple(numbers[1:])
             if "betas" in group:
-                flags = (
-                    isinstance(self.optimizer, AdamW) or _is_decoupled(group),
-                    group["maximize"],
-                )
-                yield UpdateGroup(ADAM, flags, len(ADAM_SETTINGS), members)
+                is_decoupled = isinstance(self.optimizer, AdamW) or _is_decoupled(group)
+                yield UpdateGroup(ADAM, (is_decoupled, group["maximize"], fixed), settings, members)
             else:
-                flags = (group["nesterov"], group["maximize"])
+                flags = (group["nesterov"], group["maximize"], fixed)
                 has_state = group["momentum"] != 0
-                yield UpdateGroup(SGD_UPDATE, flags, len(SGD_SETTINGS), members, has_state)
+                yield UpdateGroup(SGD_UPDATE, flags, settings, members, has_state)
 
     # ---- after it ----------------------------------------------------------------------------
 
@@ -206,7 +229,10 @@ class StepOptimizer:
 
 
 def step_optimizer(
-    optimizer: Optimizer | None, max_norm: float | None, scaler: torch.amp.GradScaler | None
+    optimizer: Optimizer | None,
+    max_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    target: str | None = None,
 ) -> StepOptimizer | None:
     """Returns the optimizer of a step, if it has one.
 
@@ -214,7 +240,7 @@ def step_optimizer(
         PlanError: for what is none, or options without an optimizer.
     """
     if optimizer is not None:
-        return StepOptimizer(optimizer, max_norm, scaler)
+        return StepOptimizer(optimizer, max_norm, scaler, target)
     if max_norm is not None or scaler is not None:
         raise PlanError("max_norm= and scaler= say how optimizer= updates; pass the optimizer too.")
     return None
@@ -247,14 +273,15 @@ class StateFacts:
         )
 
 
-def _why_not(group: Mapping[str, Any]) -> str:
-    """Says why a group's update is none that a program holds; empty if it is."""
+def _why_not(group: Mapping[str, Any], devices: Collection[str]) -> str:
+    """Says why a group's update is none that a program on devices holds; empty if it is."""
     for name in _REFUSED:
         if group.get(name):
             return f"{name}={group[name]}"
     for parameter in group["params"]:
         plain = type(parameter) in (torch.nn.Parameter, torch.Tensor)
-        if not plain or parameter.device.type != "cpu" or not parameter.is_floating_point():
+        on_device = parameter.device.type in devices
+        if not plain or not on_device or not parameter.is_floating_point():
             return f"a parameter is a {type(parameter).__name__} on {parameter.device}"
     return ""
 
@@ -275,8 +302,8 @@ def _make_state(state: dict[str, Any], name: str, parameter: torch.Tensor) -> No
     elif found is None:
         state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     elif name == "step":
-        if found.dtype != torch.float32:
-            state[name] = found.float()
+        if found.dtype != torch.float32 or found.device != parameter.device:
+            state[name] = found.to(parameter.device, torch.float32)
     elif found.dtype != parameter.dtype or found.stride() != parameter.stride():
         raise PlanError(
             f"The optimizer's {name} of a parameter of shape {tuple(parameter.shape)} is "

@@ -16,7 +16,7 @@ from ..autodiff.updates import NotUpdatedError
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move
-from ..backend.run.planned import Lease
+from ..backend.run.planned import Lease, PlannedProgram
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
@@ -95,8 +95,8 @@ def compile_step(
         optimizer: updates the parameters in each step. SGD, Adam and AdamW do so inside the
             program, by PyTorch's fused kernels: each parameter as soon as its gradient is complete,
             whose memory is free from then on, so that ``.grad`` is None afterwards. What cannot be
-            there (hooks, other optimizers, parameters on a GPU) is called after the program, as
-            ``optimizer.step()``, and the report says why. Learning rates are read at each step.
+            there (hooks, other optimizers) is called after the program, as ``optimizer.step()``,
+            and the report says why. Learning rates are read at each step.
         max_norm: gradients are clipped to this norm first, all together.
         scaler: scales the loss of a model in half precision.
 
@@ -117,7 +117,7 @@ def compile_step(
     options = Options(
         reuse=reuse, backend=backend, recompute=recompute, cache="disk", target=target
     )
-    update = step_optimizer(optimizer, max_norm, scaler)
+    update = step_optimizer(optimizer, max_norm, scaler, target)
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic, update)
 
 
@@ -281,7 +281,6 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         if self._optimizer is None:
             return self._compile_for(inputs, step_goal(self._batching))
         why = "the model is in a wrapper, which reduces gradients" if self._wrapper else ""
-        why = "a program for a GPU ends with gradients" if self._compiler.options.target else why
         try:
             goal = step_goal(self._batching, self._optimizer.groups(why))
             entry = self._compile_for(inputs, goal)
@@ -433,6 +432,8 @@ class _StepEntry:
         check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
         state: list[torch.Tensor] = []
         if self._optimizer is not None and self.is_updating:
+            assert isinstance(self._compiled.runner, PlannedProgram)
+            self._compiled.runner.check_is_here()
             state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
         tensors = [*self._batch, *self.guard.tensors, *state, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,9 @@ def main() -> None:
         model, kwargs = CASES[name]()
         begin = time.process_time()
         train = trained_on_two_streams if name == "own decoder" else trained
-        for how, run in (("training", train), ("inference", inferred)):
+        ways = {"training": train, "inference": inferred}
+        ways |= {"updates": updated} if name == "own decoder" else {}
+        for how, run in ways.items():
             if not hows or how in hows:
                 print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
         print(f"{name}: {time.process_time() - begin:.1f} CPU-s", flush=True)
@@ -155,6 +158,60 @@ def step_error(
         for parameter in (*model.parameters(), *reference.parameters()):
             parameter -= 0.1 * parameter.grad
     return max(errors)
+
+
+def updated(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Five steps with the update in them, beside fused=True; the learning rate changes in each.
+
+    From the second on a stand-in for a CUDA graph launches the update with what it was handed when
+    it was captured.
+    """
+    model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
+    ours = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    theirs = torch.optim.AdamW(reference.parameters(), eps=1e-3, fused=True)
+    step = lazyinline.compile_step(model, target=TARGET, optimizer=ours)
+    program = compiled_for_nothing(
+        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
+    )
+    assert not ours.state, "a step that did not run made state"
+    program.move_to(replace(triton_on_cpu.ON_CPU_MEMORY, graphs="captured"))
+    program._capture = captured
+    errors = []
+    for number in range(5):
+        for one in (ours, theirs):
+            one.param_groups[0]["lr"] = 0.01 * (number + 1)
+        loss = step(**kwargs)
+        theirs.zero_grad()
+        with triton_on_cpu.AsOnAGpu():
+            expected = loss_of(reference(**kwargs))
+        expected.backward()
+        theirs.step()
+        errors.append(error(loss, expected.detach()))
+    assert program.why_no_graph == ""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    errors += [error(p, q) for p, q in pairs]
+    ours.param_groups[0]["betas"] = (0.8, 0.99)  # which a graph would not see
+    compiled_for_nothing(lambda: step(**kwargs), lambda: program)
+    return {"error": max(errors), "after": step.last_report.update_after, **memory(program)}
+
+
+def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Keeps what updates are handed, and launches them with that."""
+    fused, handed = torch._fused_adamw_, list[Any]()
+    patch = pytest.MonkeyPatch()
+    with patch.context() as meanwhile:  # capture launches nothing
+        meanwhile.setattr(torch, "_foreach_add_", lambda *args: None)
+        meanwhile.setattr(torch, "_fused_adamw_", lambda *a, **k: handed.append((a, k)))
+        run()
+
+    def replay() -> Any:
+        calls = iter(handed)
+        with patch.context() as meanwhile:
+            kept = lambda *_, **__: (lambda a, k: fused(*a, **k))(*next(calls))  # noqa: E731
+            meanwhile.setattr(torch, "_fused_adamw_", kept)
+            return run()
+
+    return replay
 
 
 def trained_on_two_streams(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:

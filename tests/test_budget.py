@@ -5,12 +5,12 @@ from link_tree import ROOT
 
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
-# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), and in a pipeline
-# (frontend +180, backend +120, pipeline_parallel +30, autodiff +20), the planner's exact search
+# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), in pipelines, for a
+# GPU (frontend +210, backend +140, pipeline_parallel +30, reuse +10), the planner's exact search
 # (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390), parts on
 # several devices (frontend +200, backend +120).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_520, 96),
+    "frontend": (23_540, 96),
     "reuse": (8_060, 37),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_600, 32),
     "recompute": (1_340, 8),

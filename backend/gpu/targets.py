@@ -160,27 +160,35 @@ class Place:
 
 Run: TypeAlias = Callable[[], list[torch.Tensor]]
 Capture: TypeAlias = Callable[[Run, torch.device], Run]
-"""Returns what runs the same again, and writes its results anew."""
+"""Returns what runs the same and writes its results anew; runs nothing itself."""
+
+
+def run_before_capture(run: Run, device: torch.device) -> list[torch.Tensor]:
+    """Runs on the stream of captures: PyTorch and its libraries set up what they keep for each."""
+    if device.type == "cpu":
+        return run()
+    with torch.cuda.device(device):
+        stream = _stream(device, "capture")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            results = run()
+        torch.cuda.current_stream().wait_stream(stream)
+    return results
 
 
 def capture_graph(run: Run, device: torch.device) -> Run:
     """Captures what ``run`` launches as a CUDA graph: the CPU names each launch but once.
 
-    It must launch on this device alone, and read nothing back. What PyTorch and its libraries set
-    up at a first call happens in one before, which leaves the device's random numbers as they were.
+    It must launch on this device alone, and read nothing back; it does not run here. It has run
+    before, by :func:`run_before_capture`.
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)
 
     Raises:
         RuntimeError: if it does what a graph cannot hold.
     """
     with torch.cuda.device(device):
-        stream = _stream(device, "capture")
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.random.fork_rng([device]), torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=_stream(device, "capture")):
             results = run()
 
     def replay() -> list[torch.Tensor]:

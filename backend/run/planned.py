@@ -9,6 +9,7 @@ memory is not planned, each closure is one launch that allocates what it returns
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
 from ..gpu.roofline import with_streams
-from ..gpu.targets import Capture, Place, capture_graph
+from ..gpu.targets import Capture, Place, Run, capture_graph, run_before_capture
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_addresses, check_memory
@@ -210,9 +211,13 @@ class PlannedProgram:
         launches = (p.launch for part in self.layout.parts for p in part.launches)
         return [launch.name for launch in launches if launch.results]
 
+    def check_is_here(self) -> None:
+        """Raises PlanError if it was compiled for a device that is not here."""
+        self._tools.place.check_is_here()
+
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""
-        self._tools.place.check_is_here()
+        self.check_is_here()
         # What is bound keeps its memory alive, so an address means one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
         addresses = list(map(_address_of, tensors))
@@ -356,19 +361,26 @@ class PlannedProgram:
         return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None, others)
 
     def _as_graph(self, runner: Runner) -> Runner:
-        """Returns what captures a part at its first run, and replays it then: all has its place."""
+        """Returns what captures a part at its second run, and replays it then.
+
+        All has its place. The first run is the one in which libraries are set up: none is run
+        besides, for it may update parameters.
+        """
+        device = self._tools.place.device
 
         @functools.cache
-        def captured() -> Callable[[], list[Any]]:
+        def captured() -> Run:
             try:
-                replay = self._capture(lambda: runner([]), self._tools.place.device)
+                replay = self._capture(lambda: runner([]), device)
             except RuntimeError as error:
                 self.why_no_graph = str(error)
                 return lambda: runner([])
             self.why_no_graph = ""
             return replay
 
-        return lambda inputs: captured()()
+        first = partial(run_before_capture, lambda: runner([]), device)
+        runs = itertools.chain[Run]([first], itertools.repeat(lambda: captured()()))
+        return lambda inputs: next(runs)()
 
 
 def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:

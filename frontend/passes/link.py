@@ -177,8 +177,8 @@ def hindrance(state: Compilation) -> Unplanned | None:
     if state.goal.kind != "step" and backend != "inductor":
         return Unplanned(f"backend {backend} runs operator by operator")
     devices = devices_of(state.linked)
-    if len(devices) > 1 and state.goal.kind not in LINKED:
-        return Unplanned("a stage of a pipeline is planned on one device, and this uses more")
+    if any(d.type != "cpu" for d in devices) and state.goal.kind not in LINKED:
+        return Unplanned("a stage of a pipeline is planned on the CPU alone")
     return other_devices(devices) or _unrecordable(state)
 
 

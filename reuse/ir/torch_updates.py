@@ -5,7 +5,9 @@ kernel on the tensors themselves: each result takes over the memory of an operan
 buffers do in JAX. ``results_in_place`` says which; link lets nothing read those operands later.
 
 A schedule changes a learning rate from step to step, so numbers of an optimizer are an operand too:
-one tensor, whose entries are named by ``ADAM_SETTINGS`` and ``SGD_SETTINGS``.
+one tensor, whose entries are named by ``ADAM_SETTINGS`` and ``SGD_SETTINGS``. On a GPU, where it
+would be read back, it is the learning rate alone, which PyTorch's kernels read there: a CUDA graph
+replays them with what is in it then. The other numbers are part of the closure.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ def adam_(
     settings: Tensor,
     decoupled: bool,
     maximize: bool,
+    fixed: Sequence[float] = (),
 ) -> None:
     """Updates parameters and their state in place, as ``torch.optim.Adam(fused=True)`` does."""
-    lr, beta1, beta2, eps, weight_decay = settings.tolist()
+    numbers: Any = (settings, *fixed) if fixed else settings.tolist()
+    lr, beta1, beta2, eps, weight_decay = numbers
     torch._foreach_add_(steps, 1)
     fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
     fused(
@@ -66,9 +70,11 @@ def sgd_(
     settings: Tensor,
     nesterov: bool,
     maximize: bool,
+    fixed: Sequence[float] = (),
 ) -> None:
     """Updates parameters in place, as ``torch.optim.SGD(fused=True)`` does."""
-    lr, momentum, weight_decay = settings.tolist()
+    numbers: Any = (settings, *fixed) if fixed else settings.tolist()
+    lr, momentum, weight_decay = numbers
     torch._fused_sgd_(
         params,
         grads,
@@ -89,7 +95,7 @@ def sgd_(
     "lazyinline::adam",
     mutates_args=(),
     schema="(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
-    "Tensor[] steps, Tensor settings, bool decoupled, bool maximize) -> Tensor[]",
+    "Tensor[] steps, Tensor settings, bool decoupled, bool maximize, float[] fixed) -> Tensor[]",
 )
 def _adam(
     params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *settings: Any
@@ -104,7 +110,7 @@ def _adam(
     "lazyinline::sgd",
     mutates_args=(),
     schema="(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor settings, "
-    "bool nesterov, bool maximize) -> Tensor[]",
+    "bool nesterov, bool maximize, float[] fixed) -> Tensor[]",
 )
 def _sgd(params: Any, grads: Any, momentum_buffers: Any, *settings: Any) -> list[Tensor]:
     changed = [[t.clone() for t in part] for part in (params, momentum_buffers)]
@@ -126,10 +132,11 @@ ADAM = torch.ops.lazyinline.adam.default
 SGD = torch.ops.lazyinline.sgd.default
 IN_PLACE: dict[Any, Callable[..., None]] = {ADAM: adam_, SGD: sgd_}
 STATE = {ADAM: ADAM_STATE, SGD: SGD_STATE}
+_OPTIONS = ("flag", "maximize", "fixed")  # what follows the tensors of either
 
 
 def update_leaf(
-    target: Any, types: Sequence[Sequence[TensorType]], settings: TensorType, flags: Sequence[bool]
+    target: Any, types: Sequence[Sequence[TensorType]], settings: TensorType, flags: Sequence[Any]
 ) -> Leaf:
     """Builds the closure of one update.
 
@@ -172,5 +179,6 @@ def results_in_place(leaf: Leaf) -> list[int]:
     if node is None:
         return []
     position = {entry: i for i, entry in enumerate(leaf.entries)}
-    rows = [row for i, row in enumerate(node.args) if isinstance(row, (list, tuple)) and i != 1]
+    tensors = node.args[: -len(_OPTIONS)]
+    rows = [row for i, row in enumerate(tensors) if isinstance(row, (list, tuple)) and i != 1]
     return [position[entry] for row in rows for entry in row]  # type: ignore[index, union-attr]
