@@ -154,9 +154,9 @@ ROWS = (
         "torch.compile",
         'backend="lazyinline": layers shared, graph breaks Dynamo\'s',
         "gradients, 1e-5",
-        "test_dynamo_backend.py::test_layers_of_a_flat_graph_share_a_closure_and_train_like_eager",
+        "test_dynamo_backend.py::test_layers_share_a_closure_and_train_like_eager",
         "test_dynamo_backend.py::test_graph_breaks_are_dynamos",
-        "test_dynamo_backend.py::test_the_name_is_registered_where_pytorch_looks",
+        "test_dynamo_backend.py::test_the_name_is_registered_where_pytorch_looks_and_what_it_made_can_be_copied",
     ),
     _row(
         "DDP",
@@ -229,7 +229,7 @@ ROWS = (
         "of a model in place, and of a step that ran",
         "outputs and gradients",
         "test_in_place.py::test_copies_of_it_are_plain_models",
-        "test_in_place.py::test_a_step_that_ran_is_copied_and_compiles_anew",
+        "test_letting_go.py::test_a_step_that_ran_can_be_copied_and_pickled",
     ),
 )
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Around
 from torch import Tensor, nn
 
 from lazyinline import lazy_inline
@@ -14,14 +15,12 @@ from lazyinline.reuse.ir.program import Program
 from lazyinline.reuse.ir.types import TensorType
 
 
-class Does(nn.Module):
-    def __init__(self, what: Callable[..., Any], region: Callable[[], Any]) -> None:
-        super().__init__()
-        self.what, self.region = what, region
+def does(what: Callable[..., Any], region: Callable[[], Any]) -> nn.Module:
+    def forward(_: nn.Module, *args: Tensor) -> Any:
+        with region():
+            return what(*args)
 
-    def forward(self, *args: Tensor) -> Any:
-        with self.region():
-            return self.what(*args)
+    return Around(forward)
 
 
 @lazy_inline
@@ -43,7 +42,7 @@ def captured(model: nn.Module, *args: Tensor) -> Program:
 
 
 def result_dtype(what: Callable[..., Any], *args: Tensor, region: Any = on_gpu) -> torch.dtype:
-    (result,) = captured(Does(what, region), *args).outputs
+    (result,) = captured(does(what, region), *args).outputs
     assert isinstance(result.type, TensorType)
     return result.type.dtype
 
@@ -77,7 +76,7 @@ def test_operators_get_what_pytorch_gives_them_on_a_gpu(rule: str) -> None:
 
 
 def test_a_program_names_its_casts_and_has_no_regions() -> None:
-    program = captured(Does(F.linear, on_gpu), X, X)
+    program = captured(does(F.linear, on_gpu), X, X)
     assert str(program).count("to.dtype") == 2
     assert "autocast" not in str(program)
 
@@ -87,7 +86,7 @@ def test_attention_is_cast_where_its_operands_are_not_low() -> None:
     for num_wide in range(3):
         wide = [low.float()] * num_wide
         operands = *wide, *[low] * (3 - num_wide)
-        program = captured(Does(F.scaled_dot_product_attention, on_gpu), *operands)
+        program = captured(does(F.scaled_dot_product_attention, on_gpu), *operands)
         assert str(program).count("to.dtype") == num_wide
 
 
@@ -112,21 +111,16 @@ def test_a_region_around_the_call_counts_and_is_left_as_it_was() -> None:
 
 
 def test_blocks_in_and_out_of_a_region_share_nothing() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def forward(layers: Any, x: Tensor) -> Tensor:
+        with on_gpu():
+            x = layers[1](layers[0](x))
+        return layers[3](layers[2](x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            with on_gpu():
-                x = self.blocks[1](self.blocks[0](x))
-            return self.blocks[3](self.blocks[2](x))
-
-    text = str(captured(Model(), X))
+    text = str(captured(Around(forward, *(Block() for _ in range(4))), X))
     assert text.count("closure @Block") == 2
     assert text.count("bf16[4,4] = linear") == 1 and text.count("f32[4,4] = linear") == 1
 
 
 def test_what_is_unsafe_in_a_region_is_refused_with_the_line_as_on_a_gpu() -> None:
     with pytest.raises(Exception, match="unsafe to autocast"):
-        captured(Does(F.binary_cross_entropy, on_gpu), X, X)
+        captured(does(F.binary_cross_entropy, on_gpu), X, X)
