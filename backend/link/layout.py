@@ -295,8 +295,12 @@ def layout_of(
     forward = layout.parts[0]
     for flat in flats[1:]:
         inputs = []
-        for kind, which in backward_inputs:
-            if kind == "output":
+        for slot, (kind, which) in zip(flat.inputs, backward_inputs, strict=True):
+            made = layout.instances[forward.outputs[which].instance] if kind == "output" else None
+            # What the caller got comes back from there: kept here as well, it would hold this run.
+            if made is not None and made.kind == "foreign" and which < num_results[0]:
+                inputs.append(layout.given(flat.slot_types[slot]))
+            elif kind == "output":
                 inputs.append(forward.outputs[which])
             elif kind == "input":
                 inputs.append(forward.inputs[which])
@@ -333,14 +337,11 @@ def add_workspaces(layout: Layout, target: Target) -> None:
         layout.workspaces.append(whole)
 
 
-def handed_on(layout: Layout, num_results: int) -> list[int]:
+def handed_on(layout: Layout) -> list[int]:
     """Foreign buffers that the forward makes and saves: the same for every backward of it."""
     if len(layout.parts) < 2:
         return []
-    # What the caller got comes back from there: kept here as well, it would hold this run.
-    got, other = layout.parts[0].outputs[:num_results], layout.parts[0].outputs[num_results:]
-    returned = {p.instance for p in got} - {p.instance for p in other}
-    saved = {p.instance for p in layout.parts[1].inputs} - returned
+    saved = {p.instance for p in layout.parts[1].inputs}
     return [
         i
         for i, b in enumerate(layout.instances)

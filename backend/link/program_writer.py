@@ -148,8 +148,8 @@ class CodeWriter:
     def _take_inputs(self) -> None:
         names = []
         for index, placed in enumerate(self._part.inputs):
-            is_arena = self._layout.instances[placed.instance].kind == "arena"
-            bound = is_arena or placed.instance in self._fixed | set(self._extra[0])
+            kind = self._layout.instances[placed.instance].kind
+            bound = placed.instance in self._fixed or kind in ("arena", "foreign")
             if not bound and placed.instance not in self._locals:
                 names.append(f"i{index}")
                 self._code.inputs.append(index)

@@ -120,7 +120,7 @@ class PlannedProgram:
         self._capture: Capture = capture_graph
         is_on_gpu = any(t.device.type == "cuda" for flat in flats for t in flat.slot_types)
         self.why_no_graph = "memory is not planned" if self.allocates_all and is_on_gpu else ""
-        handed = (*handed_on(self.layout, num_results[0]), *self.overlay.hosts)
+        handed = (*handed_on(self.layout), *self.overlay.hosts)
         self._writers = [
             partial(
                 CodeWriter,

@@ -173,8 +173,8 @@ def describe_gpu(state: State) -> State:
 def hindrance(state: Compilation) -> Unplanned | None:
     """Says why linked parts cannot have their memory planned together; None if they can."""
     backend = state.context.options.backend
-    # A step owns its whole arena, so its memory is planned for any backend.
-    if state.goal.kind != "step" and backend != "inductor":
+    # Steps and ranks own their whole arena, so their memory is planned for any backend.
+    if state.goal.kind not in ("step", "rank") and backend != "inductor":
         return Unplanned(f"backend {backend} runs operator by operator")
     devices = devices_of(state.linked)
     if any(d.type != "cpu" for d in devices) and state.goal.kind not in LINKED:

@@ -16,7 +16,7 @@ from ...backend.link.unit_layout import least
 from ...pipeline_parallel.cut import Stage, cut_program
 from ...pipeline_parallel.plan import make_plan
 from ...pipeline_parallel.process_groups import users_of
-from ...pipeline_parallel.rank_order import StageMemory, bytes_beside, rank_order
+from ...pipeline_parallel.rank_order import rank_order
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.policy import Budget, Policy
@@ -77,11 +77,8 @@ class StageRecompute:
         limit = limit_bytes(self._state, rank)
         if limit is None:
             return policy
-        own, beside = _stages_of(self._state, rank), 0
-        if self._state.context.options.backend != "inductor":  # then memory is not planned
-            held = {d.stage.index: stage_memory(d) for d in own}
-            beside = bytes_beside(self._table, rank, held)
-        room = max(limit - self._state.withheld_bytes - beside, 0)
+        own = _stages_of(self._state, rank)
+        room = max(limit - self._state.withheld_bytes, 0)
         costs = policy.costs if isinstance(policy, Budget) else "estimated"
         return Budget(saved_bytes=self._share(own, index, room), costs=costs)
 
@@ -150,17 +147,6 @@ def owned_bytes(stages: Sequence[StageDerivative], held: Collection[str] = ()) -
     sums = {s.name: t for d in stages for s, t in d.trained_types if s.name not in held}
     own = sum(t.numel() * t.element_size() for t in tensors.values())
     return own + _total(list(sums.values()))
-
-
-def stage_memory(derived: StageDerivative) -> StageMemory:
-    """Returns the bytes that a stage holds besides what its micro-batches keep."""
-    return StageMemory(
-        _total(derived.stage.received_types),
-        _total(derived.stage.sent_types),
-        _total(derived.cotangent_types) if derived.stage.num_sent else 0,
-        _total(derived.gradient_types),
-        _total([t for _, t in derived.trained_types]),
-    )
 
 
 def _total(types: Sequence[TensorType]) -> int:
