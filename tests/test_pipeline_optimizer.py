@@ -16,6 +16,7 @@ from test_pipeline_processes import two_replicas
 from torch import Tensor, nn
 
 from lazyinline import PipelineError
+from lazyinline.frontend.passes import link
 
 HERE = "test_pipeline_optimizer"
 alone = test_pipeline.alone  # the fixture: one process that holds every stage
@@ -83,7 +84,11 @@ def test_five_steps_have_the_bits_of_fused(alone: None, schedule: str) -> None:
         assert pipe.step_peak_bytes < apart.step_peak_bytes + sums / 2
 
 
-def test_what_cannot_be_in_the_program_is_done_after_the_step_and_named(alone: None) -> None:
+def test_what_cannot_be_in_the_program_is_done_after_the_step_and_named(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = link.Unplanned("not planned in this test")
+    monkeypatch.setattr(link, "other_devices", lambda devices: why)
     model, args = net_and_batch(**SIZES)
     expected = copy.deepcopy(model)
     pipe = make(model, args, optimizer=adamw(model))
