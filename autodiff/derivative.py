@@ -9,7 +9,7 @@ derivative, compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Union
@@ -18,8 +18,19 @@ import torch
 import torch.fx
 
 from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
-from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Pack, Program, Unpack, Value
-from ..reuse.ir.types import StructType, TensorType
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Kernels,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    outputs_of,
+)
+from ..reuse.ir.types import HOST, StructType, TensorType
 from .control_derivative import Asked, control_derivative
 from .leaf_derivative import (
     Derivative,
@@ -33,7 +44,7 @@ from .traces.joint_cut import copy_graph, cut_joint
 from .traces.joint_trace import JointTrace
 from .traces.origins import stop_what_has_no_gradient
 from .traces.torch_differentiable import Gradients
-from .traces.torch_make_fx import Decompositions
+from .traces.torch_make_fx import Decompositions, traced_copy
 from .traces.torch_partition import PartitionPolicy, partition
 
 
@@ -43,9 +54,11 @@ class Cut:
 
     Attributes:
         saved: names of nodes of the joint graph; the backward computes all else again.
+        offloaded: those of them that wait on the host meanwhile.
     """
 
     saved: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,7 @@ class Differentiator:
         self._rerunner = Rerunner()
         self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._adders: dict[TensorType, Leaf] = {}
+        self._copiers: dict[tuple[TensorType, torch.device], Leaf] = {}
 
     def vjp(
         self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
@@ -222,7 +236,12 @@ class Differentiator:
                 save_memory_once(forward, backward)
         hand_over_views(forward, backward)
         if recipe.gradients == "final":
-            return make_pair(leaf, forward, backward, joint, recipe.kernels)
+            pair = make_pair(leaf, forward, backward, joint, recipe.kernels)
+            offloaded = request.choice.offloaded if isinstance(request.choice, Cut) else ()
+            names = [node.name for node in outputs_of(forward)[number:]]
+            return replace(
+                pair, offloaded=tuple(i for i, name in enumerate(names) if name in offloaded)
+            )
         pair = make_pair(leaf, forward, backward, joint, recipe.kernels, "composite")
         # The next derivative must not ask autograd for gradients of, say, a norm's statistics.
         stop_what_has_no_gradient(forward, flat_types(leaf.input_types), request.inputs)
@@ -252,6 +271,15 @@ class Differentiator:
         if type_ not in self._adders:
             self._adders[type_] = make_leaf("add", torch.ops.aten.add.Tensor, type_)
         return self._adders[type_]
+
+    def copier(self, type_: TensorType, device: torch.device) -> Leaf:
+        """Returns the closure that copies a value of a type to a device."""
+        if (type_, device) not in self._copiers:
+            module, copied = traced_copy(type_, device), replace(type_, device=device)
+            name = "offload" if device == HOST else "reload"
+            leaf = Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
+            self._copiers[type_, device] = leaf
+        return self._copiers[type_, device]
 
 
 def active_values(
@@ -303,6 +331,7 @@ class _Reversal:
         self._cotangents: dict[Value, Value] = {}
         self._backward: list[Call] = []
         self._derivatives: dict[Call, tuple[Derivative, Value]] = {}
+        self._offloads: dict[Call, list[Call]] = {}
         self._kept: dict[Value, Value] = {}  # forward value -> its stand-in in the backward program
         self._same = passed_through(self._program)
         self._seeds: list[tuple[int, Value]] = []
@@ -333,7 +362,11 @@ class _Reversal:
         gradients = [i for i in self._wanted if self._program.inputs[i] in self._cotangents]
         if not gradients:
             return None
-        forward_calls = [self._forward_call(c) for c in self._program.calls]
+        forward_calls = [
+            made
+            for call in self._program.calls
+            for made in (self._forward_call(call), *self._offloads.get(call, ()))
+        ]
         return self._assemble(forward_calls, gradients)
 
     def sites(self) -> tuple[Request | None, ...]:
@@ -353,7 +386,7 @@ class _Reversal:
         self._asked[call] = asked
         saved = Value(derivative.saved_type, "saved")
         self._derivatives[call] = (derivative, saved)
-        operands = [self._keep(saved)]
+        operands = [self._held(call, saved, derivative.offloaded)]
         operands += [self._keep(call.args[i]) for i in derivative.kept_inputs]
         operands += [self._keep(call.results[i]) for i in derivative.kept_outputs]
         operands += [self._cotangents[call.results[i]] for i in derivative.cotangent_outputs]
@@ -362,6 +395,37 @@ class _Reversal:
         self._backward.append(Call(derivative.backward, tuple(operands), results, call.path))
         for target, result in zip(targets, results, strict=True):
             self._add_cotangent(target, result)
+
+    def _held(self, call: Call, saved: Value, offloaded: Sequence[int]) -> Value:
+        """Returns what a call saved, for its backward; some of it has been on the host."""
+        if not offloaded:
+            return self._keep(saved)
+        # To the host as soon as the forward has made it, and back right before the backward.
+        type_ = saved.type
+        assert isinstance(type_, StructType)
+        home = {i: field.device for i, field in enumerate(type_.fields)}  # type: ignore[union-attr]
+        away, on_host = self._copied(saved, dict.fromkeys(offloaded, HOST), call.path)
+        back, again = self._copied(self._keep(on_host), {i: home[i] for i in offloaded}, call.path)
+        self._offloads[call] = away
+        self._backward += back
+        return again
+
+    def _copied(
+        self, struct: Value, devices: Mapping[int, torch.device], path: str
+    ) -> tuple[list[Call], Value]:
+        """Returns calls that copy fields of a struct to devices, and the struct with the copies."""
+        assert isinstance(struct.type, StructType)
+        fields = [Value(type_, "saved") for type_ in struct.type.fields]
+        calls = [Call(Unpack(struct.type), (struct,), tuple(fields))]
+        for index, device in devices.items():
+            given = fields[index]
+            assert isinstance(given.type, TensorType)
+            fields[index] = Value(replace(given.type, device=device), "copied")
+            copier = self._make.copier(given.type, device)
+            calls.append(Call(copier, (given,), (fields[index],), path))
+        made = StructType(tuple(field.type for field in fields))
+        whole = Value(made, struct.hint)
+        return [*calls, Call(Pack(made), tuple(fields), (whole,))], whole
 
     def _keep(self, value: Value) -> Value:
         # A result that is an operand, passed through, would else be saved a second time.

@@ -27,6 +27,7 @@ class Derivative:
         forward: results are the primal's results, then the saved struct.
         backward: operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent
             for each of ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
+        offloaded: positions in the saved struct of what waits on the host between the two.
     """
 
     forward: Closure
@@ -35,6 +36,7 @@ class Derivative:
     kept_outputs: tuple[int, ...]
     cotangent_outputs: tuple[int, ...]
     gradient_inputs: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
 
     @property
     def saved_type(self) -> StructType:

@@ -5,6 +5,7 @@ What operators take is predicted, or measured by running them here, where a budg
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class ForwardValue:
         changes: positions of values that computing this one changes in place (running statistics).
             A saved one has been changed by then, so those are computed again with it. (The backward
             of a batch norm reads them too and does not use them.)
+        offload_s: seconds to copy it to the host and back; infinite where that cannot be.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ForwardValue:
     is_heavy: bool
     is_wanted: bool
     changes: tuple[int, ...] = ()
+    offload_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,17 @@ class CutPoint:
 
     Attributes:
         saved: names of the values saved.
-        num_bytes: bytes they hold.
-        extra_s: seconds of what is computed again, and of saving.
+        num_bytes: bytes they hold on the device.
+        extra_s: seconds of what is computed again, of saving and of copies to the host and back.
         extra_flops: FLOPs of what is computed again.
+        offloaded: which of them wait on the host.
     """
 
     saved: frozenset[str]
     num_bytes: int
     extra_s: float
     extra_flops: int
+    offloaded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class CutProblem:
             )
         )
 
-    def evaluate(self, saved: Collection[str]) -> CutPoint | None:
+    def evaluate(self, saved: Collection[str], offloaded: Collection[str] = ()) -> CutPoint | None:
         """Returns what a choice costs; None if it would redo what must not be redone."""
         keep = set(saved)
         wanted = [v.is_wanted for v in self.values]
@@ -146,11 +151,14 @@ class CutProblem:
         for index, value in enumerate(self.values):
             if index in again and not again.issuperset(value.changes):
                 return None
+        copied = [v for v in used if v.name in offloaded]
+        extra_s = sum(v.redo_s for v in redone) + sum(v.save_s for v in used)
         return CutPoint(
             frozenset(v.name for v in used),
-            sum(v.num_bytes for v in used),
-            sum(v.redo_s for v in redone) + sum(v.save_s for v in used),
+            sum(v.num_bytes for v in used if v not in copied),
+            extra_s + sum(v.offload_s for v in copied),
             sum(v.redo_flops for v in redone),
+            frozenset(v.name for v in copied),
         )
 
 
@@ -183,6 +191,7 @@ def _forward_value(
         in_forward and is_heavy(numbered),
         is_wanted,
         tuple(place[n] for n in mutated_args(node) if n in place),
+        costs.offload_s(numbered),
     )
 
 
@@ -191,6 +200,9 @@ class ValueCosts(Protocol):
 
     def redo_s(self, node: torch.fx.Node) -> float:
         """Seconds to compute a node's value from its operands."""
+
+    def offload_s(self, node: torch.fx.Node) -> float:
+        """Seconds to copy a value to the host and back; infinite without one."""
 
     def save_s(self, node: torch.fx.Node) -> float:
         """Seconds to write a value and read it back, where it would not have been written."""
@@ -221,6 +233,10 @@ class Measured:
             except (RuntimeError, IndexError, TypeError, ValueError):
                 self._known[key] = self._predicted.redo_s(node)
         return self._known[key]
+
+    def offload_s(self, node: torch.fx.Node) -> float:
+        """See :class:`ValueCosts`."""
+        return self._predicted.offload_s(node)
 
     def save_s(self, node: torch.fx.Node) -> float:
         """See :class:`ValueCosts`."""

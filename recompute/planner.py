@@ -24,8 +24,8 @@ class Variant:
 
     Attributes:
         choice: what is saved; None is what the backend's recipe saves.
-        num_bytes: what one call saves (values handed over not counted).
-        extra_s: estimated seconds of what one call computes again.
+        num_bytes: what one call saves on the device (values handed over not counted).
+        extra_s: estimated seconds of what one call computes again, and copies.
         extra_flops: FLOPs of that.
     """
 
@@ -122,7 +122,10 @@ class Planner:
         if request not in self._frontiers:
             if isinstance(request.closure, Leaf):
                 cuts = solver.frontier(self._problem(request), _NUM_POINTS)
-                made = [Variant(Cut(c.saved), c.num_bytes, c.extra_s, c.extra_flops) for c in cuts]
+                made = [
+                    Variant(Cut(c.saved, c.offloaded), c.num_bytes, c.extra_s, c.extra_flops)
+                    for c in cuts
+                ]
                 variants = [self.as_it_is(request), *made]
             else:
                 variants = self._inner_variants(request)
@@ -208,7 +211,8 @@ class Planner:
         """Returns the variant of a composite whose calls have these."""
         derivative = self._make.of(replace(request, choice=choice))
         assert derivative is not None
-        num_bytes = self._sizes.num_bytes(derivative.saved_type)
+        on_host = self._sizes.host_bytes(derivative.saved_type)
+        num_bytes = self._sizes.num_bytes(derivative.saved_type) - on_host
         extra_s, extra_flops = sum(v.extra_s for v in inner), sum(v.extra_flops for v in inner)
         return Variant(choice, num_bytes, extra_s, extra_flops)
 

@@ -25,7 +25,7 @@ from ..reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
-from ..reuse.ir.types import TensorType, Type
+from ..reuse.ir.types import HOST, TensorType, Type, flatten_type
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class SizesAt:
     def num_bytes(self, type_: Type) -> int:
         """Returns the bytes of a value of a type."""
         return self.type(type_).num_bytes
+
+    def host_bytes(self, type_: Type) -> int:
+        """Returns those of them that wait on the host."""
+        types = flatten_type(self.type(type_))
+        return sum(one.num_bytes for one in types if one.device == HOST)
 
     def type(self, type_: Type) -> Type:
         """Returns a type with numbers for sizes."""

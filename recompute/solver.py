@@ -7,6 +7,7 @@ has two per variant, whatever the number of calls: a count, and whether the vari
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +41,23 @@ def fewest_bytes(
 def cheapest(problem: CutProblem, max_bytes: int | None = None) -> CutPoint | None:
     """Returns the cut with the least work within a number of bytes; None if there is none."""
     model = _CutModel(problem, lambda value: True)
-    return model.solve(model.save_s + _TIE * model.num_bytes, model.redo_s, max_bytes)
+    kept, offloaded = model.save_s + _TIE * model.num_bytes, model.save_s + model.offload_s
+    return model.solve(kept, model.redo_s, max_bytes, offloaded)
 
 
 def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
     """Returns cuts none of which is better than another in both bytes and work.
 
-    Each is exact for its own number of bytes; the numbers of bytes are spread evenly.
+    Each is exact for its own number of bytes; the numbers of bytes are spread evenly. What is kept
+    for the backward may wait on the host, where the device has one.
 
     Args:
         problem: the values of one closure.
         num_points: how many budgets to solve for.
     """
-    low = fewest_bytes(problem)
+    model = _CutModel(problem, lambda value: True)
+    low = model.solve(model.num_bytes, _TIE * model.redo_s, None, _TIE * model.offload_s)
+    assert low is not None, "values that must not be redone can all be saved"
     high = cheapest(problem)
     assert high is not None, "without a bound there is always a cut"
     steps = range(1, num_points - 1)
@@ -75,7 +80,7 @@ def pareto(points: Sequence[Any], key: Callable[[Any], tuple[float, float]]) -> 
 
 
 class _CutModel:
-    """The integer program of one closure: ``save`` and ``redo`` of each value, 0 or 1.
+    """The integer program of one closure: ``save``, ``redo``, ``offload`` of each value, 0 or 1.
 
     Bytes and seconds are scaled to a sum of one, for a solver whose tolerances are absolute.
     """
@@ -85,31 +90,47 @@ class _CutModel:
         values = problem.values
         count = self._count = len(values)
         sizes = np.array([v.num_bytes for v in values], float)
-        seconds = np.array([(v.redo_s, v.save_s) for v in values], float).reshape(-1, 2)
+        copies = [v.can_save and math.isfinite(v.offload_s) for v in values]
+        rows_s = [
+            (v.redo_s, v.save_s, v.offload_s if c else 0.0)
+            for v, c in zip(values, copies, strict=True)
+        ]
+        seconds = np.array(rows_s, float).reshape(-1, 3)
         self.num_bytes = sizes / (sizes.sum() or 1.0)
-        self.redo_s, self.save_s = (seconds / (seconds.sum() or 1.0)).T
+        self.redo_s, self.save_s, self.offload_s = (seconds / (seconds.sum() or 1.0)).T
         rows: list[dict[int, float]] = []
         low: list[float] = []
         for index, value in enumerate(values):
             if value.is_wanted:
-                rows.append({index: 1.0, count + index: 1.0})
+                rows.append(self._there(index))
                 low.append(1.0)
             for parent in value.parents:  # redo needs its parents, saved or redone
-                rows.append({parent: 1.0, count + parent: 1.0, count + index: -1.0})
+                rows.append({**self._there(parent), count + index: -1.0})
                 low.append(0.0)
             for changed in value.changes:  # redone with it, and not taken as saved
                 rows.append({count + changed: 1.0, count + index: -1.0})
-                rows.append({changed: -1.0, count + index: -1.0})
+                rows.append({changed: -1.0, 2 * count + changed: -1.0, count + index: -1.0})
                 low += [0.0, -1.0]
         self._rows, self._low = rows, low
         can_save = [float(v.can_save) for v in values]
         can_redo = [float(v.can_redo and may_redo(v)) for v in values]
-        self._upper = np.array(can_save + can_redo)
+        self._upper = np.array([can_save, can_redo, copies], float)
+
+    def _there(self, index: int) -> dict[int, float]:
+        """Returns the variables one of which makes a value available to the backward."""
+        return dict.fromkeys((index, self._count + index, 2 * self._count + index), 1.0)
 
     def solve(
-        self, save: np.ndarray, redo: np.ndarray, max_bytes: int | None = None
+        self,
+        save: np.ndarray,
+        redo: np.ndarray,
+        max_bytes: int | None = None,
+        offload: np.ndarray | None = None,
     ) -> CutPoint | None:
-        """Returns the cut with the smallest weighted sum within a number of bytes."""
+        """Returns the cut with the smallest weighted sum within a number of bytes.
+
+        Nothing is offloaded without weights for that.
+        """
         if not self._count:  # the backward needs nothing but what it is handed
             return self._problem.evaluate(())
         rows, low = list(self._rows), list(self._low)
@@ -118,13 +139,16 @@ class _CutModel:
             sizes = enumerate(v.num_bytes for v in self._problem.values)
             rows.append({i: -size / scale for i, size in sizes if size})
             low.append(-max_bytes / scale)
-        weights = np.concatenate([save, redo])
-        found = _minimize(weights, rows, low, self._upper)
+        weights = np.concatenate([save, redo, np.zeros_like(redo) if offload is None else offload])
+        upper = self._upper * [[1.0], [1.0], [float(offload is not None)]]
+        found = _minimize(weights, rows, low, upper.ravel())
         if found is None:
             return None
-        values = self._problem.values
-        saved = {v.name for v, x in zip(values, found[: self._count], strict=True) if x > 0.5}
-        point = self._problem.evaluate(saved)
+        kept, _, offloaded = (
+            {v.name for v, x in zip(self._problem.values, part, strict=True) if x > 0.5}
+            for part in found.reshape(3, -1)
+        )
+        point = self._problem.evaluate(kept | offloaded, offloaded - kept)
         assert point is not None, "the solver broke a constraint"
         return point if max_bytes is None or point.num_bytes <= max_bytes else None
 

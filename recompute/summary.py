@@ -41,6 +41,7 @@ class RecomputeRecord:
         saved_bytes: their bytes.
         recomputed: operators that the backward runs again, with how often.
         recomputed_flops: FLOPs of the matrix products and attentions among them.
+        offloaded_bytes: those of the saved bytes that wait on the host.
     """
 
     closure: str
@@ -50,13 +51,15 @@ class RecomputeRecord:
     saved_bytes: int
     recomputed: tuple[tuple[str, int], ...]
     recomputed_flops: int
+    offloaded_bytes: int = 0
 
     def __str__(self) -> str:
         saved = ", ".join(map(str, self.saved)) or "nothing"
         again = ", ".join(f"{n} {op}" for op, n in self.recomputed) or "nothing"
+        on_host = f", {self.offloaded_bytes} of them on the host" if self.offloaded_bytes else ""
         return (
             f"@{self.closure}, {self.num_calls} calls, {self.choice}\n"
-            f"  saved per call       {self.saved_bytes:>12} bytes: {saved}\n"
+            f"  saved per call       {self.saved_bytes:>12} bytes{on_host}: {saved}\n"
             f"  recomputed per call  {self.recomputed_flops:>12} FLOPs: {again}"
         )
 
@@ -102,6 +105,7 @@ def _record(
         sizes.num_bytes(derivative.saved_type),
         tuple(names.most_common()),
         sum(flops(n) for n in again if is_heavy(n)),
+        sum(sizes.num_bytes(derivative.saved_type.fields[i]) for i in derivative.offloaded),
     )
 
 

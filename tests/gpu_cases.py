@@ -7,6 +7,7 @@ JSON for each case: the largest relative errors, and the arena's ratio.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 import time
@@ -25,6 +26,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
+from lazyinline.backend.gpu import targets
 from lazyinline.backend.gpu.roofline import may_move, on_two_streams
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.launches.kernel_list import KernelList, View
@@ -109,7 +111,9 @@ def main() -> None:
         model, kwargs = CASES[name]()
         begin = time.process_time()
         train = trained_on_two_streams if name == "own decoder" else trained
-        ways = {"training": train, "inference": inferred}
+        # Offloading comes first: from the second case on, launches are on two streams.
+        ways = {"offloading": offloading} if name == "own decoder" else {}
+        ways |= {"training": train, "inference": inferred}
         ways |= {"updates": updated} if name == "own decoder" else {}
         for how, run in ways.items():
             if not hows or how in hows:
@@ -118,20 +122,36 @@ def main() -> None:
     del library
 
 
-def trained(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
+def offloading(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Trains with what is saved on the host: beside a GPU to which copies cost next to nothing."""
+    rates = {t: dataclasses.replace(t.rates, host_bytes_per_s=1e15) for t in targets.TARGETS}
+    near = tuple(dataclasses.replace(t, rates=rates[t]) for t in targets.TARGETS)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(targets, "TARGETS", near)
+    # A batch so large that activations take more than gradients do.
+    many = {name: tensor.repeat(8, 1) for name, tensor in kwargs.items()}
+    found = trained(model, many, lazyinline.Budget(fraction=0.0))
+    patch.undo()
+    return found
+
+
+def trained(
+    model: nn.Module, kwargs: dict[str, torch.Tensor], recompute: lazyinline.Budget | None = None
+) -> dict[str, float]:
     """Two steps of both, with an update between."""
     model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
-    step, program = step_on_cpu_memory(model, kwargs)
+    step, program = step_on_cpu_memory(model, kwargs, recompute)
     errors = [
         step_error(lambda: step(**kwargs), model, reference, kwargs, seed) for seed in range(2)
     ]
-    return {"error": max(errors), **memory(program)}
+    copied_bytes = step.last_report.copied_bytes
+    return {"error": max(errors), "copied_bytes": copied_bytes, **memory(program)}
 
 
 def step_on_cpu_memory(
-    model: nn.Module, kwargs: dict[str, torch.Tensor]
+    model: nn.Module, kwargs: dict[str, torch.Tensor], recompute: lazyinline.Budget | None = None
 ) -> tuple[lazyinline.TrainingStep, PlannedProgram]:
-    step: Any = lazyinline.compile_step(model, target=TARGET)
+    step: Any = lazyinline.compile_step(model, target=TARGET, recompute=recompute)
     runner = lambda: step._entries.first._compiled.runner  # noqa: E731
     return step, compiled_for_nothing(lambda: step(**kwargs), runner)
 
@@ -279,7 +299,7 @@ def memory(program: PlannedProgram) -> dict[str, float]:
     rows = [
         (b.birth, b.death, program.offsets[i], b.num_bytes)
         for i, b in enumerate(program.layout.instances)
-        if b.kind == "arena"
+        if b.kind == "arena" and b.device is None
     ]
     check_no_overlap(*zip(*rows, strict=True))
     assert not any(offset % 256 for _, _, offset, _ in rows)

@@ -90,6 +90,14 @@ def test_a_gpu_program_that_updates_equals_fused_with_each_learning_rate(
     assert "a number that a program for a GPU holds changes" in found["after"]
 
 
+@pytest.mark.parametrize("how", ["offloading"])
+@pytest.mark.parametrize("case", ["own decoder"])
+def test_what_waits_on_the_host_of_a_gpu_comes_back(cases: Any, case: str, how: str) -> None:
+    found = cases[case, how]
+    assert found["error"] < 1e-6
+    assert found["copied_bytes"] > 0
+
+
 def test_a_gpu_program_holds_less_with_its_updates() -> None:
     lazyinline.lazy_inline(models.DecoderBlock)
     model, args = models.llama(2, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)

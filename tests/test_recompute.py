@@ -2,24 +2,31 @@
 
 import copy
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from arena_proof import check_no_overlap
 from comparing import assert_same_gradients, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
+from lazyinline.backend.gpu.targets import target_named
+from lazyinline.frontend.passes import recompute_choice
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
 from lazyinline.recompute.fit_budget import BudgetFit
+from lazyinline.recompute.sizes_at import SizesAt
 from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
 from lazyinline.recompute.solver import _spread as integer_spread
+from lazyinline.reuse.ir.costs import CPU, OperatorCosts, Rates
 from lazyinline_command.main import main
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
@@ -313,6 +320,88 @@ def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
     assert_steps_equal_eager(model, lazyinline.compile_step(model, backend="eager"), 1)
 
 
+# ---- the host ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the CPU a host, as a GPU has one, and copies that cost next to nothing."""
+    monkeypatch.setattr(recompute_choice, "CPU", replace(CPU, host_bytes_per_s=1e15))
+
+
+@pytest.mark.parametrize(
+    ("door", "backend"), [(lazyinline.compile_step, "eager"), (lazyinline.compile, "inductor")]
+)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.sweep(keep=["composed-compile_step", "drawing-compile_step", "flat-compile-"])
+def test_what_waits_on_the_host_comes_back_as_it_was(
+    beside_a_host: None, backend: Any, kind: str, door: Callable[..., Any]
+) -> None:
+    model = MODELS[kind]()
+    compiled = door(model, recompute=NOTHING, backend=backend)
+    assert_steps_equal_eager(model, compiled)
+    report = compiled.last_report
+    on_host = sum(r.num_calls * r.offloaded_bytes for r in report.recompute)
+    assert report.copied_bytes == 2 * on_host > 0
+    assert any("of them on the host" in str(record) for record in report.recompute)
+    assert [d.device for d in report.devices] == ["cpu", "the host"]
+
+
+def test_an_offloaded_step_has_the_bits_of_one_that_keeps_all(beside_a_host: None) -> None:
+    found = []
+    for policy in (None, NOTHING):
+        torch.manual_seed(0)
+        model = Model(num_layers=4)
+        step = lazyinline.compile_step(model, recompute=policy, backend="eager")
+        torch.manual_seed(1)
+        found.append((step(batch()), *(p.grad for p in model.parameters()), held_bytes(step)))
+    (*kept, most), (*offloaded, least) = found
+    assert all(map(torch.equal, kept, offloaded))
+    assert least < most
+    program = step._entries.first._compiled.runner
+    for name, host in (("arena", False), ("host", True)):
+        placed = [
+            (b.birth, b.death, program.offsets[i], b.num_bytes)
+            for i, b in enumerate(program.layout.instances)
+            if b.kind == "arena" and (b.device is not None) == host
+        ]
+        assert placed, name
+        check_no_overlap(*zip(*placed, strict=True))
+
+
+def test_a_cpu_offloads_nothing() -> None:
+    step = step_of(NOTHING)
+    assert not step.last_report.devices and not any(
+        r.offloaded_bytes for r in step.last_report.recompute
+    )
+
+
+def test_what_is_slower_to_compute_than_to_copy_is_copied() -> None:
+    def chosen(dtype: torch.dtype, rates: Rates, width: int) -> tuple[int, int]:
+        """Returns FLOPs and bytes that the cut with the fewest saved bytes redoes and copies."""
+        graph = torch.fx.Graph()
+        x, w, tangent = (graph.placeholder(n) for n in ("primals_1", "primals_2", "tangents_1"))
+        product = graph.call_function(torch.ops.aten.mm.default, (x, w))
+        result = graph.call_function(torch.ops.aten.sin.default, (product,))
+        slope = graph.call_function(torch.ops.aten.cos.default, (product,))
+        gradient = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, slope))
+        graph.output((result, gradient))
+        for node in graph.nodes:
+            if node.op != "output":
+                node.meta["val"] = torch.empty(width, width, dtype=dtype, device="meta")
+        joint = torch.fx.GraphModule({}, graph)
+        problem = CutProblem.of(joint, 1, OperatorCosts(rates), SizesAt())
+        point = frontier(problem, 4)[0]
+        return point.extra_flops, len(point.offloaded)
+
+    a100, h100 = (target_named(name).rates for name in ("cuda:sm_80", "cuda:sm_90"))
+    assert chosen(torch.float32, a100, 4096) == (0, 1)
+    for half in (a100, h100):
+        flops, copies = chosen(torch.bfloat16, half, 4096)
+        assert flops == 2 * 4096**3 and not copies
+    assert chosen(torch.float32, CPU, 4096) == (2 * 4096**3, 0)
+
+
 # ---- budgets -----------------------------------------------------------------------------
 
 
@@ -547,18 +636,19 @@ def test_no_spread_is_a_byte_above_the_budget() -> None:
         assert total(groups, found, "num_bytes") <= budget
 
 
-def chain(seed: int) -> CutProblem:
+def chain(seed: int, num_values: int = 9, host: bool = False) -> CutProblem:
     """A random problem small enough to try every set of saved values."""
     numbers = random.Random(seed)
     values = []
-    for index in range(9):
+    for index in range(num_values):
         parents = tuple(i for i in range(index) if numbers.random() < 0.4)
         seconds, size = numbers.randint(0, 9), numbers.randint(1, 9)
         can_redo = numbers.random() < 0.85
         savable = not can_redo or numbers.random() < 0.85
         wanted = numbers.random() < 0.5
         of_cut = (parents, savable, can_redo, False, wanted)
-        values.append(ForwardValue(f"v{index}", size, seconds, 0, 0.0, *of_cut))
+        copied = {"offload_s": numbers.choice((2.0, 4.0, math.inf))} if host else {}
+        values.append(ForwardValue(f"v{index}", size, seconds, 0, 0.0, *of_cut, **copied))
     return CutProblem(tuple(values))
 
 
@@ -572,3 +662,21 @@ def test_cuts_are_as_good_as_trying_everything(seed: int) -> None:
     for point in frontier(problem, 6):
         best = min(p.extra_s for p in points if p.num_bytes <= point.num_bytes)
         assert point.extra_s == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cuts_beside_a_host_are_as_good_as_trying_everything(seed: int) -> None:
+    problem = chain(seed, num_values=6, host=True)
+    ways = itertools.product(("redo", "keep", "offload"), repeat=len(problem.values))
+    points = []
+    for way in ways:
+        pairs = list(zip(problem.values, way, strict=True))
+        saved = {v.name for v, how in pairs if how != "redo"}
+        away = {v.name for v, how in pairs if how == "offload"}
+        point = problem.evaluate(saved, away)
+        if point is not None and math.isfinite(point.extra_s):
+            points.append(point)
+    for point in frontier(problem, 6):
+        best = min(p.extra_s for p in points if p.num_bytes <= point.num_bytes)
+        assert point.extra_s == pytest.approx(best)
+    assert frontier(problem, 6)[0].num_bytes == min(p.num_bytes for p in points)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ...reuse.ir.torch_symbols import environment_of, size_in, sizes_as_literals
 from ...reuse.ir.types import TensorType
 from ...reuse.process import ProcessLock
+from ...reuse.torch_names import module_of
 from .torch_lazy import PLAIN_ZEROS
 
 Decompositions: TypeAlias = Mapping[Any, Callable[..., Any]]
@@ -110,3 +112,15 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
     shape, stride = ([size_in(mode.shape_env, n) for n in ns] for ns in (type_.shape, type_.stride))
     with mode:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
+
+
+def traced_copy(type_: TensorType, device: torch.device) -> torch.fx.GraphModule:
+    """Returns the graph of a copy of a tensor to a device."""
+    mode, graph = new_fake_mode(), torch.fx.Graph()
+    given = graph.placeholder("a0")
+    copy = torch.ops.aten._to_copy.default
+    node = graph.call_function(copy, (given,), {"device": device})
+    graph.output((node,))
+    given.meta["val"] = fake_tensor(mode, type_)
+    node.meta["val"] = fake_tensor(mode, replace(type_, device=device))
+    return module_of(graph)

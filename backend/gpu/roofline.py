@@ -72,7 +72,11 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
     total, product_s, num_launches, num_triton = Cost(), 0.0, 0, 0
     for kernels, num_calls in lists:
         for launch in kernels.launches:
-            cost = launch_cost(launch, target).times(num_calls)
+            cost = launch_cost(launch, target)
+            if len({kernels.buffers[view.buffer].device for view in launch.views()}) > 1:
+                copied_s = cost.moved_bytes / 2 / target.rates.host_bytes_per_s
+                cost = replace(cost, seconds=max(cost.seconds, copied_s))
+            cost = cost.times(num_calls)
             total += cost
             # Above both the time to move bytes and the time to start, a launch computes.
             moved_s = target.rates.seconds(0, cost.moved_bytes)

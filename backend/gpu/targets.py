@@ -20,6 +20,9 @@ from ...reuse.ir.costs import Rates
 from .torch_triton import TritonKernel
 
 GIB = 2**30
+PCIE_4, PCIE_5 = 32e9, 64e9
+"""Bytes per second to the host, one way, over 16 lanes: half of what the data sheets give as the
+sum of both ways (64 GB/s of the A100, 128 GB/s of the H100 and the B200)."""
 ALIGNMENT_BYTES = 256
 """Addresses of buffers on a GPU are multiples of this: its wide loads and TMA need up to 128, and
 PyTorch's own allocator gives no less."""
@@ -66,7 +69,13 @@ TARGETS = (
         capability=(8, 0),
         num_multiprocessors=108,
         memory_bytes=80 * GIB,
-        rates=Rates(19.5e12, 2.039e12, half_flops_per_s=312e12, tf32_flops_per_s=156e12),
+        rates=Rates(
+            19.5e12,
+            2.039e12,
+            half_flops_per_s=312e12,
+            tf32_flops_per_s=156e12,
+            host_bytes_per_s=PCIE_4,
+        ),
         shared_memory_bytes=166912,
         l2_bytes=40 * 2**20,
         workspace_bytes=8519680,
@@ -78,7 +87,13 @@ TARGETS = (
         capability=(9, 0),
         num_multiprocessors=132,
         memory_bytes=80 * GIB,
-        rates=Rates(66.9e12, 3.35e12, half_flops_per_s=989.4e12, tf32_flops_per_s=494.7e12),
+        rates=Rates(
+            66.9e12,
+            3.35e12,
+            half_flops_per_s=989.4e12,
+            tf32_flops_per_s=494.7e12,
+            host_bytes_per_s=PCIE_5,
+        ),
         shared_memory_bytes=232448,
         l2_bytes=50 * 2**20,
         workspace_bytes=32 * 2**20,
@@ -90,7 +105,9 @@ TARGETS = (
         capability=(10, 0),
         num_multiprocessors=148,
         memory_bytes=180 * GIB,
-        rates=Rates(75e12, 8e12, half_flops_per_s=2250e12, tf32_flops_per_s=1125e12),
+        rates=Rates(
+            75e12, 8e12, half_flops_per_s=2250e12, tf32_flops_per_s=1125e12, host_bytes_per_s=PCIE_5
+        ),
         shared_memory_bytes=232448,
         l2_bytes=126 * 2**20,
         workspace_bytes=32 * 2**20,

@@ -29,7 +29,7 @@ from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.types import StructType, TensorType, Type
+from ...reuse.ir.types import HOST, StructType, TensorType, Type
 from ..launches.torch_native import built_library
 from .targets import Target
 from .torch_triton import TritonKernel
@@ -165,7 +165,7 @@ def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
     def moved(value: Any) -> Any:
         """Returns a value on the device: a device's name, or the stand-in of a tensor."""
         if isinstance(value, torch.device):
-            return device
+            return value if value == HOST else device
         if isinstance(value, torch.Tensor):
             return fake_tensor(mode, _on(TensorType.of(value), device))
         return value
@@ -191,4 +191,6 @@ def _all_on(types: Sequence[Type], device: torch.device) -> tuple[Type, ...]:
 def _on(type_: Any, device: torch.device) -> Any:
     if isinstance(type_, StructType):
         return StructType(_all_on(type_.fields, device))
+    if type_.device == HOST:
+        return type_
     return TensorType(type_.dtype, type_.shape, type_.stride, device)

@@ -183,7 +183,8 @@ class GpuBackend:
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Writes the kernels of each leaf, and records what launches them."""
         moved = [moved_leaf(leaf, self.target.device) for leaf in leaves]
-        written = [leaf for leaf in moved if leaf.num_nodes > 0 and update_of(leaf) is None]
+        made = [leaf for leaf in moved if leaf.num_nodes > 0 and update_of(leaf) is None]
+        written = [leaf for leaf in made if _has_compiler(leaf)]
         with gpu_described(self.target):
             modules = [leaf.module for leaf in written]
             wrappers = dict(

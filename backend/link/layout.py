@@ -123,7 +123,7 @@ class Layout:
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
     plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
     has besides, one for each stream that runs products. ``runs`` says who may run the launches that
-    are added here. ``device`` is the one that is planned for, where there are several.
+    are added here. ``others`` are devices beside the one that is planned for.
     """
 
     instances: list[Instance] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Layout:
     scratch: list[Instance] = field(default_factory=list)
     workspaces: list[Instance] = field(default_factory=list)
     runs: Literal["native", "python"] = "native"
-    device: torch.device | None = None
+    others: tuple[torch.device, ...] = ()
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
@@ -225,7 +225,7 @@ class Layout:
 
     def _elsewhere(self, device: torch.device | None) -> torch.device | None:
         """Returns a device if it is another one than is planned for."""
-        return None if self.device is None or device == self.device else device
+        return device if device in self.others else None
 
     def _taken_over(
         self,
@@ -286,10 +286,10 @@ def layout_of(
     results: Results = "owned",
     runs: Literal["native", "python"] = "native",
     roots: Sequence[object] = (),
-    device: torch.device | None = None,
+    others: tuple[torch.device, ...] = (),
 ) -> Layout:
     """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
-    layout = Layout(runs=runs, device=device)
+    layout = Layout(runs=runs, others=others)
     first = flats[0]
     layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
     forward = layout.parts[0]

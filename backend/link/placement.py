@@ -104,7 +104,7 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
     """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     gradients = gradients_of(layout)
-    if not placed or not gradients or layout.device is not None:
+    if not placed or not gradients or layout.others:
         return None
     both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
     buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)

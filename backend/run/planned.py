@@ -21,6 +21,7 @@ import torch
 
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import HOST
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
 from ..gpu.roofline import with_streams
@@ -105,7 +106,7 @@ class PlannedProgram:
             results,
             tools.place.launches,
             roots,
-            tools.place.device if tools.place.others else None,
+            tools.place.others,
         )
         check_aligned(self.layout, kernel_lists)
         if target is not None:
@@ -261,8 +262,13 @@ class PlannedProgram:
         try:
             arena = torch.empty(size, dtype=torch.uint8, device=device)
             others = {
-                other: torch.empty(max(size, 64), dtype=torch.uint8, device=other)
-                for other, size in self.other_bytes.items()
+                other: torch.empty(
+                    max(num_bytes, 64),
+                    dtype=torch.uint8,
+                    device=other,
+                    pin_memory=other == HOST and device.type == "cuda",
+                )
+                for other, num_bytes in self.other_bytes.items()
             }
             return self._bind(tensors, arena, others)
         except BaseException:

@@ -24,6 +24,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.torch_symbols import Values
+from ...reuse.ir.types import HOST
 from ...reuse.torch_names import own_device_type
 from ..compile_record import DeviceRecord, gpu_record
 from .context import leaves_of
@@ -117,7 +118,7 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     model = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
     report.devices = tuple(
         DeviceRecord(
-            str(device),
+            _device_name(device, state.context.options.target),
             tuple(s.name for s in model if s.tensor.device == device),
             planned.other_bytes.get(device, 0) if index else planned.arena_bytes,
         )
@@ -126,6 +127,11 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     counts = list(map(copied_between_devices, state.linked))
     report.num_copies = sum(number for number, _ in counts)
     report.copied_bytes = sum(num_bytes for _, num_bytes in counts)
+
+
+def _device_name(device: torch.device, target: str | None) -> str:
+    """Returns the name of a device, as the user knows it."""
+    return "the host" if device == HOST else target or str(device)
 
 
 def _runs(state: Compilation, program: PlannedProgram) -> Runnable:
@@ -207,6 +213,9 @@ def other_devices(devices: Sequence[torch.device]) -> Unplanned | None:
 def tools_of(state: Compilation) -> Tools:
     """Returns what places buffers and runs launches, on the devices of a linked program."""
     tools, devices = state.context.tools, devices_of(state.linked)
+    if tools.place.missing:
+        others = tuple(device for device in devices if device == HOST)
+        return replace(tools, place=replace(tools.place, others=others))
     if len(devices) > 1:  # launches come one by one, in the order of the program
         place = Place(device=devices[0], others=tuple(devices[1:]))
         return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
@@ -317,14 +326,13 @@ def held_bytes(state: Compilation) -> int:
 
 def _layout(state: Compilation) -> Layout:
     """Lays out what would be planned, for kernels that are only estimated."""
-    place = tools_of(state).place
-    device = place.device if place.others else None
+    others = tools_of(state).place.others
     if state.goal.kind == "step":
         (flat,) = state.linked
         num_results = len(flat.outputs) - state.step.updates.num_results
-        return layout_of([flat], launches(state), [num_results], results="pinned", device=device)
+        return layout_of([flat], launches(state), [num_results], results="pinned", others=others)
     returned, sources = returned_of(state.captured.program, state.derivative)
-    return layout_of(state.linked, launches(state), returned, sources, device=device)
+    return layout_of(state.linked, launches(state), returned, sources, others=others)
 
 
 def launches(state: Compilation) -> Mapping[Leaf, KernelList]:

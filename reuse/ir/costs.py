@@ -11,6 +11,7 @@ Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Rates:
         tf32_flops_per_s: of those in float32 where the user allows TF32.
         transfer_bytes_per_s: between two ranks.
         transfer_latency_s: of one transfer.
+        host_bytes_per_s: between the device and pinned memory of its host, one way; 0 without one.
     """
 
     flops_per_s: float
@@ -43,6 +45,7 @@ class Rates:
     tf32_flops_per_s: float = 0.0
     transfer_bytes_per_s: float = 5e10
     transfer_latency_s: float = 1e-5
+    host_bytes_per_s: float = 0.0
 
     def seconds(self, flops: int, num_bytes: int, dtype: torch.dtype = torch.float32) -> float:
         """Returns how long it takes to compute so much, and to move so many bytes meanwhile."""
@@ -172,6 +175,11 @@ class OperatorCosts:
         if self.fused and is_elementwise(node):
             return value_bytes(node) / self.rates.bytes_per_s / 4
         return self.of(node).seconds
+
+    def offload_s(self, node: torch.fx.Node) -> float:
+        """Returns the seconds to copy a value to the host and back; infinite without a host."""
+        rate = self.rates.host_bytes_per_s
+        return 2 * value_bytes(node) / rate if rate else math.inf
 
     def save_s(self, node: torch.fx.Node) -> float:
         """Returns the seconds to write a value and read it back, where it would not be written."""

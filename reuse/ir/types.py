@@ -140,6 +140,13 @@ def _one_of(*facts: Any) -> TensorType:
     return TensorType(*facts)
 
 
+HOST = torch.device("cpu", 1)
+"""The host's memory in the types of a program for a GPU, whose own tensors may be typed ``cpu``.
+
+To PyTorch it is the one CPU that there is.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class StructType:
     """A tuple of values that travels as one, such as what a call saves for its backward."""
