@@ -22,6 +22,7 @@ from torch import nn
 from .kinds import (
     ABSENT,
     NO_WAY,
+    Way,
     attribute_parts,
     function_parts,
     has_plain_class,
@@ -144,7 +145,7 @@ class Freezer:
     def _freeze_object(
         self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int
     ) -> Any:
-        def item(inner: Any, way: Any) -> Any:
+        def item(inner: Any, way: Way = NO_WAY) -> Any:
             return self._freeze(inner, (*keys, way), above, depth)
 
         kind = type(value)
@@ -167,8 +168,8 @@ class Freezer:
             Identity(function.__code__),
             Identity(function.__globals__),
             *_texts_of(function),
-            tuple(item(part, way) for way, part in function_parts(function)),
-            item(annotations_of(function), NO_WAY),
+            tuple(map(item, function_parts(function))),
+            item(annotations_of(function)),
         )
 
 

@@ -8,8 +8,7 @@ silent wrong result.
 The rows are what the forwards of transformers, diffusers and timm hold. Tensors and modules have
 none, since the structure of a model compares their parts, nor have classes and Python modules,
 which are read by name. An object of any class shows its attributes and slots. What has no row
-beside and is written in C is *opaque*: equal to itself alone, and a forward that reads what it
-holds runs eagerly.
+beside and is written in C is *opaque*: a forward that finds such an object runs eagerly.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +148,9 @@ def cell_contents(cell: types.CellType) -> Any:
         return ABSENT
 
 
-NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
+Way = tuple[str, Any]
+"""How an item of a container, or an attribute, is reached in another object like it."""
+NO_WAY: Way = ("", None)  # to a member of a set, the key of a dictionary, what a function captured
 
 # What torch.compile notes on a function the first time that it runs, and how that made by
 # functools.singledispatch reaches the cache next to its registry.
@@ -168,9 +169,10 @@ _NEVER_CHANGED = (
     *(decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
 )
-_READING_OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__", "__float__", "__bool__")
+# Homes of classes in C whose objects show no state, or by calls only (a lock).
+_PURE_MODULES = frozenset(("_thread", "collections", "functools", "operator", "types", "typing"))
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,6 @@ class Kind:
         read: what an object holds now: items that are compared by identity, or by value if plain.
         ways: the way to each item, as :func:`follow` takes it; to none of them, if left out.
         put: makes an object hold items again, as far as that can be done.
-        name: for people, of what was changed; the class's name, if left out.
         is_fixed: an object holds these items for good.
         is_whole: two objects of exactly these classes differ in nothing else.
     """
@@ -191,7 +192,6 @@ class Kind:
     read: Callable[[Any], Sequence[Any]]
     ways: Callable[[Any], Sequence[Any]] | None = None
     put: Callable[[Any, Sequence[Any]], None] | None = None
-    name: str = ""
     is_fixed: bool = False
     is_whole: bool = False
 
@@ -242,24 +242,12 @@ def is_whole(kind: type) -> bool:
 
 def is_opaque(value: Any) -> bool:
     """Whether an object has state that nothing shows, and that may change unseen."""
+    kind = type(value)
     if isinstance(value, (*_CLOSED, *_NEVER_CHANGED, types.FunctionType)) or kinds_of(value):
         return False
-    return not (is_whole(type(value)) or is_unrepeatable(value))
-
-
-def is_read_by_operators(value: Any) -> bool:
-    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds."""
-    # A function in C that reads the object is a call, which is seen; an operator is not.
-    return any(hasattr(type(value), name) for name in _READING_OPERATORS)
-
-
-def getters_of(kind: type, names: Collection[str]) -> Iterator[str]:
-    """Yields those names under which objects of a class written in C have an attribute."""
-    for name in names:
-        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        # A descriptor of data in C: reading it runs no code of the user's.
-        if hasattr(type(found), "__set__") and not isinstance(found, property):
-            yield name
+    if is_unrepeatable(value):
+        return not (is_python_defined(kind) or slots_of(kind))
+    return not (is_whole(kind) or kind.__module__ in _PURE_MODULES)
 
 
 def is_unrepeatable(value: Any) -> bool:
@@ -268,13 +256,6 @@ def is_unrepeatable(value: Any) -> bool:
     if kind.__module__.startswith("numpy.random") or isinstance(value, random.Random):
         return True
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether each use of an object moves it on, in a way that cannot be seen from outside."""
-    if not is_unrepeatable(value) or is_python_defined(type(value)):
-        return False
-    return not (kinds_of(value) or slots_of(type(value)))
 
 
 # ---- attributes and slots ----------------------------------------------------------------------
@@ -305,7 +286,7 @@ def _put_object(value: Any, items: Sequence[Any]) -> None:
             object.__setattr__(value, name, before)
 
 
-OBJECT = Kind((), _read_object, put=_put_object, name="a dictionary or object")
+OBJECT = Kind((), _read_object, put=_put_object)
 SLOTS = Kind((), _read_slots, put=_put_slots)
 
 
@@ -398,12 +379,9 @@ def _put_factory(value: Any, items: Sequence[Any]) -> None:
     value.default_factory = items[0]
 
 
-def _attributes(*names: str) -> dict[str, Any]:
+def _attributes(*names: str) -> Callable[[Any], Sequence[Any]]:
     """Reads an object's items from attributes that it always has."""
-    return {
-        "read": lambda value: [getattr(value, name) for name in names],
-        "ways": lambda value: [("part", name) for name in names],
-    }
+    return lambda value: [getattr(value, name) for name in names]
 
 
 # ---- arrays, context variables, loggers --------------------------------------------------------
@@ -459,34 +437,27 @@ _VALUES = tuple(
 )
 
 KINDS: tuple[Kind, ...] = (
-    Kind((list,), _itself, _in_order, _put_items, "a list", is_whole=True),
-    Kind(_TABLES, _entries, _entry_ways, _put_entries, OBJECT.name, is_whole=True),
+    Kind((list,), _itself, _in_order, _put_items, is_whole=True),
+    Kind(_TABLES, _entries, _entry_ways, _put_entries, is_whole=True),
     Kind((tuple,), _items_of_tuple, _in_order, is_fixed=True, is_whole=True),
-    Kind((set,), list, None, _put_set, "a set", is_whole=True),
+    Kind((set,), list, None, _put_set, is_whole=True),
     Kind((frozenset,), list, is_fixed=True, is_whole=True),
-    Kind((range, slice), **_attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
-    Kind((types.MethodType,), **_attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
-    Kind(
-        (functools.partial,), **_attributes("func", "args", "keywords", "__dict__"), is_whole=True
-    ),
+    Kind((range, slice), _attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
+    Kind((types.MethodType,), _attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
+    Kind((functools.partial,), _attributes("func", "args", "keywords", "__dict__"), is_whole=True),
     *_VALUES,
-    Kind((collections.defaultdict,), **_attributes("default_factory"), put=_put_factory),
+    Kind((collections.defaultdict,), _attributes("default_factory"), put=_put_factory),
     Kind((collections.deque,), _itself, _in_order, _put_deque, is_whole=True),
-    Kind((collections.deque,), **_attributes("maxlen"), is_fixed=True),
+    Kind((collections.deque,), _attributes("maxlen"), is_fixed=True),
     Kind((np.ndarray, np.generic), _read_ndarray, None, _put_ndarray, is_whole=True),
     Kind((types.MappingProxyType,), _entries, _entry_ways, is_whole=True),
-    Kind(
-        (weakref.ReferenceType,),
-        lambda r: [r()],
-        lambda r: [("referent", "referent")],
-        is_whole=True,
-    ),
-    Kind(_METHODS, **_attributes("__self__"), is_fixed=True),
+    Kind((weakref.ReferenceType,), lambda r: [r()], is_whole=True),
+    Kind(_METHODS, _attributes("__self__"), is_fixed=True),
     Kind((logging.Logger,), _read_logger, put=_put_logger),
-    Kind((property,), **_attributes("fget"), is_fixed=True),
-    Kind((staticmethod, classmethod), **_attributes("__func__"), is_fixed=True),
-    Kind((functools.cached_property,), **_attributes("func"), is_fixed=True),
-    Kind((_LRU_CACHE,), **_attributes("__dict__"), is_fixed=True),
+    Kind((property,), _attributes("fget"), is_fixed=True),
+    Kind((staticmethod, classmethod), _attributes("__func__"), is_fixed=True),
+    Kind((functools.cached_property,), _attributes("func"), is_fixed=True),
+    Kind((_LRU_CACHE,), _attributes("__dict__"), is_fixed=True),
     Kind((types.CellType,), lambda c: [cell_contents(c)], None, _put_cell),
     Kind((contextvars.ContextVar,), lambda c: [c.get(ABSENT)], None, _put_variable),
 )
@@ -504,29 +475,23 @@ _WHOLE = (*TRANSPARENT, *(cls for kind in KINDS if kind.is_whole for cls in kind
 # ---- ways --------------------------------------------------------------------------------------
 
 
-def function_parts(function: types.FunctionType) -> list[tuple[Any, Any]]:
-    """Returns what a function is made of besides code and names, and the way to each part."""
-    cells = function.__closure__ or ()
-    return [
-        *((("cell", i), cell_contents(cell)) for i, cell in enumerate(cells)),
-        (("part", "__defaults__"), function.__defaults__),
-        (("part", "__kwdefaults__"), function.__kwdefaults__),
-        (("part", "__dict__"), {n: vars(function)[n] for n in _attribute_names(function)}),
-    ]
+def function_parts(function: types.FunctionType) -> list[Any]:
+    """Returns what a function is made of besides code and names."""
+    captured = [cell_contents(cell) for cell in function.__closure__ or ()]
+    attributes = {name: vars(function)[name] for name in _attribute_names(function)}
+    return [*captured, function.__defaults__, function.__kwdefaults__, attributes]
 
 
-def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
+def attribute_parts(value: Any) -> list[tuple[str, Way, Any]]:
     """Returns the name of each attribute that an object itself holds, the way to it, and it."""
     # The attributes of a class that only rows read (of functools, logging) are the library's own.
     if not is_looked_into(type(value)):
         return []
-    found: list[tuple[str, Any, Any]] = [
-        (name, ("attr", name), held) for name, held in (own_table(value) or {}).items()
+    slots = ((slot.__name__, slot_contents(slot, value)) for slot in slots_of(type(value)))
+    found: list[tuple[str, Way, Any]] = [
+        *((name, ("attr", name), held) for name, held in (own_table(value) or {}).items()),
+        *((name, NO_WAY, held) for name, held in slots if held is not ABSENT),
     ]
-    for number, slot in enumerate(slots_of(type(value))):
-        content = slot_contents(slot, value)
-        if content is not ABSENT:
-            found.append((slot.__name__, ("slot", number), content))
     return sorted(found, key=lambda attribute: str(attribute[0]))
 
 
@@ -542,7 +507,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, torch.Tensor):
             todo += vars(value).values()
         elif isinstance(value, types.FunctionType):
-            todo += [part for _, part in function_parts(value)]
+            todo += function_parts(value)
         elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and _SCOPE in value):
             todo += gc.get_referents(value)
             if isinstance(value, weakref.ReferenceType):
@@ -551,15 +516,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
                 todo += value.ravel().tolist()
 
 
-def follow(value: Any, way: tuple[str, Any]) -> Any:
+def follow(value: Any, way: Way) -> Any:
     """Returns what an object leads to on one of the ways above."""
     sort, name = way
-    if sort == "item":
-        return value[name]
-    if sort == "attr":
-        return (own_table(value) or {})[name]
-    if sort == "slot":
-        return slot_contents(slots_of(type(value))[name], value)
-    if sort == "cell":
-        return cell_contents(value.__closure__[name])
-    return value() if sort == "referent" else getattr(value, name)
+    return value[name] if sort == "item" else (own_table(value) or {})[name]

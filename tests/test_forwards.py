@@ -395,17 +395,6 @@ def test_a_warning_is_given_as_often_as_eager_gives_it(name: str, action: str) -
     assert given[0] == given[1]
 
 
-def test_a_filter_that_shows_a_warning_from_now_on_is_asked_at_each_call() -> None:
-    world = World(*net(f"{WARNING['once a line']}\nreturn self.first(x)"), SAYING)
-    compiled = lazyinline.compile(world.model, backend="eager")
-    actions = ("ignore", "always", "default")
-    said = [world.value("saying")(compiled, a, 1, *world.inputs()[0])[0] for a in actions]
-    assert [len(log) for log in said] == [0, 1, 1]
-    assert not compiled.last_report.ran_eagerly
-    with pytest.raises(FutureWarning, match="of 2 dimensions"):
-        world.value("saying")(compiled, "error", 1, *world.inputs()[0])
-
-
 LEVELS = ["", *(f"LOGGER.setLevel({level})" for level in (30, 10, 10, 30))]
 
 

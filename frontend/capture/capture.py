@@ -56,7 +56,7 @@ from .regions import CapturedModel, CrossingError, SharingDecision, Sizes
 from .signatures import argument_names
 from .surroundings import (
     garbage_collection_paused,
-    generator_not_seeded,
+    generator_kept,
     no_python_randomness,
     one_at_a_time,
 )
@@ -222,7 +222,7 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
                 torch.set_grad_enabled(request.train),
                 garbage_collection_paused(),
                 no_python_randomness(),
-                generator_not_seeded(subject.effects),
+                generator_kept(),
                 autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
             ):
                 outcome = _recorded(recording, subject.args, subject.kwargs)

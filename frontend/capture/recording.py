@@ -13,7 +13,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
-from ...reuse.evidence.functions import identity_leak_through, shows_whole_objects
+from ...reuse.evidence.functions import identity_leak_of_call
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
@@ -25,9 +25,8 @@ from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_path
-from ..tracing.readings import CacheState, Reading
 from ..tracing.torch_asked_classes import AskedClasses
-from ..tracing.torch_settings import answer, is_reading
+from ..tracing.torch_settings import CacheState, Reading, answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
     is_context,
@@ -252,18 +251,8 @@ class Recording:
                 "is not seen: its apply was kept before (f = Function.apply), or is given "
                 "keywords. Write Function.apply(...) where it is called, without keywords."
             )
-        if not self.quiet and shows_whole_objects(code):
-            self._whole_modules_read(frame)
         self._note_function(frame, first)
         self.refuse_unreadable(frame_text(frame))
-
-    def _whole_modules_read(self, frame: Any) -> None:
-        """Notes all attributes of the modules that a function holds: it may ask for any, unseen."""
-        with self.bookkeeping():
-            for module in frame.f_locals.values():
-                if isinstance(module, nn.Module):
-                    self.inside.meets(module)
-                    self.current.reads.all_attributes(module)
 
     def _note_function(self, frame: Any, first: Any) -> None:
         code, reads = frame.f_code, self.current.reads
@@ -278,12 +267,9 @@ class Recording:
         """Refuses what may act outside, before it does; notes what PyTorch is asked for."""
         if self.quiet:
             return
-        told = identity_leak_through(function)  # however it was reached: Holder(id).f(self)
-        if told:
-            self.current.reads.unseen = self.current.reads.unseen or told
-            if told == "dir()":
-                self._whole_modules_read(frame)
-            return
+        if told := identity_leak_of_call(function, frame):  # however it was reached
+            self.inside.contents.refuse_use(told)
+            self.refuse_unreadable(frame_text(frame))
         what = reach_of(function, frame)
         if what and function.__name__ in _LEAVES:
             self.effects.note(what)
@@ -301,7 +287,7 @@ class Recording:
                 self.readings[getter] = found
 
     def refuse_unreadable(self, line: str = "") -> None:
-        """Raises CaptureError if the forward has found an object whose contents nothing shows.
+        """Raises CaptureError if the forward has found what nothing shows the contents of.
 
         Each is refused before the forward uses it: an iterator that had moved on could not be put
         back for eager.
@@ -314,10 +300,10 @@ class Recording:
         is_new, self._num_unreadable = len(found) > self._num_unreadable, len(found)
         if found and (is_new or not line):
             raise CaptureError(
-                f"The model's forward reads a {type(found[-1]).__qualname__}"
-                f"{f' at {line}' if line else ''}. What it holds can be neither compared nor put "
-                "back, so a compiled program would use the same at every call. Keep it in a list, "
-                "an array or a buffer, or pass it in; draw random numbers with torch."
+                f"The model's forward {found[-1]}{f' at {line}' if line else ''}. What that gives "
+                "can be neither compared nor put back, so a compiled program would use the same at "
+                "every call. Keep what the forward needs in an attribute, a list, an array or a "
+                "buffer, or pass it in; draw random numbers with torch."
             )
 
     def caches_asked(self) -> None:

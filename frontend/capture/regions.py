@@ -27,7 +27,7 @@ from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.slots import SlotEvidence
 from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
-from ..tracing.readings import Reading
+from ..tracing.torch_settings import Reading
 
 _MAX_DEPTH = 4
 _MAX_TEXT = 40

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from ...reuse.errors import CaptureError, CompileInterrupted
-from ..effects.effects import EffectError, OnEffects
 from ..tracing.torch_operators import kernels_own_rules
 from ..tracing.torch_settings import plain_autograd
 
-_OUR_SEED = 0x1A2C1B0D0F5EED
 _LOCK = threading.RLock()
 _DEFERRED_S = 0.02
 _IMPORTING = "<frozen importlib"
@@ -142,20 +140,14 @@ def no_python_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def generator_not_seeded(effects: OnEffects) -> Iterator[None]:
-    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch."""
+def generator_kept() -> Iterator[None]:
+    """Puts PyTorch's generator back: an operator on tensors from outside alone may draw from it."""
     generator = torch.default_generator
     state = generator.get_state()
-    # A trace draws nothing, and seeding may leave the same state as before: so the generator has a
-    # seed of ours meanwhile, which nobody else sets.
-    generator.manual_seed(_OUR_SEED)
     try:
         yield
-        seeded = generator.initial_seed() != _OUR_SEED
     finally:
         generator.set_state(state)
-    if seeded and effects == "refuse":
-        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
 
 
 @contextmanager

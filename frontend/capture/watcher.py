@@ -20,7 +20,6 @@ from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.frames import model_name, user_line
-from ..tracing.readings import Reading
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
 from ..tracing.torch_tracing import differentiated, is_fake, leads_to, made_of
@@ -131,14 +130,11 @@ class ModelWatcher:
             return recording.objects.number(module, name, value, recording.current.reads)
 
     def read_all(self, module: nn.Module) -> None:
-        """Notes that every attribute of a module was read."""
+        """Refuses to hand out all attributes of a module, of which any may be read unseen."""
         recording = self._recording
-        if recording.quiet or module is recording.tracer.root:
-            return
-        with recording.bookkeeping():
-            recording.inside.meets(module)
-            recording.current.reads.all_attributes(module)
-        self._refuse_unreadable()
+        if not recording.quiet and module is not recording.tracer.root:
+            recording.inside.contents.refuse_use(f"the __dict__ of a {type(module).__name__}")
+            self._refuse_unreadable()
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
         """Notes a module before the first write, to put it back; says whether to skip the write."""
@@ -213,10 +209,6 @@ class ModelWatcher:
         if not self._recording.quiet:
             self._recording.effects.hold_back(emit, where)
         return not self._recording.quiet
-
-    def asked(self, reading: Reading) -> None:
-        """Notes an answer that the forward got, for calls to ask again."""
-        self._recording.asked(reading)
 
     def text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor."""

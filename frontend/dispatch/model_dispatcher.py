@@ -23,7 +23,7 @@ from ..sizes.shapes import CompileResult
 from ..tracing.frames import user_frame
 from .dispatcher import ModuleDispatcher, RunEagerly
 from .entry import ModuleEntry
-from .parts import Parts, Routes, alone, why_alone
+from .parts import Parts, Routes, alone, unchanged, why_alone
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
 
 _WORTH_A_WORD = 2
@@ -195,6 +195,7 @@ class ModelDispatcher(ModuleDispatcher):
                     self._parts = Parts(self.model, *made_of)
                 inside.enter_context(self._parts.routes.opened())
                 inside.enter_context(alone(self._parts.thread, why_alone(reason)))
+            inside.enter_context(unchanged(self.model, reason))
             return super()._run_eagerly(reason, args, kwargs)
 
 

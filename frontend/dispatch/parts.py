@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.evidence.snapshot import TELLS_APART
 from ...reuse.process import ProcessLock
 from ..capture.signatures import shapes_of
 from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS
@@ -30,7 +31,7 @@ from ..report import PartRecord
 from ..sizes.shapes import CompileResult
 from .dispatcher import Accepted, ModuleDispatcher, Refusals
 from .entry import ModuleEntry
-from .torch_slot import asks_slot, fill_slot, in_slot
+from .torch_slot import asks_slot, fill_slot, in_slot, slots_empty
 
 MIN_NODES = 3
 """Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
@@ -103,7 +104,7 @@ class PartDispatcher(ModuleDispatcher):
         return entry
 
     def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with alone(self._thread, why_alone(reason)):
+        with alone(self._thread, why_alone(reason)), unchanged(self.model, reason):
             return super()._run_eagerly(reason, args, kwargs)
 
     def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,6 +134,11 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
         yield
     finally:
         thread.why_alone = before
+
+
+def unchanged(model: nn.Module, reason: str) -> AbstractContextManager[None]:
+    """Leaves nothing of ours on the modules of a model whose forward looks at all they hold."""
+    return slots_empty(model) if TELLS_APART in reason else nullcontext()
 
 
 def why_alone(reason: str) -> str:

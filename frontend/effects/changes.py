@@ -29,7 +29,7 @@ from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute,
 from ...reuse.evidence.reads import Reads, outside_name
 from ...reuse.evidence.snapshot import Snapshot, same_value
 from ...reuse.freeze import Freezer
-from ...reuse.kinds import ABSENT, cell_contents, is_of_library, is_own_patch, reachable
+from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.frames import user_line
 from ..tracing.torch_tracing import is_traced
@@ -70,17 +70,10 @@ class OuterChanges:
             for table in _FORWARD_TABLES:
                 for hook in module_state(module).get(table, {}).values():
                     self.hooked = self.hooked or f"{path or 'the model'} ({type(module).__name__})"
-                    self._hold(hook)
+                    self.contents.look_into(hook)
         for hooks in global_hook_tables("forward"):
             for hook in hooks.values():
-                self._hold(hook)
-
-    def _hold(self, hook: Any) -> None:
-        """Notes what a hook that was there before the run holds."""
-        self.contents.look_into(hook)
-        for function in _functions_of(hook):
-            for cell in function.__closure__ or ():
-                self.contents.look_into(cell_contents(cell))
+                self.contents.look_into(hook)
 
     def is_given(self, argument: Any) -> None:
         """Notes what an argument holds, to any depth: the forward may write there."""
@@ -179,19 +172,6 @@ def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
     """Returns a tensor of a trace that some values hold, however they hold it, if there is one."""
     found = itertools.islice(reachable(values), _MAX_SEARCHED)
     return next((x for x in found if isinstance(x, torch.Tensor) and is_traced(x)), None)
-
-
-def _functions_of(hook: Any) -> Iterator[types.FunctionType]:
-    todo = [hook]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, types.FunctionType):
-            yield value
-            todo.append(getattr(value, "__wrapped__", None))
-        elif isinstance(value, types.MethodType):
-            todo.append(value.__func__)
-        elif hasattr(value, "func"):
-            todo.append(value.func)
 
 
 def _putting(owner: Any, name: str) -> Callable[[Any], None]:

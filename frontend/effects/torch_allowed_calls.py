@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from ...reuse.evidence.functions import leaks_by_call
 from ..tracing.torch_settings import is_reading, setting_of
 
 _SHARED = getattr(random.random, "__self__", None)
@@ -125,6 +126,8 @@ def reach_of(function: Any, frame: types.FrameType) -> str:
     if sets:
         return f"sets {sets}"
     if is_reading(function) or is_allowed(function) or _makes_a_record(frame):
+        return ""
+    if function is id and leaks_by_call(frame):  # ``copy`` asks what it has copied already
         return ""
     home = homes_of(function)[0]
     return f"calls {home}.{function.__name__}, which may do more than compute,"

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.evidence.identity_checks import Check, CompareFacts, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
 from ...reuse.evidence.snapshot import same_value
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.kinds import is_library

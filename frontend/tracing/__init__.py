@@ -5,8 +5,7 @@ frames            whose code runs, what a forward of the user's calls, what user
 torch_patches     the temporary patches that let capture watch a model run
 torch_tensor_answers  what a tensor without numbers may answer; all else is reported
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
-readings          answers that a forward got and a call can ask for again
-torch_settings    PyTorch's own settings, found by rule
+torch_settings    settings of PyTorch, found by rule, and what else a call can ask again
 torch_operators   operators in another form: changes of operands as pure ones, and layouts
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 """

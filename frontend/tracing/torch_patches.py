@@ -12,6 +12,7 @@ Everything is put back on exit, whatever happens.
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import logging
 import sys
@@ -37,14 +38,7 @@ from torch.jit._state import _try_get_jit_cached_function
 from ...reuse.evidence.slots import reveal
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
-from .frames import (
-    acts_on_modules,
-    is_library_frame,
-    is_torch_frame,
-    is_user_frame,
-    user_line,
-)
-from .readings import ONCE, Reading, warned_at
+from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame, user_line
 from .torch_tensor_answers import is_answer, watched_names
 
 _LOCK = threading.RLock()
@@ -58,7 +52,10 @@ _CHECKPOINT_GENERATORS = (
     "_checkpoint_without_reentrant_generator",
 )
 _TRACER_FILE = torch.fx.experimental.proxy_tensor.__file__
-_MODULE_FILE = sys.modules[nn.Module.__module__].__file__
+# Whether it is shown again at a later call is not asked: it changes no number.
+_GIVEN_AT_ONCE = ("default", "module", "once", "error", "ignore")
+# Of nn.Module itself and of ``cached_property``, which read single attributes there.
+_KNOWN_FILES = (sys.modules[nn.Module.__module__].__file__, functools.__file__)
 _CONTROL_FLOW: dict[str, Any] = {
     "cond": cond_op,
     "scan": scan_op,
@@ -104,7 +101,6 @@ class _Watcher(Protocol):
     def owns(self, tensor: torch.Tensor) -> bool: ...
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
     def output(self, emit: Callable[[], None], where: str) -> bool: ...
-    def asked(self, reading: Reading) -> None: ...
     def text(self, tensor: torch.Tensor) -> None: ...
     def saves(self) -> None: ...
     def backward(self) -> None: ...
@@ -142,7 +138,7 @@ def _patch_reads(watcher: _Watcher, thread: int) -> Callable[[], None]:
         if threading.get_ident() != thread:
             return lookup(self, name)
         if name[:2] == "__":
-            if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
+            if name == "__dict__" and sys._getframe(1).f_code.co_filename not in _KNOWN_FILES:
                 watcher.read_all(self)
             return lookup(self, name)
         if name == CALL_SLOT:
@@ -313,6 +309,29 @@ def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.Tensor, texts)
 
 
+def _place_of_warning(frame: Any, level: int) -> tuple[str, int, str, dict[Any, Any]]:
+    """Returns the file, line, module and registry of a warning: a frame's, or its caller's."""
+    while level > 1 and frame is not None:
+        frame, level = frame.f_back, level - 1
+    scope = vars(sys) if frame is None else frame.f_globals
+    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    registry = scope.setdefault("__warningregistry__", {})
+    return file, line, str(scope.get("__name__") or "<string>"), registry
+
+
+def _action_of(text: str, kind: type[Warning], line: int, module: str) -> str:
+    """Returns what the filters say of a warning: shown always, once, never, or raised."""
+    for action, message, category, place, at in warnings.filters:
+        if (
+            (message is None or message.match(text))
+            and issubclass(kind, category)
+            and (place is None or place.match(module))
+            and at in (0, line)
+        ):
+            return action
+    return warnings.defaultaction  # type: ignore[attr-defined,no-any-return]
+
+
 def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches what user code prints, saves, warns of, and logs if its loggers would write it."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
@@ -340,12 +359,11 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
             warn(message, category, stacklevel + 1, **kwargs)
             return
         kind = type(message) if isinstance(message, Warning) else category or UserWarning
-        shown = warned_at(sys._getframe(1), stacklevel, str(message), kind)
-        if shown.action() in (*ONCE, "error", "ignore"):
+        place = _place_of_warning(sys._getframe(1), stacklevel)
+        if _action_of(str(message), kind, *place[1:3]) in _GIVEN_AT_ONCE:
             warn(message, category, stacklevel + 1, **kwargs)
-            watcher.asked(shown)
-            return
-        watcher.output(lambda: shown.give(message), user_line())
+        else:
+            watcher.output(lambda: warnings.warn_explicit(message, kind, *place), user_line())
 
     def save_(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:

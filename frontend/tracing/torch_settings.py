@@ -7,21 +7,27 @@ setting of a PyTorch to come is known as well.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import enum
 import functools
+import gc
 import inspect
+import logging
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...reuse.freeze import Identity
 from ...reuse.kinds import ABSENT
 from ..checks.torch_state import default_device
 
@@ -186,3 +192,50 @@ def _told(getter: Callable[[], Any]) -> Any:
         return getter()
     except RuntimeError:
         return ABSENT
+
+
+Reading = Callable[[], Any]
+
+_MAX_HELD = 32
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of a function of the standard library, whose result the guard compares."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        """Asks again."""
+        return self.function(*self.args)
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The results that a function cache keeps: a hit runs no body, so nothing is read."""
+
+    cache: Any
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Returns how much was computed and, of a small cache, the results."""
+        info = self.cache.cache_info()
+        held = gc.get_referents(self.cache) if info.currsize <= _MAX_HELD else []
+        for table in [x for x in held if type(x) is dict]:
+            held += table.values()
+        order = sorted(held, key=id)
+        return (info.misses, info.currsize, tuple(map(Identity, order)))
+
+
+_is_logged = logging.Logger.isEnabledFor
+ASKED_IN_PYTHON: Mapping[CodeType, Callable[..., Reading]] = {
+    # Whether a class counts as derived from an abstract one: ``register`` may change that.
+    abc.ABCMeta.__instancecheck__.__code__: lambda cls, instance: _derives(type(instance), cls),
+    abc.ABCMeta.__subclasscheck__.__code__: lambda cls, subclass: _derives(subclass, cls),
+    _is_logged.__code__: lambda self, level: Asked(_is_logged, (self, level)),
+}
+"""Functions of Python's own that tell something, and what asks it again, given their arguments."""
+
+
+def _derives(kind: type, base: type) -> Reading:
+    return Asked(issubclass, (kind, base))

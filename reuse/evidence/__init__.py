@@ -6,6 +6,5 @@ functions           the functions that ran: names in their code, captures, ways 
 module_state        what a module holds and what its tree is built of, past any code of the user's
 slots               what a block reads and writes of a cache that it is given, and its index in it
 snapshot            what objects hold, all the way down: to see later whether they hold it still
-root_evidence       what the whole model's Python read: is it still so?
-identity_checks     many checks by identity as one function
+root_evidence       what the whole model's Python read: is it still so, asked in one function?
 """

@@ -23,9 +23,8 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, describe, narrow
-from ..kinds import WHOLE_FUNCTION, cell_contents
+from ..kinds import NO_WAY, WHOLE_FUNCTION, cell_contents
 from .module_state import (
-    WHOLE,
     Places,
     TensorPath,
     Where,
@@ -175,13 +174,12 @@ class Evidence:
                     self._note_tensor(tensor, (path, name))
 
     def _note_tensor(self, tensor: torch.Tensor, keys: TensorPath) -> Any:
-        self._note_way(tensor, keys)
+        if NO_WAY not in keys:
+            self._note_way(tensor, keys)
         self._keep.append(tensor)
-        return tensor_facts(tensor)
+        return _frozen_tensor(tensor, keys)
 
     def _note_way(self, tensor: torch.Tensor, keys: TensorPath) -> None:
-        if ("key", None) in keys:  # no way leads to a member of a set, or to a dictionary's key
-            return
         first = self._tensor_paths.setdefault(id(tensor), keys)
         if first != keys:
             self._aliases.append((first, keys))
@@ -202,8 +200,6 @@ class Evidence:
         return pin in names or any(pin == expected for _, expected, _ in self._cells)
 
     def _find_side_effect(self, reads: Reads) -> str:
-        if reads.unseen:
-            return f"its code uses {reads.unseen}, which may tell instances apart"
         for (_, name), read in reads.attributes.items():
             if snapshot(raw_attribute(read.module, name)) != read.frozen:
                 return f"its forward changes {type(read.module).__name__}.{name}"
@@ -240,13 +236,11 @@ class Evidence:
             rows = [row for row in rows if not _surely_agrees(row, modules[row.path])]
         if not rows:
             return ""
-        freeze = Freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor)).freeze
+        freeze = Freezer(module_paths(places), _frozen_tensor).freeze
         for path, name, expected, *_, tests in rows:
             if tests is not None and answers_alike(raw_attribute(modules[path], name), tests):
                 continue
             found = freeze(raw_attribute(modules[path], name), (path, name))
-            if found != expected and name == WHOLE:
-                return _other_names(path, found, expected)
             if found != expected:
                 inside, found, expected = narrow(found, expected)
                 where = f"{path}.{name}{inside}" if path else name + inside
@@ -294,6 +288,11 @@ class Evidence:
         return ""
 
 
+def _frozen_tensor(tensor: torch.Tensor, keys: TensorPath) -> Any:
+    """Returns what another instance's tensor must agree in; itself, where no way leads to it."""
+    return Identity(tensor) if NO_WAY in keys else tensor_facts(tensor)
+
+
 def _surely_agrees(row: _Own, module: nn.Module) -> bool:
     """Whether an instance's attribute agrees at a glance, while nothing looked into changed."""
     where, value = find_attribute(module, row.name)
@@ -304,13 +303,6 @@ def _surely_agrees(row: _Own, module: nn.Module) -> bool:
     # The structure has compared it, unless it is what the class has.
     is_in_structure = not row.compared and (where != "class" or value is row.value)
     return is_in_structure or (type(value) in _NUMBERS and same_value(value, row.value))
-
-
-def _other_names(path: str, found: Any, expected: Any) -> str:
-    """Says which names only one of two frozen tuples has."""
-    names = sorted({name for _, name in found[1]} ^ {name for _, name in expected[1]})
-    where = f"{path}.{WHOLE}" if path else WHOLE
-    return f"{where} is read, and differs in {', '.join(names) or 'the order of its names'}"
 
 
 def _modules_in(frozen: Any) -> Iterator[nn.Module]:

@@ -6,8 +6,8 @@ later), so frames are held until then. On 3.10 functions are searched for by the
 that is gone when the run ends, such as a comprehension, does not matter: nobody can call it again.
 
 An address, a hash, a weak reference or a function that remembers its results gives another answer
-for each object, which no comparison of what they hold can see. A block whose code goes such a way
-is not shared.
+for each object, which no comparison of what they hold can see. A forward that goes such a way runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -87,54 +87,62 @@ def _arguments(code: types.CodeType, names: frozenset[str]) -> tuple[str, ...]:
 
 # What tells equal objects apart, or shows attributes past the read of one.
 _BUILTINS = ("id", "hash", "dir")
-_FUNCTIONS = {id(getattr(builtins, name)): name for name in _BUILTINS}
-_MODULES = {id(module): module.__name__ for module in (ctypes, gc, pickle)}
+_LEAKS = {
+    **{id(getattr(builtins, name)): f"{name}()" for name in _BUILTINS},
+    **{id(module): module.__name__ for module in (ctypes, gc, pickle)},
+}
 _METHODS = frozenset(
     ("__dir__", "__getattribute__", "__getstate__", "__hash__", "__reduce__", "__reduce_ex__")
 )
+_LOOKUPS = frozenset(("__getattribute__", "__getattr__", "__setattr__", "__delattr__"))
 _WEAK = ("weakref", "_weakrefset")
+_DISPATCH = functools.singledispatch(len).dispatch.__code__
 _LRU_CACHE = type(functools.lru_cache(len))
 
 
-def identity_leak_of(code: types.CodeType, scope: dict[str, Any], owner: Any) -> str:
-    """Names what a function uses that differs between equal objects (``id()``), or "".
+def leaks_by_call(frame: types.FrameType) -> bool:
+    """Whether it is for who calls, and with what, to say if a function tells objects apart."""
+    return frame.f_globals.get("__name__") in (*_WEAK, "copy")
+
+
+def identity_leak_of(frame: types.FrameType, owner: Any) -> str:
+    """Names what a function that begins uses, and that differs between equal objects, or "".
 
     Args:
-        code: the function's.
-        scope: its globals.
+        frame: the function's.
         owner: its first argument.
     """
-    if scope.get("__name__") in _WEAK and code.co_varnames[:1] == ("self",):
-        return "weak references"  # no callback of one that died, which runs anywhere
-    names, methods = _ways_in(code)
-    if not isinstance(owner, nn.Module):  # an object's own lookup: what it holds is compared
-        methods = tuple(name for name in methods if name != code.co_name)
-    return next((f"{name}()" for name in (*names, *methods) if name not in scope), "")
+    code, scope = frame.f_code, frame.f_globals
+    if scope.get("__name__") == "copy":  # addresses only say what it has copied already
+        is_whole = any(isinstance(value, nn.Module) for value in frame.f_locals.values())
+        return "a copy of a module" if is_whole else ""
+    if leaks_by_call(frame) and code.co_varnames[:1] == ("self",):
+        # No callback of one that died, which runs anywhere; nor what finds a function by a class.
+        is_dispatch = frame.f_back is not None and frame.f_back.f_code is _DISPATCH
+        return "" if is_dispatch else "weak references"
+    names = _leaks_in(code)
+    if code.co_name in _LOOKUPS and not isinstance(owner, nn.Module):
+        names = ()  # an object's own lookup: what it holds is compared
+    return next((f"{name}()" for name in names if name not in scope), "")
 
 
-def shows_whole_objects(code: types.CodeType) -> bool:
-    """Says whether a function names what shows all that an object holds, or hides a lookup."""
-    names, methods = _ways_in(code)
-    return "dir" in names or bool(methods)
+def identity_leak_of_call(function: Any, frame: types.FrameType) -> str:
+    """Does the same for a function in C that a frame is about to call."""
+    return "" if leaks_by_call(frame) else identity_leak_through(function)
 
 
 def identity_leak_through(value: Any) -> str:
     """Does the same for a value that a function found outside the model."""
-    if id(value) in _FUNCTIONS:
-        return f"{_FUNCTIONS[id(value)]}()"
-    if id(value) in _MODULES:
-        return _MODULES[id(value)]
     if isinstance(value, _LRU_CACHE) and _remembers_models(value):
         return f"{value.__name__}(), which remembers its results"
-    return ""
+    return _LEAKS.get(id(value), "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _ways_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _leaks_in(code: types.CodeType) -> tuple[str, ...]:
     """Returns the builtin functions, and the methods, that a function names."""
-    found = globals_read(code)
-    used = {*code.co_names, *texts_of(code)}
-    return tuple(n for n in _BUILTINS if n in found), tuple(sorted(_METHODS & used))
+    found, used = globals_read(code), {*code.co_names, *texts_of(code)}
+    return (*(name for name in _BUILTINS if name in found), *sorted(_METHODS & used))
 
 
 def _remembers_models(function: Any) -> bool:

@@ -10,10 +10,9 @@ from torch import nn
 from ..freeze import Freezer, Identity
 from ..ir.types import TensorType
 from ..kinds import ABSENT, follow
-from ..torch_names import CALL_SLOT, HookKind, global_hook_tables
+from ..torch_names import HookKind, global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
-WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
 
 Places = list[tuple[str, nn.Module]]
 Where = Literal["", "_parameters", "_buffers", "_modules", "class"]
@@ -25,29 +24,19 @@ HOOK_TABLES = tuple(
 
 
 def raw_attribute(module: nn.Module, name: str) -> Any:
-    """Returns what a module itself holds under a name, without running any of its code.
-
-    Under ``"__dict__"`` those are the names of what it holds, but for what the mark keeps there.
-    """
+    """Returns what a module itself holds under a name, without running any of its code."""
     return find_attribute(module, name)[1]
 
 
 def find_attribute(module: nn.Module, name: str) -> tuple[Where, Any]:
     """Returns where a module has an attribute, and its value."""
     state = module_state(module)
-    if name == WHOLE:
-        return "", tuple(own_names(state))
     if name in state:
         return "", state[name]
     for table in _TENSORS_AND_MODULES:
         if name in state.get(table, ()):
             return table, state[table][name]
     return "class", class_attribute(type(module), name)
-
-
-def own_names(state: dict[str, Any]) -> list[str]:
-    """Returns the names in a module's ``__dict__`` that are the user's or ``nn.Module``'s."""
-    return [name for name in state if not name.startswith(OWN_PREFIX) and name != CALL_SLOT]
 
 
 def class_attribute(kind: type, name: str) -> Any:

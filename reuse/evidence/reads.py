@@ -17,15 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ..freeze import Freezer, Identity, Unrepeatable
+from ..freeze import Freezer, Identity
 from ..kinds import (
     ABSENT,
     cell_contents,
     is_library,
-    is_opaque,
     is_own_patch,
     is_python_defined,
-    is_unrepeatable,
 )
 from ..torch_pytree import is_container
 from .functions import (
@@ -33,11 +31,12 @@ from .functions import (
     globals_used,
     identity_leak_of,
     identity_leak_through,
+    leaks_by_call,
     modules_imported,
     texts_of,
 )
-from .module_state import WHOLE, Where, find_attribute, module_state, own_names
-from .slots import OpenIndex, SlotReads, reveal
+from .module_state import Where, find_attribute, module_state
+from .slots import OpenIndex, SlotReads
 from .snapshot import Snapshot
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
@@ -48,7 +47,7 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_slow_forward",
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
-# What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
+# What reading os.environ runs.
 _CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
 _ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
 _IMPORTERS = frozenset({"__import__", "import_module"})
@@ -117,7 +116,6 @@ class Reads:
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, _BlockEvidence]] = field(default_factory=list)
     walked: dict[int, nn.Module] = field(default_factory=dict)
-    unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
     _held: Snapshot = field(default_factory=Snapshot)  # by a block's attributes
 
@@ -133,7 +131,6 @@ class Reads:
         self.globals = {**self.globals, **inner.globals, **self.globals}
         self.walked |= inner.walked
         self.indexes |= inner.indexes
-        self.unseen = self.unseen or inner.unseen
         self.closures.absorb(inner.closures)
 
     def knows(self, module: nn.Module, name: str) -> bool:
@@ -150,7 +147,7 @@ class Reads:
             return
         where, value = find_attribute(module, name)
         self._attribute(module, name, where, value)
-        self.unseen = self.unseen or identity_leak_through(value)
+        self._found(value)
 
     def like(
         self, reads: Iterable[tuple[str, str, Where]], modules: Mapping[str, nn.Module]
@@ -185,13 +182,9 @@ class Reads:
             names = [name for name in names if type(look_up(holder, name)) in _PLAIN]
         self._named_attributes(holder, tuple(names), _MAX_OUTSIDE_DEPTH - 1)
 
-    def all_attributes(self, module: nn.Module) -> None:
-        """Notes that the module's ``__dict__`` was read as a whole."""
-        for (owner, _), index in self.indexes.items():
-            if owner == id(module):
-                reveal(index)
-        for name in (WHOLE, *own_names(module_state(module))):
-            self.attribute(module, name)
+    def _found(self, value: Any) -> None:
+        """Refuses a value that code has found and by which it may tell equal objects apart."""
+        self.contents.refuse_use(identity_leak_through(value))
 
     def function(self, frame: types.FrameType) -> None:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
@@ -200,14 +193,17 @@ class Reads:
         owner = variables.get(code.co_varnames[0]) if code.co_argcount else None
         if owner is not None and not is_library(scope.get("__name__")):
             self._method(owner, (*code.co_names, code.co_name))
-        if code.co_freevars and code not in _ENVIRONMENT_CODES:
+        if code.co_freevars:
             self.closures.ran(frame)
         # Code that ran before reads the same names; its object and variables were noted above.
         if (code, id(scope)) in self.functions:
             return
-        self.unseen = self.unseen or identity_leak_of(code, scope, owner)
+        is_environment = code in _ENVIRONMENT_CODES
+        leak = "an environment variable" if is_environment else identity_leak_of(frame, owner)
+        self.contents.refuse_use(leak)
         captured = [variables[name] for name in code.co_freevars if name in variables]
-        self.functions.add((code, id(scope)))
+        if not leaks_by_call(frame):
+            self.functions.add((code, id(scope)))
         # This code may name attributes of classes that earlier reads led to.
         for holder in self._held.holders.values():
             self._holder(holder, code.co_names)
@@ -228,7 +224,7 @@ class Reads:
             is_known = id(value) in self.owners or self.contents.has_met(value)
             if is_container(value) and not is_known:
                 continue
-            self.unseen = self.unseen or identity_leak_through(value)
+            self._found(value)
             self._named_attributes(value, code.co_names, 0, seen)
 
     def places(self) -> list[tuple[Any, str]]:
@@ -241,12 +237,6 @@ class Reads:
         for code, _ in self.functions:
             found.update(code.co_names, filter(str.isidentifier, texts_of(code)))
         return found
-
-    def environment(self) -> list[str]:
-        """Returns the texts that may name environment variables, if any variable was read."""
-        if all(code not in _ENVIRONMENT_CODES for code, _ in self.functions):
-            return []
-        return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
@@ -266,7 +256,7 @@ class Reads:
             self.owners.add(id(owner))
             if self.seen is not None:
                 self.seen(owner, name, value)
-            self.unseen = self.unseen or identity_leak_through(value)
+            self._found(value)
         self._named_attributes(value, names, depth + 1, seen)
 
     def _library(
@@ -300,8 +290,6 @@ class Reads:
 def _value_at(module: nn.Module, name: str, where: Where) -> Any:
     """Returns what a module holds at a place that is known; nothing of its class."""
     state = module_state(module)
-    if name == WHOLE:
-        return tuple(own_names(state))
     return ABSENT if where == "class" else (state[where] if where else state).get(name, ABSENT)
 
 
@@ -338,7 +326,7 @@ def shallow_snapshot(value: Any) -> Any:
     if isinstance(value, types.FunctionType) and not is_library(value.__module__ or ""):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return tuple(map(Identity, (value, value.__code__, *defaults)))
-    return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
+    return Identity(value)
 
 
 def same_shallow(value: Any, expected: Any) -> bool:
@@ -368,8 +356,7 @@ def may_hold_state(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _KNOWN_BY_STRUCTURE) or kind in _PLAIN:
         return False
-    # Of an object from C its getters are asked; of a user's class derived from C, the class.
-    return is_opaque(value) or is_python_defined(kind) or not is_library(kind.__module__)
+    return is_python_defined(kind) or not is_library(kind.__module__)
 
 
 def outside_name(owner: Any, name: str) -> str:

@@ -1,33 +1,170 @@
 """Compares what the whole model's Python read with what the same objects hold at a call.
 
 The reads are those that tell blocks apart. Here each is a place (a dictionary and a name, a slot, a
-variable captured by a function) and the object found there; a snapshot has what that held.
+variable captured by a function) and the object found there; a snapshot has what that held. A model
+of a hundred modules has a thousand such facts, so they are compared together (`IdentityChecks`):
+the native library takes some ten nanoseconds for each; a loop in Python does where it is not at
+hand. Everything is looked at each time, and no changes are watched (``PyDict_Watch``): that exists
+from Python 3.12 on only, for eight users per process and for dictionaries alone, and saves little.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
+import operator
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import CellType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
-from ..kinds import (
-    ABSENT,
-    cell_contents,
-    getters_of,
-    is_library,
-    is_of_library,
-    is_opaque,
-    own_table,
-)
-from .identity_checks import IdentityChecks
-from .module_state import WHOLE, module_state
+from ..kinds import ABSENT, cell_contents, is_library, is_of_library, own_table
+from .module_state import module_state
 from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state
-from .snapshot import same_value
+from .snapshot import is_constant, same_value
+
+Check = Callable[[], bool]
+CompareFacts = Callable[..., bool]
+"""``compare(*facts)``: as the native library has it; one flat tuple for each :data:`Kind`."""
+Kind = Literal["entry", "absent", "values", "attribute", "own attribute", "class"]
+
+
+class IdentityChecks:
+    """Collects checks, and makes one function of them.
+
+    Example:
+        >>> checks = IdentityChecks()
+        >>> checks.entry(vars(module), "training", True)
+        >>> unchanged = checks.function()
+        >>> unchanged()
+        True
+    """
+
+    def __init__(self) -> None:
+        # Of each kind the owner, name and expected object of every fact, one after another: the
+        # native library is handed these as they are.
+        self._facts: dict[Kind, list[Any]] = {kind: [] for kind in get_args(Kind)}
+        self._others: list[Check] = []
+
+    def entry(self, table: Mapping[Any, Any], name: str, value: Any) -> None:
+        """Checks that a table holds this object under a name."""
+        self._facts["entry"] += (table, name, value)
+
+    def absent(self, table: Mapping[Any, Any], name: str) -> None:
+        """Checks that a table has no such name."""
+        self._facts["absent"] += (table, name, None)
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Checks that an attribute, looked up as usual, is this object."""
+        self._facts["attribute"] += (owner, name, value)
+
+    def captured(self, cell: CellType, value: Any) -> None:
+        """Checks that a captured variable holds this object."""
+        self.attribute(cell, "cell_contents", value)
+
+    def kind(self, owner: Any, kind: type) -> None:
+        """Checks that an object is of exactly this class."""
+        self._facts["class"] += (owner, None, kind)
+
+    def bases(self, owner: type) -> None:
+        """Checks that a class looks names up in the same classes, in the same order."""
+        self.attribute(owner, "__mro__", owner.__mro__)
+
+    def held_in(self, owner: Any, kind: type, table: dict[str, Any]) -> None:
+        """Checks that an object is of exactly this class, with this dictionary of attributes."""
+        self.kind(owner, kind)
+        self._facts["own attribute"] += (owner, "__dict__", table)
+
+    def values(self, table: dict[Any, Any]) -> None:
+        """Checks that a dictionary holds what it holds now, in this order."""
+        fact = (table, None, tuple(_values_of(table)))
+        if isinstance(table, OrderedDict) and table:
+            # Its order is its own, and no function of Python.h tells it.
+            self._others.append(partial(_holds_values, table, fact[2]))
+        else:
+            self._facts["values"] += fact
+
+    def holds(self, check: Check) -> None:
+        """Adds another check."""
+        self._others.append(check)
+
+    def still_like(self, value: Any, before: Any) -> None:
+        """Checks that a value which took another's place still equals it."""
+        if value is not before and not is_constant(value):
+            self.holds(partial(same_value, value, before))
+
+    def function(self, native: CompareFacts | None = None) -> Check:
+        """Returns what tells whether all checks hold; what raises an error does not.
+
+        Args:
+            native: the comparison of the native library, if it is at hand.
+        """
+        compare = _in_python(self._facts)
+        if native is not None:
+            compare = partial(native, *map(tuple, self._facts.values()))
+        return partial(_all_hold, (compare, *self._others))
+
+    def copy(self) -> IdentityChecks:
+        """Returns the same checks, to which others can be added."""
+        made = IdentityChecks()
+        made._facts = {kind: list(facts) for kind, facts in self._facts.items()}
+        made._others = list(self._others)
+        return made
+
+
+def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
+    """Returns what compares facts as the native library does."""
+    rows = [
+        (look, owner, name, ABSENT if kind == "absent" else value)
+        for kind, look in _LOOKS.items()
+        for owner, name, value in _rows(facts[kind])
+    ]
+    tables = _rows(facts["values"])
+    return lambda: (
+        all([look(owner, name) is value for look, owner, name, value in rows])
+        and all([_holds_values(table, values) for table, _, values in tables])
+    )
+
+
+def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
+    # Past the methods of a class of the user's, which may say anything.
+    return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
+
+
+_LOOKS: Mapping[Kind, Callable[[Any, Any], Any]] = {
+    "entry": _entry_of,
+    "absent": _entry_of,
+    "attribute": getattr,
+    "own attribute": object.__getattribute__,
+    "class": lambda owner, _: type(owner),
+}
+
+
+def _rows(flat: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def _all_hold(checks: Sequence[Check]) -> bool:
+    try:
+        return all(check() for check in checks)
+    # What cannot be looked at any more is no longer what it was.
+    except Exception:
+        return False
+
+
+def _holds_values(table: Any, values: Sequence[Any]) -> bool:
+    found = _values_of(table)
+    return len(found) == len(values) and all(map(operator.is_, found, values))
+
+
+def _values_of(table: Any) -> list[Any]:
+    is_ordered = type(table) is OrderedDict  # dict's own methods do not know its order
+    return list(table.values() if is_ordered else dict.values(table))
+
 
 # What can be replaced in a function or class while it stays who it is, and shows in no table of it.
 _OF_RUNNING = ("__code__", "__defaults__", "__kwdefaults__")
@@ -91,13 +228,9 @@ class RootEvidence:
         for cell, *_ in cell_reads(reads):
             self._add_cell(cell)
         names = reads.names()
-        self._add_getters(names)
-        met = len(self.contents.opaque)
         self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
-        self._add_getters(names, first=met)  # of what classes, modules and functions led to
-        self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
         found += self.contents.tensors()
         self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
@@ -107,9 +240,7 @@ class RootEvidence:
 
     def _add_attribute(self, name: str, read: AttributeRead) -> None:
         in_own_table = read.table is module_state(read.module)
-        if name == WHOLE:
-            self._add_fact(_names_of, read.table)
-        elif read.value is ABSENT:
+        if read.value is ABSENT:
             if name != "forward":  # nobody has one of its own: the guard sees to that
                 self._add_fact(_entry_of, read.table, name)
         elif in_own_table or not isinstance(read.value, nn.Module):
@@ -169,12 +300,6 @@ class RootEvidence:
             # What was looked into meanwhile may have led to more.
             todo += [h for key, h in self.contents.holders.items() if key not in done]
 
-    def _add_getters(self, names: Collection[str], first: int = 0) -> None:
-        """Adds what objects written in C, from the first-th on, say under the names in code."""
-        for value in list(self.contents.opaque.values())[first:]:
-            for name in getters_of(type(value), names):
-                self._add_part(value, name)
-
     def _add_methods(self, names: Collection[str]) -> None:
         """Adds the methods of tensors and modules, which are found on them without any look-up."""
         # Those of tensors are in C: one in Python that hides it makes the class larger by one.
@@ -208,16 +333,6 @@ class RootEvidence:
                     if name in names:
                         self._add_part(kind, name)
 
-    def _add_environment(self, texts: Collection[str]) -> None:
-        table = vars(os.environ).get("_data")
-        if not isinstance(table, dict):
-            return
-        for text in texts:
-            name = os.environ.encodekey(text)  # type: ignore[attr-defined]
-            # A text in capitals that names no variable yet may name one later.
-            if name in table or text.isupper():
-                self._add_fact(_entry_of, table, name)
-
     def release(self) -> None:
         """Holds no tensor that is not where it was any more; what held it is another for good."""
         for key, fact in list(self._facts.items()):
@@ -233,9 +348,7 @@ class RootEvidence:
         for fact in self._facts.values():
             look, owner, name, before = fact
             now = fact.now()
-            if look is _names_of:
-                checks.names(owner)
-            elif look is _bases_of:
+            if look is _bases_of:
                 checks.bases(owner)
             elif look is _size_of:
                 checks.holds(fact.holds)
@@ -271,7 +384,7 @@ def _part_of(owner: Any, name: str) -> Any:
     """Returns what a function, class, cell or slot holds, past any code of the user's."""
     if isinstance(owner, types.CellType):
         return cell_contents(owner)
-    if isinstance(owner, (types.FunctionType, type)) or is_opaque(owner):
+    if isinstance(owner, (types.FunctionType, type)):
         return getattr(owner, name, ABSENT)
     return look_up(owner, name)
 
@@ -315,15 +428,6 @@ def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
         yield own
     for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         yield base.__dict__
-
-
-def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
-    # Past the methods of a class of the user's, which may say anything.
-    return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
-
-
-def _names_of(table: Mapping[Any, Any], _: None) -> list[Any]:
-    return [*table]
 
 
 def _bases_of(kind: type, _: None) -> tuple[type, ...]:

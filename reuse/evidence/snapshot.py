@@ -24,11 +24,9 @@ from ..kinds import (
     Kind,
     attribute_parts,
     has_plain_class,
-    is_iterator,
     is_library,
     is_looked_into,
     is_opaque,
-    is_read_by_operators,
     is_unrepeatable,
     is_whole,
     kinds_of,
@@ -42,6 +40,8 @@ _MAX_OBJECTS = 2**20
 _MAX_VOUCHED = 4096
 _attributes_of = operator.attrgetter("__dict__")
 _END = object()  # of what one object holds
+TELLS_APART = "tells objects apart"
+"""In the reason why a forward runs eagerly that is not to see what a dispatcher puts on modules."""
 
 
 class Snapshot:
@@ -56,8 +56,7 @@ class Snapshot:
             is read by name.
         classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
-        opaque: the objects met that show nothing of their state.
-        unreadable: the iterators, memories and the like met: code may use what nothing shows.
+        unreadable: what code does that nothing shows: reads an iterator, a memory, uses ``id()``.
         lasting: what was changed and could not be put back, or an empty text.
     """
 
@@ -67,8 +66,7 @@ class Snapshot:
         self.holders: dict[int, Any] = {}
         self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
-        self.opaque: dict[int, Any] = {}
-        self.unreadable: list[Any] = []
+        self.unreadable: list[str] = []
         self.lasting = ""
         self._function = functions
         self._on_holder = on_holder
@@ -97,6 +95,11 @@ class Snapshot:
                     "own, numbers in a tensor."
                 )
             todo += self._note(value)
+
+    def refuse_use(self, what: str) -> None:
+        """Notes what code uses that tells equal objects apart; an empty text for nothing."""
+        if what:
+            self.unreadable.append(f"{TELLS_APART} by {what}")
 
     def look_into_library(self, value: Any) -> None:
         """Does the same for what a library keeps: threads and streams, which no model reads."""
@@ -132,11 +135,7 @@ class Snapshot:
         elif isinstance(value, (type, types.ModuleType)):
             self._meets(value)
         elif is_opaque(value):
-            self.opaque[id(value)] = value
-            if is_read_by_operators(value):
-                self.unreadable.append(value)
-        elif is_iterator(value):
-            self.unreadable.append(value)
+            self.unreadable.append(f"reads a {type(value).__qualname__}")
         elif kinds and is_looked_into(type(value)):
             self._meets(type(value))
             self.classes[id(type(value))] = type(value)
@@ -201,7 +200,7 @@ class Snapshot:
         for _, _, before, now in changed:
             known = set(map(id, before))
             new += [x for x in now if id(x) not in known]
-        return (_name_of(*changed[-1][:2]) if changed else ""), new
+        return (_name_of(changed[-1][0]) if changed else ""), new
 
     def undo(self) -> None:
         """Undoes changes."""
@@ -211,7 +210,7 @@ class Snapshot:
         for value, kind, before, _ in changed:
             # What a weak reference led to is gone for others, too: the forward did not do that.
             if not (isinstance(value, weakref.ReferenceType) or _same(kind.read(value), before)):
-                self.lasting = _name_of(value, kind)
+                self.lasting = _name_of(value)
 
     def refuse_lasting(self) -> None:
         """Raises CaptureError if a run changed something that could not be put back."""
@@ -229,10 +228,11 @@ def _put(value: Any, kind: Kind, items: Sequence[Any]) -> None:
         kind.put(value, items)
 
 
-def _name_of(value: Any, kind: Kind) -> str:
+def _name_of(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         return f"an attribute of the function {value.__qualname__}"
-    return kind.name or f"a {type(value).__name__}"
+    # The attributes of an object are a dictionary as well, and are met after it.
+    return "a dictionary or object" if type(value) is dict else f"a {type(value).__name__}"
 
 
 def _shows_all(value: Any) -> bool:
