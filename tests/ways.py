@@ -98,7 +98,6 @@ def set_global(name, value): globals()[name] = value
 # Blocks that reach equal values in one of these share a closure.
 HOLDING = {
     "attribute": Way("h.v = V", "self.v"),
-    "vars": Way("h.v = V", "vars(self)['v']"),
     "getattr": Way("h.v = V", "getattr(self, 'vv'[:1])"),
     "property": Way("h._v = V; type(h).v = property(lambda self: self._v)", "self.v"),
     "list": Way("h.v = [V]", "self.v[0]"),
@@ -116,6 +115,7 @@ HOLDING = {
 }
 # As these hold a number.
 INSIDE = HOLDING | {
+    "vars": Way("h.v = V", "vars(self)['v']"),
     "class of its own": Way("h.v = Value(V)", "self.v.__class__.of_class() * self.v.value"),
     "dictionary by module": Way("BY[h] = V", "BY[self]"),
     "dictionary by child": Way("BY[h.linear] = V", "BY[self.linear]"),

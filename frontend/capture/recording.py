@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from ..effects.changes import ModuleChanges, OuterChanges, is_cache
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
 from ..effects.torch_allowed_calls import reach_of
-from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_path
+from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path
 from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_settings import CacheState, Reading, answer, is_reading
 from ..tracing.torch_tracing import (
@@ -252,7 +252,7 @@ class Recording:
                 "keywords. Write Function.apply(...) where it is called, without keywords."
             )
         self._note_function(frame, first)
-        self.refuse_unreadable(frame_text(frame))
+        self.refuse_unreadable(user_line)
 
     def _note_function(self, frame: Any, first: Any) -> None:
         code, reads = frame.f_code, self.current.reads
@@ -269,7 +269,7 @@ class Recording:
             return
         if told := identity_leak_of_call(function, frame):  # however it was reached
             self.inside.contents.refuse_use(told)
-            self.refuse_unreadable(frame_text(frame))
+            self.refuse_unreadable(user_line)
         what = reach_of(function, frame)
         if what and function.__name__ in _LEAVES:
             self.effects.note(what)
@@ -286,24 +286,25 @@ class Recording:
             if found is not ABSENT:
                 self.readings[getter] = found
 
-    def refuse_unreadable(self, line: str = "") -> None:
+    def refuse_unreadable(self, line: Callable[[], str] | None = None) -> None:
         """Raises CaptureError if the forward has found what nothing shows the contents of.
 
         Each is refused before the forward uses it: an iterator that had moved on could not be put
         back for eager.
 
         Args:
-            line: where the forward is, for what it has just found; without, all counts, also what
-                was refused before, should the model's Python have caught the error.
+            line: says where the forward is, for what it has just found; without, all counts, also
+                what was refused before, should the model's Python have caught the error.
         """
         found = [*self.inside.contents.unreadable, *self.effects.changes.contents.unreadable]
         is_new, self._num_unreadable = len(found) > self._num_unreadable, len(found)
-        if found and (is_new or not line):
+        if found and (is_new or line is None):
+            where = "" if line is None else f" at {line()}"
             raise CaptureError(
-                f"The model's forward {found[-1]}{f' at {line}' if line else ''}. What that gives "
-                "can be neither compared nor put back, so a compiled program would use the same at "
-                "every call. Keep what the forward needs in an attribute, a list, an array or a "
-                "buffer, or pass it in; draw random numbers with torch."
+                f"The model's forward {found[-1]}{where}. What that gives can be neither compared "
+                "nor put back, so a compiled program would use the same at every call. Keep "
+                "what the forward needs in an attribute, a list, an array or a buffer, or pass it "
+                "in; draw random numbers with torch."
             )
 
     def caches_asked(self) -> None:

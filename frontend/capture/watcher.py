@@ -119,7 +119,7 @@ class ModelWatcher:
     def _refuse_unreadable(self) -> None:
         contents = self._recording.inside.contents
         if contents.unreadable:
-            self._recording.refuse_unreadable(user_line())
+            self._recording.refuse_unreadable(user_line)
 
     def number(self, module: nn.Module, name: str, value: int) -> Any:
         """Hands out a whole number, to a block that was given a cache as an index."""

@@ -27,7 +27,7 @@ from torch import nn
 from ...reuse.evidence.functions import captured_set
 from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute, module_state
 from ...reuse.evidence.reads import Reads, outside_name
-from ...reuse.evidence.snapshot import Snapshot, same_value
+from ...reuse.evidence.snapshot import Snapshot
 from ...reuse.freeze import Freezer
 from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables
@@ -46,22 +46,64 @@ class _Change(NamedTuple):
     put: Callable[[Any], None]
     before: Any
     now: Any
+    is_cached: bool = False
 
 
-class OuterChanges:
-    """Keeps what the Python of one run found outside the model, as it was then.
+class _Changes:
+    """Keeps what one run may change, as it was; finds what has changed, and undoes it.
 
     Attributes:
         contents: what the objects among it held.
         what: was found to be changed, or an empty text.
+    """
+
+    holder = ""
+    """What a changed object is held by."""
+
+    def __init__(self, on_holder: Callable[[Any], None]) -> None:
+        self.contents = Snapshot(on_holder=on_holder)
+        self.what = ""
+        self._found: list[_Change] = []
+
+    def find(self, reads: Reads) -> list[Any]:
+        """Finds what a finished run has changed; returns the new values."""
+        what, new = self.contents.what_changed()
+
+        def same(now: Any, before: Any) -> bool:
+            # An equal value is not as good where what an object held may have been changed.
+            freeze = Freezer().freeze
+            return now is before or (not what and bool(freeze(now) == freeze(before)))
+
+        self._found = list(self._changes(reads, same))
+        if self._found:
+            self.what = self._found[0].what
+        elif what:
+            self.what = f"{what} that {self.holder}"
+        return [*new, *(change.now for change in self._found)]
+
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
+        """Yields what was bound anew."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        """Undoes what was found to be changed."""
+        self.contents.undo()
+        for change in self._found:
+            change.put(change.before)
+
+
+class OuterChanges(_Changes):
+    """Keeps what the Python of one run found outside the model, as it was then.
+
+    Attributes:
         hooked: names the module whose forward hooks run, if one has any.
     """
 
+    holder = "it is given or finds outside the model"
+
     def __init__(self, places: Places) -> None:
-        self.contents = Snapshot(on_holder=self.meets)
-        self.what = ""
+        super().__init__(self.meets)
         self.hooked = ""
-        self._rebound: list[_Change] = []
         self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
         self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
         self._ran: set[types.CodeType] = set()
@@ -118,23 +160,6 @@ class OuterChanges:
             self._caches.setdefault(id(value), (value, value.cache_info()))
         self.contents.look_into(value)
 
-    def find(self, reads: Reads) -> list[Any]:
-        """Finds what a finished run has changed; returns the new values."""
-        what, new = self.contents.what_changed()
-        # Only names that the code which ran uses: others are other threads' business.
-        self._rebound = list(self._changes(reads.names(), is_equal_enough=not what))
-        if self._rebound:
-            self.what = self._rebound[0].what
-        elif what:
-            self.what = f"{what} that it is given or finds outside the model"
-        return [*new, *(change.now for change in self._rebound)]
-
-    def undo(self) -> None:
-        """Undoes what was found to be changed."""
-        self.contents.undo()
-        for change in self._rebound:
-            change.put(change.before)
-
     def caches_used(self) -> list[Any]:
         """Returns the function caches that were asked."""
         return [cache for cache, before in self._caches.values() if cache.cache_info() != before]
@@ -150,12 +175,9 @@ class OuterChanges:
                 cache.cache_clear()
         return found
 
-    def _changes(self, names: set[str], *, is_equal_enough: bool) -> Iterator[_Change]:
-        """Yields what was bound anew: also to an equal value, where what it held may be changed."""
-
-        def same(now: Any, before: Any) -> bool:
-            return now is before or (is_equal_enough and same_value(now, before))
-
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
+        # Only names that the code which ran uses: others are other threads' business.
+        names = reads.names()
         for owner, table, known in self._tables.values():
             for name in () if _same_entries(table, known) else names:
                 now, before = table.get(name, ABSENT), known.get(name, ABSENT)
@@ -191,7 +213,7 @@ _NEW_STATE = nn.Module().__dict__
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
-class ModuleChanges:
+class ModuleChanges(_Changes):
     """Keeps what the modules that one run meets held before it.
 
     Args:
@@ -199,20 +221,18 @@ class ModuleChanges:
         on_class: called with each class met, of a module or an attribute: code may write there.
 
     Attributes:
-        contents: what the objects among the attributes that were read held then.
-        what: was found to be changed, or an empty text.
-        may_settle: whether all that is plain data, which another run may leave as it is.
+        may_settle: whether all changes are plain data, which another run may leave as it is.
         met: the modules outside the model's tree whose attributes were read, by ``id``.
     """
 
+    holder = "an attribute holds"
+
     def __init__(self, places: Places, on_class: Callable[[Any], None]) -> None:
-        self.contents = Snapshot(on_holder=on_class)
+        super().__init__(on_class)
         self._on_class = on_class
         self.met: dict[int, nn.Module] = {}
         self._made: dict[int, nn.Module] = {}
         self._written: dict[tuple[int, Any], str] = {}
-        self._found: list[_Change] = []
-        self.what = ""
         self.may_settle = True
         self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
         for _, module in places:
@@ -240,46 +260,28 @@ class ModuleChanges:
         tables = [state, *(state[name] for name in _TABLES if name in state)]
         self._before[id(module)] = (module, [(table, dict(table)) for table in tables])
 
-    def find(self, reads: Reads) -> None:
+    def find(self, reads: Reads) -> list[Any]:
         """Finds every change of a finished run that another would make anew."""
-        what, new = self.contents.what_changed()
-        self.may_settle = all(map(_is_plain, new))
-        for module, table, name, before, now in self._changes(is_equal_enough=not what):
-            if self._counts(module, table, name, now, reads):
-                change = _Change(self._described(module, name), _putting(table, name), before, now)
-                self._found.append(change)
-                self.may_settle &= _may_settle(type(module), name, now)
+        new = super().find(reads)
+        made = {id(change.now): change.is_cached for change in self._found}
+        self.may_settle = all(_is_plain(x) or made.get(id(x), False) for x in new)
         self._before.clear()
-        if self._found:
-            self.what = self._found[0].what
-        elif what:
-            self.what = f"{what} that an attribute holds"
-
-    def undo(self) -> None:
-        """Undoes what was found to be changed."""
-        self.contents.undo()
-        for change in self._found:
-            change.put(change.before)
+        return new
 
     def _described(self, module: nn.Module, name: Any) -> str:
         line = self._written.get((id(module), name), "")  # "": past nn.Module
         return f"attribute {name!r} of {type(module).__name__}{f' at {line}' if line else ''}"
 
-    def _changes(self, *, is_equal_enough: bool) -> Iterator[tuple[nn.Module, Any, Any, Any, Any]]:
-        """Yields what tables of modules hold anew: module, table, name, value before and now.
-
-        Args:
-            is_equal_enough: whether an equal value is as good as the same object: not if what that
-                held may have been changed.
-        """
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
         for module, tables in self._before.values():
             for table, before in tables:
                 for name in () if _same_entries(table, before) else {**before, **table}:
                     held, now = before.get(name, ABSENT), table.get(name, ABSENT)
-                    if now is held:
+                    if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
-                    if not (is_equal_enough and Freezer().freeze(now) == Freezer().freeze(held)):
-                        yield module, table, name, held, now
+                    is_cached = _is_cached(type(module), name, now)
+                    what = self._described(module, name)
+                    yield _Change(what, _putting(table, name), held, now, is_cached)
 
     def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
         """Whether another run would make a change anew, and that matters."""
@@ -291,10 +293,10 @@ class ModuleChanges:
         return is_set or was_other or find_fake([now]) is not None
 
 
-def _may_settle(kind: type, name: Any, value: Any) -> bool:
-    """Whether a new attribute may be noted once for all: plain data, or what a property caches."""
+def _is_cached(kind: type, name: Any, value: Any) -> bool:
+    """Whether a new attribute is noted once for all: what a property caches."""
     is_cached = isinstance(class_attribute(kind, name), functools.cached_property)
-    return _is_plain(value) or (is_cached and find_fake([value]) is None)
+    return is_cached and find_fake([value]) is None
 
 
 def _is_empty(module: nn.Module) -> bool:
