@@ -101,7 +101,7 @@ def error(
 
 
 def data_parallel(rank: int, folder: pathlib.Path) -> dict[str, float]:
-    parallel = DistributedDataParallel
+    parallel, far = DistributedDataParallel, functools.partial(error, rank)
     static: Wrap = functools.partial(parallel, static_graph=True)
     views: Wrap = functools.partial(
         parallel, gradient_as_bucket_view=True, find_unused_parameters=True
@@ -112,12 +112,12 @@ def data_parallel(rank: int, folder: pathlib.Path) -> dict[str, float]:
     once, twice = trained(rank, parallel)[0], trained(rank, parallel, accumulate=2)[0]
     apart = trained(rank, unused, 2, HalfUsed)[0]
     return {
-        "inside": error(rank, lambda m: unused(compiled(m)), apart, 2, HalfUsed),
-        "around": error(rank, lambda m: compiled(views(m)), twice, accumulate=2),
-        "in place": error(rank, lambda m: compiled(static(m), in_place=True), once),
-        "around in place": error(rank, lambda m: parallel(compiled(m, in_place=True)), once),
-        "step": error(rank, lambda m: step_of(static(m)), once),
-        "step of two": error(rank, lambda m: step_of(views(m), micro_batches=2), twice, 2),
+        "inside": far(lambda m: unused(compiled(m)), apart, 2, HalfUsed),
+        "around": far(lambda m: compiled(views(m)), twice, accumulate=2),
+        "in place": far(lambda m: compiled(static(m), in_place=True), once),
+        "around in place": far(lambda m: parallel(compiled(m, in_place=True)), once),
+        "step": far(lambda m: step_of(static(m)), once),
+        "step of two": far(lambda m: step_of(views(m), micro_batches=2), twice, 2),
     }
 
 

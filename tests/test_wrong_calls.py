@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from link_tree import package_folders
-from models import Block
+from models import Around, Block
 from torch import Tensor, nn
 
 import lazyinline
@@ -134,30 +134,13 @@ def test_what_only_a_capture_fails_at_runs_alone_once_and_then_in_parts() -> Non
                 raise RuntimeError("these are not my weights")
             return super().forward(ids)
 
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Asking(), Net()
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.first(ids) + self.second(ids)
-
-    net = Around()
+    net = Around(lambda layers, ids: layers[0](ids) + layers[1](ids), Asking(), Net())
     compiled = lazyinline.compile(net, backend="eager")
     for call in range(3):
         torch.testing.assert_close(compiled(ids()), net(ids()))
         assert "these are not my weights" in compiled.last_report.ran_eagerly
         found = {part.path for part in compiled.last_report.parts if part.num_programs}
-        assert found == ({"second", "first.body"} if call else set())
-
-
-class Nest(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.linear = inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.inner(x))
+        assert found == ({"layers.1", "layers.0.body"} if call else set())
 
 
 class Asks(nn.Linear):
@@ -166,7 +149,7 @@ class Asks(nn.Linear):
 
 
 def nested(depth: int, inner: nn.Module) -> nn.Module:
-    return inner if depth == 0 else Nest(nested(depth - 1, inner))
+    return inner if depth == 0 else nn.Sequential(nested(depth - 1, inner), nn.Linear(4, 4))
 
 
 @pytest.fixture
