@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,9 +92,8 @@ def on_the_node(net: Net, log: Log) -> list[Any]:
     weights = (net.head.weight, net.blocks[0].up.weight)
     nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in weights]
     handles = [n.register_prehook(lambda gs: tuple(g * 2 for g in gs)) for n in nodes]
-    return handles + [
-        n.register_hook(lambda made, gs: log.append(float(gs[0].sum()))) for n in nodes
-    ]
+    handles += [n.register_hook(lambda made, gs: log.append(float(gs[0].sum()))) for n in nodes]
+    return [*handles, SimpleNamespace(remove=nodes.clear)]  # which holds the nodes until then
 
 
 def over_several(net: Net, log: Log) -> list[Any]:
