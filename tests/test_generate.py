@@ -1,12 +1,13 @@
 """``generate`` on a compiled model: eager's tokens, from two compiles."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from comparing import assert_close, twin
 from test_caches import compiled, gemma2, gpt2, llama, t5, tokens
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithNoAttention,
@@ -17,47 +18,57 @@ from transformers.utils import generic
 import lazyinline
 from lazyinline.reuse.torch_pytree import is_set_of_outputs
 
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
-    "beams": {"num_beams": 2},
-    "static cache": {"cache_implementation": "static"},
-}
 
-
-def generated(module: Any, ids: Tensor, **options: Any) -> Tensor:
+def generated(module: Any, ids: Tensor, num_tokens: int = 6, **options: Any) -> Tensor:
     torch.manual_seed(3)
-    result: Tensor = module.generate(ids, max_new_tokens=6, min_new_tokens=6, **options)
+    result: Tensor = module.generate(
+        ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, **options
+    )
     return result
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sweep(keep="greedy")
-def test_generate_runs_the_program_and_gives_eagers_tokens(mode: str) -> None:
-    model = gpt2().eval()
-    expected = twin(model)
-    run = compiled(model)
-    ids = tokens(5)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0  # a batch padded on the left
-    options = {"attention_mask": mask, **MODES[mode]}
-    assert torch.equal(generated(run, ids, **options), generated(expected, ids, **options))
-    report = run.last_report
-    assert not report.ran_eagerly
-    assert report.num_compiles == 2, report.why_static  # the prompt, and every token after it
-    assert report.num_links == (0 if mode == "static cache" else 4)
+class Case(NamedTuple):
+    """A model that generates after prompts of these lengths, with so many compiles and links."""
+
+    model: Callable[[], nn.Module]
+    options: dict[str, Any]
+    prompts: Sequence[int] = (5,)
+    made: tuple[int, int] = (2, 4)  # the prompt, and every token after it
+    in_place: bool = False
 
 
-@pytest.mark.sweep
-def test_generate_on_a_model_compiled_in_place_runs_the_program() -> None:
-    model = llama().eval()
+STATIC = {"cache_implementation": "static"}
+CASES = {
+    "greedy": Case(gpt2, {}),
+    "sampling": Case(gpt2, {"do_sample": True, "top_k": 20, "temperature": 0.8}),
+    "beams": Case(gpt2, {"num_beams": 2}),
+    "static cache": Case(gpt2, STATIC, made=(2, 0)),
+    "in place": Case(llama, {}, in_place=True),
+    "a second prompt": Case(llama, {}, (5, 7), made=(3, 6)),
+    # What layers with a window of six count is a size: one program below, one for each edge, one
+    # beyond.
+    "a window that fills up": Case(gemma2, {"num_tokens": 10}, (4, 4), (4, 6)),
+    "a window in a static cache": Case(gemma2, {"num_tokens": 10, **STATIC}, (4, 4), (4, 6)),
+    "an encoder and its decoder": Case(t5, {}, (6,), made=(3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.sweep(keep=["greedy", "second prompt"])
+def test_generate_runs_programs_and_gives_eagers_tokens(kind: str) -> None:
+    make, options, prompts, made, in_place = CASES[kind]
+    model = make().eval()
     expected = twin(model)
-    assert lazyinline.compile(model, backend="eager", reuse="auto", in_place=True) is model
-    ids = tokens(5)
-    assert torch.equal(generated(model, ids), generated(expected, ids))
-    report = lazyinline.last_report(model)
+    run: Any = lazyinline.compile(model, backend="eager", reuse="auto", in_place=in_place)  # type: ignore[call-overload]
+    for length in prompts:
+        ids = tokens(length, seed=length)
+        mask = torch.ones_like(ids)
+        mask[1, :2] = 0  # a batch padded on the left
+        more = {"do_sample": False, "attention_mask": mask, **options}
+        assert torch.equal(generated(run, ids, **more), generated(expected, ids, **more))
+    report: Any = lazyinline.last_report(run)
     assert not report.ran_eagerly
-    assert (report.num_compiles, report.num_links) == (2, 4)
+    assert (report.num_compiles, report.num_links) == made, report.why_static
 
 
 @pytest.mark.sweep
@@ -75,41 +86,6 @@ def test_generate_returns_states_attentions_and_cache_as_eager_does() -> None:
     found, wanted = (generated(m, tokens(4), do_sample=False, **more) for m in (run, expected))
     assert_close(dict(found), dict(wanted))
     assert not run.last_report.ran_eagerly
-
-
-def test_a_second_prompt_costs_no_compile_per_token() -> None:
-    model = llama().eval()
-    expected = twin(model)
-    run = compiled(model)
-    for length in (5, 7):
-        ids = tokens(length, seed=length)
-        assert torch.equal(generated(run, ids), generated(expected, ids))
-    assert run.last_report.num_compiles <= 3
-
-
-@pytest.mark.parametrize("mode", ["greedy", "static cache"])
-@pytest.mark.sweep
-def test_a_window_that_fills_up_costs_no_compile_per_token(mode: str) -> None:
-    """What its layers count is a size: one program below, one for each edge, one beyond."""
-    model = gemma2().eval()  # a window of six
-    expected = twin(model)
-    run = compiled(model)
-    more = {**MODES[mode], "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
-    for _ in range(2):
-        ids = tokens(4)
-        assert torch.equal(run.generate(ids, **more), expected.generate(ids, **more))
-    report = run.last_report
-    assert not report.ran_eagerly
-    assert report.num_compiles == 4, report.why_static
-    assert report.num_links == 6
-
-
-@pytest.mark.sweep
-def test_an_encoder_and_its_decoder_generate_eagers_tokens() -> None:
-    model = t5().eval()
-    expected = twin(model)
-    run = compiled(model)
-    assert torch.equal(generated(run, tokens(6)), generated(expected, tokens(6)))
 
 
 class Called(GPT2LMHeadModel):
