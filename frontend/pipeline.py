@@ -306,6 +306,7 @@ class Pipeline:
         self._derived, self._updates = state.own, state.updates
         self._updated = {source.name for one in state.updates for source in one.parameters}
         self._state: tuple[list[Tensor], StateFacts] | None = None
+        self._token: object = None
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
         self._runs = self._planned or unplanned_rank(state)
         self._sum_names = sum_names(state)
@@ -328,7 +329,8 @@ class Pipeline:
             return self._fitted_in_turn(state)
         goal = replace(state.goal, updates=update.groups())
         # All ranks or none: those that share a parameter would round it in two ways.
-        why = self._ranks.agreed_reason(update.why_after)
+        why = update.why_after or update.hindrance([], self._guard.tensors)
+        why = self._ranks.agreed_reason(why)
         if not why:
             try:
                 made = self._fitted_in_turn(replace(state, goal=goal))
@@ -519,11 +521,16 @@ class Pipeline:
             return []
         present = self._guard.tensors
         own = [[present[self._places[id(s)]] for s in one.parameters] for one in self._updates]
-        if not self._optimizer.is_as_compiled() or not all(map(self._optimizer.has, own)):
+        why = ""
+        if self._guard.token is not self._token:
+            why = self._optimizer.hindrance([p for parameters in own for p in parameters], present)
+        if not self._optimizer.is_as_compiled():
+            why = "its groups, their options (but for numbers) or hooks are others"
+        if why:
             raise PipelineError(
-                "The optimizer no longer is what this pipeline was compiled for (its groups, their "
-                "parameters and options but for numbers, hooks). Make a new pipeline."
+                f"The optimizer no longer fits this pipeline: {why}. Make a new pipeline."
             )
+        self._token = self._guard.token
         if self._state is None or not self._state[1].hold(None):
             tensors: list[Tensor] = []
             for one, parameters in zip(self._updates, own, strict=True):

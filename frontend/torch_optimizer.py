@@ -99,10 +99,19 @@ class StepOptimizer:
         self._write_settings()
         return True
 
-    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether its groups hold all of these; ``load_state_dict(assign=True)`` makes others."""
+    def hindrance(self, parameters: Sequence[torch.Tensor], model: Sequence[torch.Tensor]) -> str:
+        """Says why a program cannot update these parameters of a model; empty if it can."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return held.issuperset(map(id, parameters))
+        if not held.issuperset(map(id, parameters)):  # load_state_dict(assign=True) makes others
+            return "the optimizer does not hold a parameter any more"
+        spans = sorted((t.data_ptr(), _end_of(t), id(t) in held) for t in model if t.data_ptr())
+        # One is updated where no program reads it any more, and the other may still be read.
+        end, is_held = 0, False
+        for start, own_end, is_own in spans:
+            if start < end and (is_held or is_own):
+                return "a parameter shares its memory with another tensor of the model"
+            end, is_held = max((end, is_held), (own_end, is_own))
+        return ""
 
     def _write_settings(self) -> None:
         groups = self.optimizer.param_groups if self._settings else ()
@@ -289,6 +298,13 @@ def _why_not(group: Mapping[str, Any], devices: Collection[str]) -> str:
 def _settings_of(group: Mapping[str, Any]) -> list[float]:
     named = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
     return [float(named[name]) for name in (ADAM_SETTINGS if "betas" in group else SGD_SETTINGS)]
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:

@@ -237,7 +237,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry, leaves = self._fitting(leaves, tree)
-            if entry is not None and not entry.updates_its_parameters():
+            if entry is not None and entry.why_no_update():
                 self._forget()
                 entry = None
             entry = entry or self._compile(leaves, tree)
@@ -280,10 +280,15 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         """Compiles with the optimizer's update in the program, or without it if it cannot be."""
         if self._optimizer is None:
             return self._compile_for(inputs, step_goal(self._batching))
+        own = [*self._model.parameters(), *self._model.buffers()]
         why = "the model is in a wrapper, which reduces gradients" if self._wrapper else ""
+        why = why or self._optimizer.hindrance([], own)
         try:
             goal = step_goal(self._batching, self._optimizer.groups(why))
             entry = self._compile_for(inputs, goal)
+            if why := entry.why_no_update():
+                self._forget()
+                raise NotUpdatedError(why)
         except NotUpdatedError as error:
             self._optimizer.groups(str(error))
             entry = self._compile_for(inputs, step_goal(self._batching))
@@ -333,11 +338,12 @@ class _StepEntry:
         """Takes back gradients that another variant gave to what this one leaves out."""
         handed.take_back(self._trained_of(self.guard.tensors))
 
-    def updates_its_parameters(self) -> bool:
-        """Whether the optimizer still holds the parameters that the program updates."""
-        if self._optimizer is None or self.guard.token is self._token:
-            return True
-        return self._optimizer.has([self.guard.tensors[i] for i in self._updates.parameters])
+    def why_no_update(self) -> str:
+        """Says why the program cannot update its parameters as they are now; empty if it can."""
+        if not self.is_updating or self._optimizer is None or self.guard.token is self._token:
+            return ""
+        present = self.guard.tensors
+        return self._optimizer.hindrance([present[i] for i in self._updates.parameters], present)
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, runs the program, hands out the gradients."""

@@ -100,7 +100,7 @@ def test_what_cannot_be_in_the_program_is_done_after_the_step_and_named(
     assert "memory is not planned" in pipe.last_report.update_after
 
 
-@pytest.mark.parametrize("change", ["hook", "group"])
+@pytest.mark.parametrize("change", ["hook", "group", "memory"])
 def test_an_optimizer_that_changed_is_an_error(alone: None, change: str) -> None:
     model, args = net_and_batch(**SIZES)
     optimizer = torch.optim.AdamW(model.blocks.parameters())
@@ -110,9 +110,12 @@ def test_an_optimizer_that_changed_is_an_error(alone: None, change: str) -> None
     assert given == {n for n, _ in model.named_parameters() if not n.startswith("blocks")}
     if change == "hook":
         optimizer.register_step_post_hook(lambda *_: None)
+    elif change == "memory":
+        first, second = (block.up.weight for block in model.blocks)
+        first.data = second.data
     else:
         optimizer.add_param_group({"params": [model.embedding.weight]})
-    with pytest.raises(PipelineError, match="optimizer no longer is"):
+    with pytest.raises(PipelineError, match="optimizer no longer fits"):
         pipe.step(*args)
 
 

@@ -250,6 +250,38 @@ def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None
     assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+@lazyinline.lazy_inline
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(160, 160, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_parameters_that_share_memory_are_updated_after_the_step(when: int) -> None:
+    """In the program one would be updated while another block still reads the other."""
+    model, x = nn.Sequential(*(Wide() for _ in range(3))), torch.randn(8, 160)
+    expected = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=20.0) for m in (model, expected))
+    loss_fn: Any = lambda y: y.square().mean()  # noqa: E731
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=ours)
+    for number in range(3):
+        if number == when:
+            for one in (model, expected):
+                one[1].linear.weight.data = one[2].linear.weight.data
+        theirs.zero_grad()
+        want = loss_fn(expected(x))
+        want.backward()
+        theirs.step()
+        torch.testing.assert_close(step(x), want.detach())
+        assert ("shares its memory" in step.last_report.update_after) == (number >= when)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize("where", ["model", "group"])
 def test_a_parameter_that_the_optimizer_does_not_hold_any_more_is_not_updated(where: str) -> None:
     model, x = net(), batch()
