@@ -1,4 +1,4 @@
-"""Contracts with private PyTorch: autograd and optimizers."""
+"""Contracts with private PyTorch: autograd, partitioners and optimizers."""
 
 import warnings
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.fx
 from contracts import contract, passing, traced
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -191,6 +192,50 @@ def test_tables_of_hooks_on_a_tensor() -> None:
         assert len(table) == 1
         handle.remove()
         assert not table and getattr(tensor, name) is table
+
+
+# ---- partitioners -------------------------------------------------------------------------------
+
+
+def joint(flat: list[Tensor]) -> list[Tensor]:
+    """A forward ``sin(x * rand) @ w``, and its backward."""
+    x, w, tangent = flat
+    noise = torch.rand(2, 2)
+    h = torch.sin(x * noise)
+    grad_h = tangent @ w.t()
+    return [h @ w, grad_h * torch.cos(x * noise) * noise, h.t() @ tangent]
+
+
+def named_as_partitioners_ask(module: torch.fx.GraphModule) -> None:
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, name in zip(placeholders, ("primals_1", "primals_2", "tangents_1"), strict=True):
+        node.name = node.target = name
+    for node in module.graph.nodes:
+        if "tangents_1" in [n.name for n in node.all_input_nodes]:
+            break
+        node.meta["partitioner_tag"] = "is_forward"
+    module.recompile()
+
+
+@contract("torch._functorch.partitioners: default_partition min_cut_rematerialization_partition")
+@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
+def test_partitioners_split_a_joint_graph_and_draw_once(name: str) -> None:
+    inputs = [torch.randn(2, 2) for _ in range(3)]
+    module = traced(joint, inputs)
+    named_as_partitioners_ask(module)
+    forward, backward = getattr(torch._functorch.partitioners, name)(module, (), num_fwd_outputs=1)
+    torch.manual_seed(0)
+    output, *saved = forward(*inputs[:2])
+    torch.manual_seed(0)
+    expected = joint(inputs)
+    torch.manual_seed(1)  # what the backward drew would be other numbers
+    names = [n.name for n in forward.graph.output_node().args[0]][1:]
+    known = dict(zip(("primals_1", "primals_2", "tangents_1"), inputs, strict=True))
+    known |= dict(zip(names, saved, strict=True))
+    given = backward.graph.find_nodes(op="placeholder")
+    assert all("val" in n.meta for n in given) and "tangents_1" in [n.name for n in given]
+    torch.testing.assert_close([output, *backward(*(known[n.name] for n in given))], expected)
 
 
 # ---- optimizers ---------------------------------------------------------------------------------

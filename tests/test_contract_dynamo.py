@@ -1,7 +1,8 @@
-"""Contracts with private PyTorch: what Dynamo hands to a backend of ``torch.compile``."""
+"""Contracts with private PyTorch: Dynamo and its operators on graphs, and older tracers."""
 
 import inspect
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.fx
 from contracts import contract, fake_mode, resolve
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from lazyinline.frontend.tracing.torch_patches import patch_control_flow
 
 pytestmark = pytest.mark.smoke
 
@@ -148,3 +151,74 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators() -> None:
     module = graph_of(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2))
     homes = [str(getattr(n.target, "__module__", "")) for n in module.graph.nodes]
     assert any(home.startswith(("torch._functorch", "torch._C._functorch")) for home in homes)
+
+
+# ---- control flow -----------------------------------------------------------------------------
+
+
+@contract(
+    "torch._higher_order_ops: cond.cond_op map.map_impl scan.scan_op while_loop.while_loop_op"
+)
+def test_control_flow_compiles_the_function_that_calls_its_operator() -> None:
+    from torch._higher_order_ops import scan, while_loop
+    from torch._higher_order_ops.map import map as torch_map
+
+    seen: list[tuple[str, int]] = []
+
+    class Watcher:
+        def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
+            seen.append((name, len(args)))
+            raise ArithmeticError
+
+    row = torch.ones(2)
+    calls = [
+        lambda: torch.cond(row.sum() > 0, torch.sin, torch.cos, (row,)),
+        lambda: scan(lambda h, x: (h + x, h * x), row, torch.ones(3, 2)),
+        lambda: torch_map(torch.sin, torch.ones(3, 2)),
+        lambda: while_loop(lambda x: x.sum() < 9, lambda x: (x + 1,), (row,)),
+    ]
+    undo = patch_control_flow(Watcher(), threading.get_ident())
+    try:
+        for call in calls:
+            with pytest.raises(ArithmeticError):
+                call()
+    finally:
+        undo()
+    assert [name for name, _ in seen] == ["cond", "scan", "map", "while_loop"]
+    assert min(number for _, number in seen) >= 3
+    assert torch.equal(calls[0](), row.sin())
+
+
+# ---- older tracers ----------------------------------------------------------------------------
+
+
+@contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracers_of_python_say_that_they_run() -> None:
+    class Asking(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            is_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+            seen.append((torch._C._get_tracing_state() is not None, is_tracing))
+            return x + 1
+
+    seen: list[tuple[bool, bool]] = []
+    Asking()(torch.ones(2))
+    torch.jit.trace(Asking(), (torch.ones(2),), check_trace=False)
+    torch.fx.symbolic_trace(Asking())
+    assert seen == [(False, False), (True, False), (False, True)]
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@contract("torch.jit._state._try_get_jit_cached_function", "._torchdynamo_inline")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_function_of_torch_jit_keeps_its_python_and_says_if_it_was_scripted() -> None:
+    known = torch.jit._state._try_get_jit_cached_function
+    scripted, traced = torch.jit.script(doubled), torch.jit.trace(doubled, torch.ones(2))
+    for function in (scripted, traced):
+        assert isinstance(function, torch.jit.ScriptFunction)
+        assert function._torchdynamo_inline is doubled
+        assert "__call__" in vars(type(function))
+    assert known(doubled).qualified_name == scripted.qualified_name != traced.qualified_name

@@ -22,16 +22,7 @@ from torch import Tensor
 
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
-from lazyinline.backend.kernels.torch_builds import (
-    _loads_here as loads_here,
-)
-from lazyinline.backend.kernels.torch_builds import (
-    best_vector_units,
-    build_file,
-    build_setting,
-    takes_the_first,
-    vector_units_probed_here,
-)
+from lazyinline.backend.kernels import torch_builds
 from lazyinline.backend.kernels.torch_corrections import (
     NOT_FROM_THE_END,
     decompositions,
@@ -271,18 +262,11 @@ def test_a_kernel_of_tiles_stores_through_one_of_vectors() -> None:
     before = tile.store
     assert callable(tile.need_vec_transpose)
 
-    class Kernel(tile):  # type: ignore[misc]
-        num_threads = 2
-
-        def __init__(self) -> None:
-            pass
-
-        def need_vec_transpose(self, index: Any) -> bool:
-            return False
-
+    without = {"__init__": lambda _: None, "need_vec_transpose": lambda _, index: False}
+    kernel = type("Kernel", (tile,), {"num_threads": 2, **without})
     with pytest.MonkeyPatch.context() as patch, offsets_added_once():
         patch.setattr(cpp.CppVecKernel, "store", lambda *args: told.append(args[1:]))
-        Kernel().store("buf0", "index", "value", "atomic_add")
+        kernel().store("buf0", "index", "value", "atomic_add")
     assert told == [("buf0", "index", "value", "atomic_add")]
     assert tile.store is before
 
@@ -391,9 +375,9 @@ def test_kernels_built_together_have_the_flags_of_kernels_built_alone() -> None:
         alone = cache.load_pybinding(["float*"], f"{header}\n{entry}")
         wanted = {line for line in commands if " i " in line}  # names stand for those of files
         commands.clear()
-        together = build_file(f"{header}\n// not built alone\n{entry}")
+        together = torch_builds.build_file(f"{header}\n// not built alone\n{entry}")
     assert wanted and wanted <= set(commands), "a file of kernels is built with other flags"
-    assert any(line in build_setting() for line in wanted), "the key names other flags"
+    assert any(line in torch_builds.build_setting() for line in wanted), "the key names other flags"
     x = torch.zeros(1)
     alone(x)
     assert x == 3 and together.suffix == ".so" and cache.entry_function == "kernel"
@@ -410,9 +394,9 @@ def test_unasked_inductor_takes_the_first_good_instruction_set() -> None:
     assert isinstance(module.supported_vec_isa_list, list)
     assert isinstance(module.x86_isa_checker(), list)
     taken = module.pick_vec_isa()
-    if takes_the_first(bits):
-        assert [taken] == best_vector_units() and taken == listed()[0]
-    with vector_units_probed_here():
+    if torch_builds.takes_the_first(bits):
+        assert [taken] == torch_builds.best_vector_units() and taken == listed()[0]
+    with torch_builds.vector_units_probed_here():
         assert module.pick_vec_isa() == taken
     assert module.valid_vec_isa_list is listed
 
@@ -433,10 +417,12 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> N
     code = isa._avx_code
     assert "at::vec::" in code, "the probe is built for no instruction set"
     never_built = f"{code}\n// {os.urandom(8).hex()}"
-    with commands_noted() as commands, vector_units_probed_here():
+    with commands_noted() as commands, torch_builds.vector_units_probed_here():
         assert isa.check_build(never_built)
         assert not isa.check_build(f"{never_built}\n#error no such vectors")
-    assert any(line in build_setting() for line in commands), "the flags are not those of kernels"
+    assert any(line in torch_builds.build_setting() for line in commands), (
+        "the flags are not those of kernels"
+    )
     assert any("-include " in line for line in commands), "the header was read again"
     assert codecache.pick_vec_isa is pick
 
@@ -452,7 +438,7 @@ def test_vector_units_are_asked_for_by_loading_an_object() -> None:
     assert parameters_of(probe) == ["self", "output_path"]
     for path, loads in ((__file__, False), (str(native_file()), True)):
         assert probe(isa_class(), path) is loads
-        assert loads_here(isa_class(), path) is loads
+        assert torch_builds._loads_here(isa_class(), path) is loads
 
 
 # ---- a GPU that is not here ---------------------------------------------------------------------
@@ -614,47 +600,3 @@ def test_operators_that_are_made_of_others_can_be_listed_and_rules_take_them_apa
         (named([aten.addmv]), aten.addmv.default, (x[:, 0], x, x[0])),
     ):
         torch.testing.assert_close(rules[operator](*args), operator(*args))
-
-
-# ---- partitioners -------------------------------------------------------------------------------
-
-
-def joint(flat: list[Tensor]) -> list[Tensor]:
-    """A forward ``sin(x * rand) @ w``, and its backward."""
-    x, w, tangent = flat
-    noise = torch.rand(2, 2)
-    h = torch.sin(x * noise)
-    grad_h = tangent @ w.t()
-    return [h @ w, grad_h * torch.cos(x * noise) * noise, h.t() @ tangent]
-
-
-def named_as_partitioners_ask(module: torch.fx.GraphModule) -> None:
-    module.graph.set_codegen(torch.fx.graph.CodeGen())
-    placeholders = module.graph.find_nodes(op="placeholder")
-    for node, name in zip(placeholders, ("primals_1", "primals_2", "tangents_1"), strict=True):
-        node.name = node.target = name
-    for node in module.graph.nodes:
-        if "tangents_1" in [n.name for n in node.all_input_nodes]:
-            break
-        node.meta["partitioner_tag"] = "is_forward"
-    module.recompile()
-
-
-@contract("torch._functorch.partitioners: default_partition min_cut_rematerialization_partition")
-@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
-def test_partitioners_split_a_joint_graph_and_draw_once(name: str) -> None:
-    inputs = [torch.randn(2, 2) for _ in range(3)]
-    module = traced(joint, inputs)
-    named_as_partitioners_ask(module)
-    forward, backward = getattr(torch._functorch.partitioners, name)(module, (), num_fwd_outputs=1)
-    torch.manual_seed(0)
-    output, *saved = forward(*inputs[:2])
-    torch.manual_seed(0)
-    expected = joint(inputs)
-    torch.manual_seed(1)  # what the backward drew would be other numbers
-    names = [n.name for n in forward.graph.output_node().args[0]][1:]
-    known = dict(zip(("primals_1", "primals_2", "tangents_1"), inputs, strict=True))
-    known |= dict(zip(names, saved, strict=True))
-    given = backward.graph.find_nodes(op="placeholder")
-    assert all("val" in n.meta for n in given) and "tangents_1" in [n.name for n in given]
-    torch.testing.assert_close([output, *backward(*(known[n.name] for n in given))], expected)

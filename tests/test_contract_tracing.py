@@ -1,11 +1,10 @@
-"""Contracts with private PyTorch: fake tensors, traces, symbolic sizes and control flow."""
+"""Contracts with private PyTorch: fake tensors, traces and symbolic sizes."""
 
 import itertools
 import logging
 import operator
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
 from lazyinline.frontend.tracing.torch_operators import kernels_own_rules
-from lazyinline.frontend.tracing.torch_patches import patch_control_flow
 
 pytestmark = pytest.mark.smoke
 
@@ -499,38 +497,6 @@ def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out() -> None:
     assert [seen for seen, _ in watch.seen] == [aten.ones.default, aten.exp_.default]
 
 
-@contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tracers_of_python_say_that_they_run() -> None:
-    class Asking(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            is_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-            seen.append((torch._C._get_tracing_state() is not None, is_tracing))
-            return x + 1
-
-    seen: list[tuple[bool, bool]] = []
-    Asking()(torch.ones(2))
-    torch.jit.trace(Asking(), (torch.ones(2),), check_trace=False)
-    torch.fx.symbolic_trace(Asking())
-    assert seen == [(False, False), (True, False), (False, True)]
-
-
-def doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@contract("torch.jit._state._try_get_jit_cached_function", "._torchdynamo_inline")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_function_of_torch_jit_keeps_its_python_and_says_if_it_was_scripted() -> None:
-    known = torch.jit._state._try_get_jit_cached_function
-    scripted, traced = torch.jit.script(doubled), torch.jit.trace(doubled, torch.ones(2))
-    for function in (scripted, traced):
-        assert isinstance(function, torch.jit.ScriptFunction)
-        assert function._torchdynamo_inline is doubled
-        assert "__call__" in vars(type(function))
-    assert known(doubled).qualified_name == scripted.qualified_name != traced.qualified_name
-
-
 # ---- symbolic sizes ---------------------------------------------------------------------------
 
 
@@ -623,39 +589,3 @@ def test_dynamic_shapes_are_matched_with_inputs() -> None:
     assert isinstance(auto, shapes._DimHint) and auto.type.name == "AUTO"
     dim = 2 * torch.export.Dim("n") + 1
     assert (dim.root.__name__, dim.fn(3)) == ("n", 7)
-
-
-# ---- control flow -----------------------------------------------------------------------------
-
-
-@contract(
-    "torch._higher_order_ops: cond.cond_op map.map_impl scan.scan_op while_loop.while_loop_op"
-)
-def test_control_flow_compiles_the_function_that_calls_its_operator() -> None:
-    from torch._higher_order_ops import scan, while_loop
-    from torch._higher_order_ops.map import map as torch_map
-
-    seen: list[tuple[str, int]] = []
-
-    class Watcher:
-        def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
-            seen.append((name, len(args)))
-            raise ArithmeticError
-
-    row = torch.ones(2)
-    calls = [
-        lambda: torch.cond(row.sum() > 0, torch.sin, torch.cos, (row,)),
-        lambda: scan(lambda h, x: (h + x, h * x), row, torch.ones(3, 2)),
-        lambda: torch_map(torch.sin, torch.ones(3, 2)),
-        lambda: while_loop(lambda x: x.sum() < 9, lambda x: (x + 1,), (row,)),
-    ]
-    undo = patch_control_flow(Watcher(), threading.get_ident())
-    try:
-        for call in calls:
-            with pytest.raises(ArithmeticError):
-                call()
-    finally:
-        undo()
-    assert [name for name, _ in seen] == ["cond", "scan", "map", "while_loop"]
-    assert min(number for _, number in seen) >= 3
-    assert torch.equal(calls[0](), row.sin())

@@ -1,12 +1,15 @@
-"""Forks, folders that others can write to, and objects that are damaged: nothing ends or is run."""
+"""Forks, many writers, folders of others, and objects that are damaged: nothing ends or is run."""
 
 import os
 import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -205,3 +208,70 @@ def test_a_damaged_probe_is_built_again() -> None:
 
     assert torch_builds._built_as_kernels(check_build)(None, "code")
     assert asked == ["code", "code"]
+
+
+# ---- many processes ----------------------------------------------------------------------------
+
+WRITER = """
+import os, sys, pathlib
+from lazyinline.backend.files.disk import DiskCache
+found = DiskCache(pathlib.Path(sys.argv[1]))
+if sys.argv[2] == "die":
+    os.replace = lambda *paths: os.kill(os.getpid(), 9)
+for i in range(90):
+    found.write(f"key{i % 3}", [i % 3] * 5000)
+    value = found.read(f"key{(i + 1) % 3}")
+    assert value is None or value == [(i + 1) % 3] * 5000, "torn"
+    if i % 40 == 20:
+        found.clear()
+    found.trim()
+"""
+
+
+def writer(directory: pathlib.Path, how: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", WRITER, str(directory), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.sweep
+def test_processes_may_write_read_and_clear_at_once(tmp_path: pathlib.Path) -> None:
+    for process in [writer(tmp_path, "live") for _ in range(2)]:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+def test_a_clear_while_an_entry_is_written_is_no_fault(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, replace = DiskCache(tmp_path), os.replace
+
+    def cleared_before(*paths: Any) -> None:
+        DiskCache(tmp_path).clear()
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", cleared_before)
+        cache.write("key", 1)
+    assert cache.read("key") is None
+    cache.write("key", 2)
+    assert cache.read("key") == 2
+
+
+@pytest.mark.sweep
+def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: pathlib.Path) -> None:
+    process = writer(tmp_path, "die")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    (leftover,) = (tmp_path / "entries").iterdir()
+    found = DiskCache(tmp_path)
+    assert found.info().num_entries == 0
+    assert found.read("key0") is None
+    found.trim()
+    assert leftover.exists()  # its writer may still be at work
+    os.utime(leftover, (0, 0))
+    found.trim()
+    assert not leftover.exists()
