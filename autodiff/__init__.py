@@ -7,7 +7,7 @@ control_derivative  the derivative of control flow, by those of its bodies
 run_again           a forward run again in the backward, without drawing random numbers again
 flat_structs        programs without struct values
 missing_cotangents  the derivative for a loss that leaves outputs unused
-training_program    forward and backward as one program: once, or called per micro-batch
+training_program    forward and backward as one program, once or per micro-batch; gradients as one
 updates             parameters updated within a step, each behind its gradient
 forward_mode        forward and Taylor mode: derivatives along curves, with the results
 higher_order        derivatives of derivatives: the gradients of a program as a program

@@ -3,18 +3,39 @@
 The micro-batch is a composite closure, so the step holds three calls per micro-batch whatever the
 number of layers: forward, backward, and the sum of the gradients so far. The loss is the mean of
 the micro-batches' losses.
+
+The gradients of a program are a program, too, to be differentiated like any other. Each different
+closure is differentiated once, into halves whose operators have a derivative in their turn; they
+are taken apart and cut for memory only after the last derivative. So it goes to any order: the
+gradients of this program are again such a program.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import BuiltinFunctionType
 from typing import Any, Literal, TypeAlias, get_args
 
-from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Source, UserInput, Value
+from ..reuse.ir.program import (
+    Call,
+    Composite,
+    Control,
+    Leaf,
+    ModelTensor,
+    Program,
+    Source,
+    UserInput,
+    Value,
+    walk_closures,
+)
 from ..reuse.ir.types import TensorType
-from .derivative import Derivative, Differentiator
+from ..reuse.torch_names import OPERATOR_TYPES
+from .derivative import Derivative, Differentiator, Recipe, Request
+from .flat_structs import FlatStructs
+from .flows import Draws, needed_calls
+from .traces.torch_differentiable import DIFFERENTIABLE
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -248,3 +269,74 @@ def backward_calls(
         args, made = (tuple(env[v] for v in values) for values in (call.args, call.results))
         calls.append(Call(call.closure, args, made, call.path))
     return calls, tuple(env[v] for v in backward.outputs)
+
+
+@dataclass(frozen=True)
+class GradientProgram:
+    """Holds the gradients of a program as a program.
+
+    Attributes:
+        program: takes what the program takes, then a cotangent for each of ``outputs``.
+        outputs: of the program, those that gradients come from.
+        inputs: of the program, those whose gradients are the results.
+    """
+
+    program: Program
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+class GradientPrograms:
+    """Makes programs of gradients; what it makes per closure is kept for the next."""
+
+    def __init__(self) -> None:
+        recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
+        self._differentiator = Differentiator(lambda leaf: recipe)
+        self._flat = FlatStructs()
+
+    def of(
+        self,
+        program: Program,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        sources: Sequence[Source],
+    ) -> GradientProgram | None:
+        """Returns the program of gradients; None if none flows.
+
+        Args:
+            program: an entry program.
+            inputs: positions of the inputs whose gradients are wanted.
+            outputs: positions of the outputs that have a cotangent.
+            sources: of what the program takes, then of a cotangent for each output.
+        """
+        # Sources belong to entry programs; a closure's has none.
+        closure = Composite("main", replace(program, sources=()))
+        request = Request(closure, tuple(inputs), tuple(outputs))
+        derivative = self._differentiator.of(request)
+        if derivative is None:
+            return None
+        seeded = derivative.cotangent_outputs
+        own, seeds = sources[: len(program.inputs)], sources[len(program.inputs) :]
+        used = [seed for output, seed in zip(outputs, seeds, strict=True) if output in seeded]
+        both = training_program(replace(program, sources=tuple(own)), derivative, used)
+        gradients = both.outputs[len(program.outputs) :]
+        # Whoever reads what they draw: those behind them draw what comes next.
+        draws = Draws()
+        drawing = [call for call in both.calls if draws.of_closure(call.closure)]
+        drawn = [value for call in drawing for value in call.results]
+        calls = tuple(needed_calls(both.calls, (*gradients, *drawn)))
+        alone = Program(both.inputs, calls, gradients, both.sources)
+        flat = self._flat.program(alone)
+        return GradientProgram(flat, seeded, derivative.gradient_inputs)
+
+
+def own_derivative(program: Program) -> str:
+    """Names a function of the user's that has a derivative of its own; "" if there is none.
+
+    Its operators would be differentiated a second time, and it would not.
+    """
+    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
+    targets = (node.target for leaf in leaves for node in leaf.nodes)
+    known = (*OPERATOR_TYPES, BuiltinFunctionType, Control)
+    own = (t for t in targets if not isinstance(t, known))
+    return next((str(getattr(target, "__name__", target)) for target in own), "")

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.higher_order.gradient_program import GradientProgram
 from ..autodiff.missing_cotangents import MissingCotangents
-from ..autodiff.training_program import StepProgram
+from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..reuse.ir.torch_symbols import Values

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lazyinline
 from lazyinline import PlanError
 from lazyinline.autodiff.flows import Draws
-from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
+from lazyinline.autodiff.training_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes.programs import _require_same_draws
 

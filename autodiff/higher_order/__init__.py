@@ -1,6 +1,5 @@
-"""Derivatives of derivatives: the gradients of a program as a program.
+"""Derivatives that a forward takes, to be differentiated like anything else in it.
 
-gradient_program  the gradients of a program, to be differentiated like any other
-inner_gradients   derivatives that a forward takes: their marks, and what is put in their place
-repeats           operators that repeat become calls on one closure
+inner_gradients  their marks, and what is put in their place
+repeats          operators that repeat become calls on one closure
 """

@@ -42,8 +42,7 @@ from ..forward_mode.jet_interpreter import Fallback
 from ..forward_mode.jets import Series
 from ..traces.joint_cut import ancestors
 from ..traces.torch_differentiable import DIFFERENTIABLE
-from ..training_program import backward_calls
-from .gradient_program import own_derivative
+from ..training_program import backward_calls, own_derivative
 from .repeats import Repeats
 
 

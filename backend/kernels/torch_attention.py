@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx
 
+from ...reuse.ir.types import is_contiguous
 from ...reuse.torch_names import module_of
 from ..launches.kernel_list import Launch, View
 
@@ -208,12 +209,9 @@ def _backward_scratch_bytes(gradient: View, query: View, key: View) -> int:
 
 def _has_tokens_first(view: View) -> bool:
     """Whether a tensor of heads and tokens lies contiguous as tokens and heads."""
-    expected = 1
-    for dim in (3, 1, 2, 0):
-        if view.shape[dim] != 1 and view.stride[dim] != expected:
-            return False
-        expected *= view.shape[dim]
-    return True
+    order = (0, 2, 1, 3)
+    shape, stride = (tuple(numbers[d] for d in order) for numbers in (view.shape, view.stride))
+    return is_contiguous(shape, stride)
 
 
 def _num_bytes(view: View) -> int:

@@ -41,24 +41,20 @@ from .bundles import kept
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
 _CHECKS = ("assert_size_stride", "assert_alignment")
+_ATEN = torch.ops.aten
 # Operators whose out= form is a kernel of its own and not a copy of a fresh result.
 _OUT_FORMS = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
-    torch.ops.aten.mul.Tensor: torch.ops.aten.mul.out,
-    torch.ops.aten.mm.default: torch.ops.aten.mm.out,
-    torch.ops.aten.bmm.default: torch.ops.aten.bmm.out,
-    torch.ops.aten.addmm.default: torch.ops.aten.addmm.out,
-    torch.ops.aten.cat.default: torch.ops.aten.cat.out,
-    torch.ops.aten._softmax.default: torch.ops.aten._softmax.out,
-    torch.ops.aten._log_softmax.default: torch.ops.aten._log_softmax.out,
-    torch.ops.aten.silu.default: torch.ops.aten.silu.out,
-    torch.ops.aten.gelu.default: torch.ops.aten.gelu.out,
-    torch.ops.aten.index_select.default: torch.ops.aten.index_select.out,
+    operator: operator.overloadpacket.out
+    for operator in (
+        *(_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.mm.default, _ATEN.bmm.default),
+        *(_ATEN.addmm.default, _ATEN.cat.default, _ATEN._softmax.default, _ATEN.silu.default),
+        *(_ATEN._log_softmax.default, _ATEN.gelu.default, _ATEN.index_select.default),
+    )
 }
 # PyTorch's out= form of these copies a fresh result; the native loop writes in place.
 _NATIVE_OUT_FORMS = {
-    torch.ops.aten.embedding.default: torch.ops.aten.embedding.out,
-    torch.ops.aten.embedding_dense_backward.default: torch.ops.aten.embedding_dense_backward.out,
+    operator: operator.overloadpacket.out
+    for operator in (_ATEN.embedding.default, _ATEN.embedding_dense_backward.default)
 }
 
 

@@ -10,10 +10,10 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
-from ...autodiff.higher_order.gradient_program import GradientPrograms
 from ...autodiff.higher_order.inner_gradients import InnerGradients
 from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
+from ...autodiff.training_program import GradientPrograms
 from ...backend.cache.results import CompileCache
 from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_named
 from ...backend.kernels.lower import (

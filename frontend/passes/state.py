@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
-from ...autodiff.higher_order.gradient_program import GradientProgram
-from ...autodiff.training_program import StepProgram, UpdateGroup
+from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
 from ...reuse.ir.torch_symbols import Values
