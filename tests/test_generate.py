@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.sweep(keep=["greedy", "second prompt"])
-def test_generate_runs_programs_and_gives_eagers_tokens(kind: str) -> None:
+def test_generate_runs_the_program_and_gives_eagers_tokens(kind: str) -> None:
     make, options, prompts, made, in_place = CASES[kind]
     model = make().eval()
     expected = twin(model)
