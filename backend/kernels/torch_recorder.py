@@ -23,7 +23,7 @@ from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
-from ...reuse.ir.types import TensorType, strides_that_matter
+from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
 from ..gpu.torch_gpu import no_stream
 from ..gpu.torch_triton import triton_kernel
@@ -328,7 +328,10 @@ class _Recorder(TorchDispatchMode):
             return
         if func is torch.ops.aten._to_copy.default and args[0].device != new[0].device:
             self._add_buffer(new[0], "private")
-            self._launch("copy_", torch.ops.aten.copy_.default, (new[0], args[0]), {})
+            # To pinned memory and back the stream keeps the order: Python need not wait.
+            is_pinned = HOST in (new[0].device, args[0].device) and not self._is_native
+            operands = (new[0], args[0], True) if is_pinned else (new[0], args[0])
+            self._launch("copy_", torch.ops.aten.copy_.default, operands, {})
             return
         if (
             func in _NATIVE_OUT_FORMS
