@@ -495,20 +495,6 @@ def test_copies_of_marked_modules_and_subclasses_share(way: Callable[[Any], Any]
     assert sum(d.shared for d in compiled.last_report.decisions) == 3
 
 
-def test_mark_leaves_the_class_as_it_was() -> None:
-    class Plain(nn.Module):
-        def __init__(self, size: int, *, flag: bool = True) -> None:
-            """Doc."""
-            super().__init__()
-
-    before = Plain.__init__
-    assert lazy_inline(Plain) is Plain
-    assert Plain.__init__ is before and before.__doc__ == "Doc."
-    assert list(Plain(3).state_dict()) == []
-    with pytest.raises(TypeError, match="size"):
-        Plain()
-
-
 @pytest.mark.parametrize("target", [3, len, nn.Linear(1, 1), int, tanh])
 def test_mark_on_anything_else_is_refused(target: Any) -> None:
     with pytest.raises(ReuseError, match=r"lazy_inline marks a subclass of nn\.Module"):
