@@ -9,6 +9,7 @@ from comparing import assert_close, assert_same_gradients, relative_error, twin
 from decoders import llama
 from torch import nn
 from values import HELPERS
+from ways import HOLDING
 from worlds import World, assert_as_eager
 
 import lazyinline
@@ -309,18 +310,13 @@ def test_a_change_of_what_else_a_forward_reads_is_noticed(names: list[str]) -> N
 # How a block holds its parameter ``a`` besides its module's table, and how its forward finds it.
 # fmt: off
 HOLDERS = {
-    "list": ("h.held = [h.a]", "self.held[0]"),
-    "tuple": ("h.held = (h.a,)", "self.held[0]"),
-    "dictionary": ("h.held = {'a': [h.a]}", "self.held['a'][0]"),
-    "namespace": ("h.held = NS(a=h.a)", "self.held.a"),
-    "closure": ("h.held = captured(h.a)", "self.held()"),
-    "list of a module outside": (
-        "h.held = [made(nn.Module(), 'v.held = []')]; h.held[0].held.append(h.a)",
-        "self.held[0].held[0]"),
-    "list made anew": ("pass", "(setattr(self, 'held', [self.a, self.b]), self.held[0])[1]"),
-    "list filled anew": ("h.held = []",
-        "(self.held.clear(), self.held.append(self.a), self.held[0])[2]"),
-    "ParameterList": ("h.held = nn.ParameterList([h.a])", "self.held[:1][0]"),
+    **{name: (HOLDING[name].put, HOLDING[name].get)
+       for name in ("list", "object", "table in a namespace", "closure")},
+    "list of a module outside": ("h.v = [made(nn.Module(), 'v.held = []')]; h.v[0].held.append(V)",
+        "self.v[0].held[0]"),
+    "list made anew": ("pass", "(setattr(self, 'v', [self.a, self.b]), self.v[0])[1]"),
+    "list filled anew": ("h.v = []", "(self.v.clear(), self.v.append(self.a), self.v[0])[2]"),
+    "ParameterList": ("h.v = nn.ParameterList([V])", "self.v[:1][0]"),
 }
 EXCHANGES = {
     "replaced": "model[1].a = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float64))",
@@ -336,6 +332,7 @@ class Holding(nn.Module):
     def forward(self, x): return torch.tanh(x * {find}) * self.b
 lazy_inline(Holding)
 def hold(h):
+    V = h.a
     {hold}
     return h
 model = nn.Sequential(*(hold(Holding()) for _ in range(3)))
