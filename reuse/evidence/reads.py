@@ -198,9 +198,9 @@ class Reads:
         # Code that ran before reads the same names; its object and variables were noted above.
         if (code, id(scope)) in self.functions:
             return
-        is_environment = code in _ENVIRONMENT_CODES
-        leak = "an environment variable" if is_environment else identity_leak_of(frame, owner)
-        self.contents.refuse_use(leak)
+        if code in _ENVIRONMENT_CODES:
+            self.contents.unreadable.append("reads an environment variable")
+        self.contents.refuse_use(identity_leak_of(frame, owner))
         captured = [variables[name] for name in code.co_freevars if name in variables]
         if not leaks_by_call(frame):
             self.functions.add((code, id(scope)))

@@ -136,6 +136,7 @@ class Snapshot:
             self._meets(value)
         elif is_opaque(value):
             self.unreadable.append(f"reads a {type(value).__qualname__}")
+            del self._seen[id(value)]  # what a library may hold, a model may not
         elif kinds and is_looked_into(type(value)):
             self._meets(type(value))
             self.classes[id(type(value))] = type(value)
