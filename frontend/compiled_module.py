@@ -41,6 +41,7 @@ _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward")
 Model = TypeVar("Model", bound=nn.Module)
 
 
+# For who checks types: a module around the model, or in place the model, of its own class.
 @overload
 def compile(
     model: nn.Module,
@@ -103,14 +104,12 @@ def compile(
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here, for the
             shapes of each call: the report has the plan, and the call itself raises PlanError.
 
-    Calls run eagerly, and the report says why, where a forward does more than compute (a hook that
-    collects activations, ``print``), where a module has a backward hook and gradients are wanted,
-    and under ``torch.func`` transforms, forward-mode differentiation, or modes and tensor classes
-    that see each operator.
+    Calls run eagerly, and the report says why, where a forward does more than compute (``print``),
+    where a module has a backward hook and gradients are wanted, and under ``torch.func``
+    transforms, forward-mode differentiation, or modes and tensor classes that see each operator.
 
     Returns:
-        A module; ``.last_report`` is the report of the newest compile (None before the first). In
-        place it is the model, whose report :func:`last_report` returns.
+        A module, or in place the model; :func:`last_report` returns the report of either.
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
@@ -120,27 +119,25 @@ def compile(
         >>> compiled(ids).loss.backward()
         >>> trainer = Trainer(lazyinline.compile(model, in_place=True), arguments)
     """
+    _check_model(model, fallback)
+    if target is not None:  # on a GPU that is not here nothing can run eagerly, nor a second time
+        fallback, dynamic = "error", False
+    options = Options(reuse, backend, recompute, "disk", fallback, target)
+    if in_place:
+        return _compiled_in_place(model, options, dynamic)
+    for _, part in wrapped_parts(model):
+        check_asks_slot(part)
+    return CompiledModule(model, options, dynamic)
+
+
+def _check_model(model: nn.Module, fallback: Fallback) -> None:
+    """Raises PlanError for what is no model, or has parts that nothing of ours may run."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     places = walk_modules(model)
     refuse_unknown_wrappers(places)
     refuse_compiled(places)
     refuse_scripted(places if fallback == "error" else [("", model)])
-    if target is not None:  # on a GPU that is not here nothing can run eagerly, nor a second time
-        fallback, dynamic = "error", False
-    options = Options(
-        reuse=reuse,
-        backend=backend,
-        recompute=recompute,
-        cache="disk",
-        fallback=fallback,
-        target=target,
-    )
-    if in_place:
-        return _compiled_in_place(model, options, dynamic)
-    for _, part in wrapped_parts(model):
-        check_asks_slot(part)
-    return CompiledModule(model, options, dynamic)
 
 
 def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None) -> nn.Module:

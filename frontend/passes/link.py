@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -91,7 +92,13 @@ def linked(state: State) -> State:
 
 def _planned_and_run(state: State) -> State:
     """Plans memory where nothing hinders it; else closures allocate what they return."""
-    planned, report = _planned_or_why_not(state), state.report
+    report = state.report
+    try:
+        planned = plan(state)
+        if isinstance(planned, PlannedProgram) and state.kernels == "made":
+            _ = planned.native
+    except NotBuiltError as error:  # our own C++ (a full disk)
+        planned = Unplanned(str(error))
     if isinstance(planned, Unplanned):
         if state.goal.updates:
             raise NotUpdatedError(f"memory is not planned: {planned.reason}")
@@ -253,7 +260,8 @@ def plan(state: Compilation) -> PlannedProgram | Unplanned:
     why = _why_unplanned(state)
     while why is None:
         try:
-            return _step_plan(state) if state.goal.kind == "step" else _module_plan(state)
+            planned = _planned_step if state.goal.kind == "step" else _planned_module
+            return planned(state)(tools=tools_of(state))
         except UnalignedError as found:
             # A kernel of a GPU may not take an operand where the arena puts it: it is made anew.
             if not state.context.lower_unaligned(found.inputs):
@@ -261,49 +269,38 @@ def plan(state: Compilation) -> PlannedProgram | Unplanned:
     return why
 
 
-def _step_plan(state: Compilation) -> PlannedProgram:
-    """Plans a step, whose results stay where they are until the next one."""
+def _planned_step(state: Compilation) -> partial[PlannedProgram]:
+    """Returns what plans a step, whose results stay where they are until the next one."""
     (flat,) = state.linked
     own_copies = [""] * sum(map(len, state.step.batch))
-    return PlannedProgram(
+    return partial(
+        PlannedProgram,
         [flat],
         launches(state),
         range(len(flat.inputs)),
         [len(flat.outputs) - state.step.updates.num_results],
         results="pinned",
-        tools=tools_of(state),
         names=[*own_copies, *(tensor_name(s.name) for s in state.step.model)],
     )
 
 
-def _module_plan(state: Compilation) -> PlannedProgram:
+def _planned_module(state: Compilation) -> partial[PlannedProgram]:
     program = state.captured.program
     own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
     num_returned, sources = returned_of(program, state.derivative)
     # A budget bounds what a forward in flight holds, which is less without gradients.
     has_budget = isinstance(state.context.options.recompute, Budget)
-    return PlannedProgram(
+    return partial(
+        PlannedProgram,
         state.linked,
         launches(state),
         list(own),
         num_returned,
         sources,
-        tools=tools_of(state),
         gradients="apart" if has_budget else "overlaid",
         names=list(own.values()),
         roots=view_roots(program),
     )
-
-
-def _planned_or_why_not(state: Compilation) -> PlannedProgram | Unplanned:
-    """Plans; where our own C++ cannot be built (a full disk), closures allocate."""
-    try:
-        planned = plan(state)
-        if isinstance(planned, PlannedProgram) and state.kernels == "made":
-            _ = planned.native
-    except NotBuiltError as error:
-        return Unplanned(str(error))
-    return planned
 
 
 def held_bytes(state: Compilation) -> int:
