@@ -33,6 +33,7 @@ from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
+from ..checks.refusals import refuse_recurrent
 from ..checks.torch_state import modes_now
 from ..marks import recompute_mark
 from ..placement import only_copies
@@ -379,8 +380,14 @@ class BlockCalls:
         self._traced: dict[type, tuple[CallKey, str]] = {}
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
-        """Replaces a block's call by a call node where the evidence allows it."""
+        """Runs a module's forward, or puts a call node in its place where evidence allows it."""
         recording = self._recording
+        if recording.quiet:
+            return proceed(module, *args, **kwargs)
+        if recording.effects.policy == "refuse":
+            refuse_recurrent(module)
+        if module is recording.model:
+            return proceed(module, *args, **kwargs)
         # A body of control flow is a closure by itself, and has its nodes to itself.
         if recording.num_apart or not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)

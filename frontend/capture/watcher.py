@@ -18,7 +18,7 @@ from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.freeze import Freezer, Identity
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
-from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
+from ..checks.refusals import DIFFERENTIATES
 from ..tracing.frames import model_name, user_line
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
@@ -87,22 +87,11 @@ class ModelWatcher:
 
     def __init__(self, recording: Recording, calls: BlockCalls) -> None:
         self._recording = recording
-        self._calls = calls
+        self.call = calls.call  # this itself, since modules are nested deep
         self._is_in_function = False
         self._capture = object()
 
     # ---- modules and their attributes ----------------------------------------------------
-
-    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
-        """Runs a module's forward, or puts a call node in its place."""
-        recording = self._recording
-        if recording.quiet:
-            return proceed(module, *args, **kwargs)
-        if recording.effects.policy == "refuse":
-            refuse_recurrent(module)
-        if module is recording.model:
-            return proceed(module, *args, **kwargs)
-        return self._calls.call(module, args, kwargs, proceed)
 
     def read(self, module: nn.Module, name: str) -> None:
         """Notes an attribute read, in the innermost region."""

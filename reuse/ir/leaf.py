@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -254,16 +255,16 @@ def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
     """
     if isinstance(operands, torch.fx.Node):
         return ("node", number[operands])
+    parts: Iterable[Any]
     if isinstance(operands, (tuple, list)):
-        parts = [frozen_operands(part, number) for part in operands]
+        parts = operands
     elif isinstance(operands, dict):
-        parts = [frozen_operands(entry, number) for entry in operands.items()]
+        parts = operands.items()
     elif isinstance(operands, slice):
-        ends = (operands.start, operands.stop, operands.step)
-        parts = [frozen_operands(end, number) for end in ends]
+        parts = (operands.start, operands.stop, operands.step)
     else:
         return Freezer().freeze(operands)
-    return (type(operands), tuple(parts))
+    return (type(operands), tuple(map(frozen_operands, parts, repeat(number))))
 
 
 def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
