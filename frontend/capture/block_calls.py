@@ -41,8 +41,20 @@ from ..tracing.torch_tracing import WRITES, Tracer, is_fake, with_history, writt
 from .blocks import dissolve
 from .outside_tensors import OutsideTensors
 from .recording import Recording
-from .regions import CallSite, InitKey, InitKeys, OutputLeaf, Region, Template, shared_call
-from .signatures import CallKey, CallSignature, bind_arguments, forward_signature, freeze_arguments
+from .regions import (
+    CallKey,
+    CallSignature,
+    CallSite,
+    InitKey,
+    InitKeys,
+    OutputLeaf,
+    Region,
+    Template,
+    bind_arguments,
+    forward_signature,
+    freeze_arguments,
+    shared_call,
+)
 
 
 class TemplateMaker:

@@ -52,8 +52,7 @@ from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
 from .blocks import Blocks, NearlyRepeatedBlocks, NoBlocks, RepeatedBlocks, Reuse
 from .recording import Recording
-from .regions import CapturedModel, CrossingError, SharingDecision, Sizes
-from .signatures import argument_names
+from .regions import CapturedModel, CrossingError, SharingDecision, Sizes, argument_names
 from .surroundings import (
     garbage_collection_paused,
     generator_kept,

@@ -331,10 +331,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return entry.run(plain, containers)
 
     def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The capture ended in an exception of the model's: eager may raise it, too, so no part is
-        # compiled before it is known that the call is right.
-        run = self._run_wrong if found.raised else self._run_eagerly
-        result = run(found.reason, args, kwargs)
+        result = self._run_eagerly(found.reason, args, kwargs, raised=found.raised)
         refuse_traced(result)
         if found.refused is not None:  # a call that is wrong in eager, too, is not noted
             self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
@@ -396,11 +393,14 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         modes = [(m.training, *own_hooks(m, "forward")) for m in self.model.modules()]
         return (torch.is_grad_enabled(), *modes)
 
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run_alone(reason, args, kwargs)
+    def _run_eagerly(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+    ) -> Any:
+        """Runs the model eagerly, around what can be compiled in it.
 
-    def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model, and nothing compiled in it, since eager may refuse the call as well."""
+        Where its capture ended in an exception of the model's, that is nothing: eager may raise it,
+        too, so no part is compiled before it is known that the call is right.
+        """
         return self._run_alone(reason, args, kwargs)
 
     def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

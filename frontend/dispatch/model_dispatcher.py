@@ -185,18 +185,20 @@ class ModelDispatcher(ModuleDispatcher):
         with self._to_wrapped.opened():
             return call_past_slot(self.model, args, kwargs)
 
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+    ) -> Any:
         if self._wrapped:
             return self._run_around_wrapped(args, kwargs)
         with ExitStack() as inside:
-            if self.options.fallback == "eager":
+            if self.options.fallback == "eager" and not raised:
                 if self._parts is None:
                     made_of = (self.options, self.dynamic, self._compiler, self._accepted)
                     self._parts = Parts(self.model, *made_of)
                 inside.enter_context(self._parts.routes.opened())
                 inside.enter_context(alone(self._parts.thread, why_alone(reason)))
-            inside.enter_context(unchanged(self.model, reason))
-            return super()._run_eagerly(reason, args, kwargs)
+            inside.enter_context(unchanged(self.model, "" if raised else reason))
+            return self._run_alone(reason, args, kwargs)
 
 
 _CLASSES = ("PeftModel", "PeftMixedModel")

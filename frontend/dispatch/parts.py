@@ -22,7 +22,7 @@ from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, Pl
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.snapshot import TELLS_APART
 from ...reuse.process import ProcessLock
-from ..capture.signatures import shapes_of
+from ..capture.regions import shapes_of
 from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS
 from ..compiler import Compiler
 from ..options import Options
@@ -103,13 +103,12 @@ class PartDispatcher(ModuleDispatcher):
         self._alike.shapes.add(shapes_of(leaves))
         return entry
 
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with alone(self._thread, why_alone(reason)), unchanged(self.model, reason):
-            return super()._run_eagerly(reason, args, kwargs)
-
-    def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with alone(self._thread, "what calls it raised where it was captured"):
-            return super()._run_wrong(reason, args, kwargs)
+    def _run_eagerly(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
+    ) -> Any:
+        why = "what calls it raised where it was captured" if raised else why_alone(reason)
+        with alone(self._thread, why), unchanged(self.model, "" if raised else reason):
+            return self._run_alone(reason, args, kwargs)
 
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
         if before.seen is None and after.seen is not None:

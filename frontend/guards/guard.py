@@ -26,8 +26,7 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.kinds import is_library
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
-from ..capture.regions import CapturedModel
-from ..capture.signatures import shapes_of
+from ..capture.regions import CapturedModel, shapes_of
 from ..checks.torch_state import Modes, TensorLayouts, have_own_memory
 
 _HOOK_TABLES = tuple(

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from ...reuse import torch_pytree
-from ..capture.signatures import argument_names, shapes_of
+from ..capture.regions import argument_names, shapes_of
 from ..checks.torch_state import have_own_memory
 from ..tracing.frames import user_frame
 from .guard import Difference, Guard

@@ -13,7 +13,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import Subject, capture_model
-from ..capture.signatures import shapes_of
+from ..capture.regions import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
 from ..compiled import Compiled, Relinking
 from ..compiler import Compiler

@@ -23,8 +23,7 @@ from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
 from ...reuse.ir.torch_symbols import Values, size_in, value_of
 from ...reuse.ir.types import contiguous_stride
-from ..capture.regions import Region
-from ..capture.signatures import shapes_of
+from ..capture.regions import Region, shapes_of
 from .torch_sizes import TracedSizes, make_sizes_literal, make_sizes_local
 
 
