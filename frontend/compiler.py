@@ -167,7 +167,6 @@ class Compiler:
             state.report.made = made_by(state)
         return Linker.of(self, state).result(state), state.report
 
-    @one_at_a_time()
     def compile_gradients(
         self, captured: CapturedModel, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients:
@@ -178,21 +177,22 @@ class Compiler:
         Raises:
             PlanError: if they have none.
         """
-        state = Compilation(
-            context=self.context,
-            report=self.context.report(train=True),
-            goal=Goal("gradients", train=True, gradients=request),
-            seen=captured,
-        )
-        with self.context.cached(state.report):
-            state = run(PASSES, state)
-        assert state.gradients is not None
-        counted.num_gradients += 1
-        linker = Linker.of(self, state)
-        compiled = linker.result(state)
-        assert isinstance(compiled, CompiledProgram)
-        further = partial(linker.compile_gradients, None, counted)
-        return CompiledGradients(replace(compiled, gradients=further), state.gradients)
+        with one_at_a_time():
+            state = Compilation(
+                context=self.context,
+                report=self.context.report(train=True),
+                goal=Goal("gradients", train=True, gradients=request),
+                seen=captured,
+            )
+            with self.context.cached(state.report):
+                state = run(PASSES, state)
+            assert state.gradients is not None
+            counted.num_gradients += 1
+            linker = Linker.of(self, state)
+            compiled = linker.result(state)
+            assert isinstance(compiled, CompiledProgram)
+            further = partial(linker.compile_gradients, None, counted)
+            return CompiledGradients(replace(compiled, gradients=further), state.gradients)
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,6 @@ class Linker:
         report.describe(state.captured)
         return self.result(state), report
 
-    @one_at_a_time()
     def without_outputs(
         self,
         values: Values | None,
@@ -303,16 +302,17 @@ class Linker:
             compiled: the forward, with a backward for all outputs.
             unused: the outputs that have no cotangent.
         """
-        for kernels in ("backend", "eager"):
-            known = self.unused_outputs
-            derivative = known.without(unused, kernels) if known is not None else None
-            if derivative is None:
-                break
-            runtime, derivative = self._other_backward(derivative, values, report)
-            if type(runtime) is type(compiled.runtime):
-                report.num_backwards += 1
-                return replace(compiled, runtime=runtime, derivative=derivative)
-        return None
+        with one_at_a_time():
+            for kernels in ("backend", "eager"):
+                known = self.unused_outputs
+                derivative = known.without(unused, kernels) if known is not None else None
+                if derivative is None:
+                    break
+                runtime, derivative = self._other_backward(derivative, values, report)
+                if type(runtime) is type(compiled.runtime):
+                    report.num_backwards += 1
+                    return replace(compiled, runtime=runtime, derivative=derivative)
+            return None
 
     def _other_backward(
         self, derivative: Derivative, values: Values | None, report: CompileReport

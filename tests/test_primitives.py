@@ -150,15 +150,15 @@ def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-@one_at_a_time()
 def halves(captured: Program) -> tuple[Derivative, Program, Program]:
     """The derivative of a program's first output, and its halves as primitives."""
-    request, reducer = differentiation(captured), Reducer()
-    derivative = reducer.derivative(replace(request, outputs=request.outputs[:1]))
-    assert derivative is not None
-    programs = programs_of(derivative).values()
-    forward, backward = (verify(reducer.of(one), "primitive") for one in programs)
-    return derivative, forward, backward
+    with one_at_a_time():
+        request, reducer = differentiation(captured), Reducer()
+        derivative = reducer.derivative(replace(request, outputs=request.outputs[:1]))
+        assert derivative is not None
+        programs = programs_of(derivative).values()
+        forward, backward = (verify(reducer.of(one), "primitive") for one in programs)
+        return derivative, forward, backward
 
 
 def assert_reduced_equals_eager(

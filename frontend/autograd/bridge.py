@@ -109,17 +109,17 @@ class Backwards:
         """Gives back the memory that is held while nothing runs."""
         self.expected.runtime.rest()
 
-    @one_at_a_time()
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether nothing that is saved for some outputs is needed for others, too.
 
         Autograd then lets one follow the other without ``retain_graph``.
         """
-        known = self._compiled.unused_outputs
-        if known is None:
-            return False
-        needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]
-        return needed[0].isdisjoint(needed[1])
+        with one_at_a_time():
+            known = self._compiled.unused_outputs
+            if known is None:
+                return False
+            needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]
+            return needed[0].isdisjoint(needed[1])
 
     def _new(self, unused: tuple[int, ...]) -> Backward:
         full = self._compiled.derivative

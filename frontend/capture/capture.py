@@ -113,7 +113,6 @@ class _Request:
     for_gpu: bool = False
 
 
-@one_at_a_time()
 def capture_model(
     subject: Subject, *, reuse: Reuse = "auto", train: bool, for_gpu: bool = False
 ) -> CapturedModel:
@@ -130,27 +129,28 @@ def capture_model(
         CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
             of the model is more or other than what its memory holds.
     """
-    refuse_uncapturable(subject.model)
-    if train:
-        refuse_backward_hooks(subject.model)
-    request = _Request(subject, train, for_gpu)
-    if reuse == "auto":
-        captured = _capture_repeated(request, RepeatedBlocks)
-    else:
-        captured = _capture_chosen(request, reuse)
-    check_memory(captured.program)
-    check_operand_types(captured.program, model_name(subject.model))
-    return captured
+    with one_at_a_time():
+        refuse_uncapturable(subject.model)
+        if train:
+            refuse_backward_hooks(subject.model)
+        request = _Request(subject, train, for_gpu)
+        if reuse == "auto":
+            captured = _capture_repeated(request, RepeatedBlocks)
+        else:
+            captured = _capture_chosen(request, reuse)
+        check_memory(captured.program)
+        check_operand_types(captured.program, model_name(subject.model))
+        return captured
 
 
-@one_at_a_time()
 def capture_candidates(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
-    refuse_uncapturable(model)
-    request = _Request(Subject(model, args, kwargs or {}, effects="undo"), train)
-    return _capture_repeated(request, NearlyRepeatedBlocks)
+    with one_at_a_time():
+        refuse_uncapturable(model)
+        request = _Request(Subject(model, args, kwargs or {}, effects="undo"), train)
+        return _capture_repeated(request, NearlyRepeatedBlocks)
 
 
 def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> CapturedModel:

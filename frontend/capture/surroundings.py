@@ -34,7 +34,10 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread."""
+    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
+
+    Not to decorate with: the frame that this adds would count as the user's.
+    """
     try:
         with (
             _LOCK,

@@ -96,26 +96,26 @@ class Dispatcher(Generic[AnyEntry]):
             return None, leaves
         return self._entries.fitting(plain, tree), plain
 
-    @one_at_a_time()
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
         """Compiles for a call, or links for its sizes what was compiled with symbols."""
-        # Another thread may have compiled for the same call while this one waited.
-        made_meanwhile = self._entries.fitting(inputs.given, inputs.tree)
-        if made_meanwhile is not None:
-            return made_meanwhile
-        made = self._shapes.symbolic(inputs, goal)
-        if made is None:
-            compiled, report = self._compiler.compile(
-                self._subject, inputs.args, inputs.kwargs, goal, watch=self._watch
-            )
-            whole = Inputs.of(inputs.given, inputs.tree)
-            self._entries.warn_if_many(own_model(self._subject), whole)
-            made = self._shapes.note(compiled, report, inputs)
-        entry = self._entry(made, inputs.leaves)
-        if self._entries.add(entry):  # most of what the compiler keeps has no user any more
-            self._compiler = Compiler(self._compiler.options)
-        self._report = made.report
-        return entry
+        with one_at_a_time():
+            # Another thread may have compiled for the same call while this one waited.
+            made_meanwhile = self._entries.fitting(inputs.given, inputs.tree)
+            if made_meanwhile is not None:
+                return made_meanwhile
+            made = self._shapes.symbolic(inputs, goal)
+            if made is None:
+                compiled, report = self._compiler.compile(
+                    self._subject, inputs.args, inputs.kwargs, goal, watch=self._watch
+                )
+                whole = Inputs.of(inputs.given, inputs.tree)
+                self._entries.warn_if_many(own_model(self._subject), whole)
+                made = self._shapes.note(compiled, report, inputs)
+            entry = self._entry(made, inputs.leaves)
+            if self._entries.add(entry):  # most of what the compiler keeps has no user any more
+                self._compiler = Compiler(self._compiler.options)
+            self._report = made.report
+            return entry
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> AnyEntry:
         """Makes what runs a program; the first call for it has these flat inputs."""

@@ -83,7 +83,6 @@ class ExportReport:
 
 
 @door
-@one_at_a_time()
 def export_onnx(
     model: nn.Module | Program,
     args: Sequence[Any],
@@ -132,24 +131,25 @@ def export_onnx(
     Example:
         >>> lazyinline.export_onnx(model.eval(), (ids,), "model.onnx")
     """
-    target = pathlib.Path(path)
-    _check_options(target, opset)
-    arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
-        raise ExportError(
-            "dynamic_shapes goes with a model and inference: leave train=False, and pass the model "
-            "instead of a program."
-        )
-    goal = Goal("file", train=train, opset=opset)
-    # A file has an input for each argument, also where one example tensor is passed as two.
-    arguments, keywords = copied((arguments, dict(kwargs or {})))
-    subject = _subject(model, arguments, keywords, reuse, goal, dynamic_shapes)
-    built, names = _build(subject, opset)
-    if not functions:
-        from ...backend.onnx.file import inline_functions
+    with one_at_a_time():
+        target = pathlib.Path(path)
+        _check_options(target, opset)
+        arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+        if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
+            raise ExportError(
+                "dynamic_shapes goes with a model and inference: leave train=False, and pass the "
+                "model instead of a program."
+            )
+        goal = Goal("file", train=train, opset=opset)
+        # A file has an input for each argument, also where one example tensor is passed as two.
+        arguments, keywords = copied((arguments, dict(kwargs or {})))
+        subject = _subject(model, arguments, keywords, reuse, goal, dynamic_shapes)
+        built, names = _build(subject, opset)
+        if not functions:
+            from ...backend.onnx.file import inline_functions
 
-        inline_functions(built)
-    return _write(built, subject, names, target, verify=verify, external_data=external_data)
+            inline_functions(built)
+        return _write(built, subject, names, target, verify=verify, external_data=external_data)
 
 
 def _check_options(path: pathlib.Path, opset: int) -> None:

@@ -188,7 +188,6 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 """Sees each pass that ran, with the state before and after it."""
 
 
-@one_at_a_time()
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
     """Runs passes in order: times each, and verifies what it made where that is asked for.
 
@@ -202,9 +201,9 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
-    names = [one.name for one in passes]
+    progress = state.context.progress.passes([one.name for one in passes])
     # To write a graph as Python and compile that takes as long as to make it: only what runs is.
-    with lazy_modules(), state.context.progress.passes(names) as followed:
+    with one_at_a_time(), lazy_modules(), progress as followed:
         for one in passes:
             if not one.wanted(state):
                 continue
