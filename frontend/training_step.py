@@ -544,6 +544,7 @@ class LossModel(nn.Module):
     """A model and its loss as one module with the model's own parameter names."""
 
     is_around_a_model = True
+    _loss_fn: LossFunction | None
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
         super().__init__()
@@ -556,7 +557,7 @@ class LossModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the scalar loss."""
         output = self.model(*args, **kwargs)
-        loss_fn = self.__dict__["_loss_fn"]
+        loss_fn = self._loss_fn
         loss = loss_fn(output) if loss_fn is not None else loss_of(output)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
