@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 def decoder(micro_batches: int = 1) -> tuple[nn.Module, tuple[Tensor, ...]]:
     lazyinline.lazy_inline(DecoderBlock)
     sizes: dict[str, Any] = {"hidden": 32, "num_heads": 2, "vocab": 700, "seq": 8}
-    return llama(num_layers=3, batch=2 * micro_batches, **sizes)
+    return llama(num_layers=2, batch=2 * micro_batches, **sizes)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def assert_same_training(
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.sweep(keep=["-eager", "AdamW-inductor"])
 @pytest.mark.smoke
-def test_ten_steps_with_a_schedule_and_two_groups_have_the_bits_of_fused(
+def test_steps_with_a_schedule_and_two_groups_have_the_bits_of_fused(
     kind: str, backend: str
 ) -> None:
     model, args = decoder()
@@ -83,7 +83,7 @@ def test_ten_steps_with_a_schedule_and_two_groups_have_the_bits_of_fused(
     schedules = [one_cycle(one) for one in (ours, theirs)]
     step = lazyinline.compile_step(model, backend=backend, optimizer=ours)
     apart = lazyinline.compile_step(expected, backend=backend)
-    for _ in range(10):
+    for _ in range(5):
         want = apart(*args)
         theirs.step()
         assert torch.equal(step(*args), want)
