@@ -422,7 +422,7 @@ TENSORS = {
     "attribute": Row("scaled(1.0)", "scaled(2.0)", "v.scale", "v.scale = 3.0"),
     "attribute or none": Row("scaled(1.0)", "torch.ones(3)", "getattr(v, 'scale', 0.5)",
         "v.scale = 3.0"),
-    **{f"number, {read}": Row("torch.tensor(1.0)", "torch.tensor(2.0)", read, "v.fill_(0)")
+    **{f"number, {read}": Row("torch.tensor(1.0)", "torch.tensor(2.0)", read, "v.data.fill_(0)")
        for read in (
            *("v.item()", "float(v)", "v.tolist()", "float(v.detach().numpy())", "(v * 2).item()"),
            *("[5.0, 6.0, 7.0][int(v)]", "2.0 + torch.equal(v, v * v)", "float(np.asarray(v))"),
