@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -104,11 +105,12 @@ class StepOptimizer:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if not held.issuperset(map(id, parameters)):  # load_state_dict(assign=True) makes others
             return "the optimizer does not hold a parameter any more"
-        spans = sorted((t.data_ptr(), _end_of(t), id(t) in held) for t in model if t.data_ptr())
+        laid_out = [t for t in model if t.layout is torch.strided and not is_lazy(t)]
+        spans = sorted((t.data_ptr(), _end_of(t), id(t) in held) for t in laid_out)
         # One is updated where no program reads it any more, and the other may still be read.
         end, is_held = 0, False
         for start, own_end, is_own in spans:
-            if start < end and (is_held or is_own):
+            if 0 < start < end and (is_held or is_own):
                 return "a parameter shares its memory with another tensor of the model"
             end, is_held = max((end, is_held), (own_end, is_own))
         return ""
@@ -141,8 +143,8 @@ class StepOptimizer:
         return next(filter(None, found), "")
 
     def _is_for_gpu(self) -> bool:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        return self._target is not None or any(p.is_cuda for p in params)
+        groups = self.optimizer.param_groups
+        return self._target is not None or any(p.is_cuda for g in groups for p in g["params"])
 
     def _fixed_now(self) -> list[list[float]]:
         return [_settings_of(group)[1:] for group in self.optimizer.param_groups]
@@ -301,8 +303,6 @@ def _settings_of(group: Mapping[str, Any]) -> list[float]:
 
 
 def _end_of(tensor: torch.Tensor) -> int:
-    if not tensor.numel():
-        return tensor.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 

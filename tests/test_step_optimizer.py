@@ -264,6 +264,7 @@ class Wide(nn.Module):
 def test_parameters_that_share_memory_are_updated_after_the_step(when: int) -> None:
     """In the program one would be updated while another block still reads the other."""
     model, x = nn.Sequential(*(Wide() for _ in range(3))), torch.randn(8, 160)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())  # has no memory of its own
     expected = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=20.0) for m in (model, expected))
     loss_fn: Any = lambda y: y.square().mean()  # noqa: E731
