@@ -107,6 +107,8 @@ EQUAL = {
     "draw early and use late":
         "a = torch.rand(4, 8)\nh = self.first(x).tanh().exp()\nb = torch.rand(4, 8)\nreturn "
         "(h * b).exp().sum(0) + (a * 2).exp(), F.dropout(h, 0.5) * b",
+    "seed the default generator from C":
+        "list(map(torch.default_generator.manual_seed, [0]))\nreturn self.first(x) + torch.rand(8)",
     "seed the default generator":
         "torch.default_generator.manual_seed(0)\nreturn self.first(x) + torch.rand(8)",
     # ---- autograd

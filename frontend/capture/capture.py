@@ -221,7 +221,7 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
                 torch.set_grad_enabled(request.train),
                 garbage_collection_paused(),
                 no_python_randomness(),
-                generator_kept(),
+                generator_kept(subject.effects),
                 autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
             ):
                 outcome = _recorded(recording, subject.args, subject.kwargs)

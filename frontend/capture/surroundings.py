@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from ...reuse.errors import CaptureError, CompileInterrupted
+from ..effects.effects import EffectError, OnEffects
 from ..tracing.torch_operators import kernels_own_rules
 from ..tracing.torch_settings import plain_autograd
 
 _LOCK = threading.RLock()
 _DEFERRED_S = 0.02
+_OUR_SEED = 0x1A2C1B0D0F5EED
 _IMPORTING = "<frozen importlib"
 _OPERATORS_FILE = sys.modules[type(torch.ops).__module__].__file__
 # A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
@@ -143,14 +145,23 @@ def no_python_randomness() -> Iterator[None]:
 
 
 @contextmanager
-def generator_kept() -> Iterator[None]:
-    """Puts PyTorch's generator back: an operator on tensors from outside alone may draw from it."""
+def generator_kept(effects: OnEffects) -> Iterator[None]:
+    """Puts PyTorch's generator back; raises EffectError if the forward seeded it, however it did.
+
+    An operator on tensors from outside alone may draw from it while PyTorch traces.
+    """
     generator = torch.default_generator
     state = generator.get_state()
+    # Seeding may leave the same state as before, so the generator has a seed of ours meanwhile,
+    # which nobody else sets: C that calls C (``map(generator.manual_seed, ...)``) is not seen.
+    generator.manual_seed(_OUR_SEED)
     try:
         yield
+        seeded = generator.initial_seed() != _OUR_SEED
     finally:
         generator.set_state(state)
+    if seeded and effects == "refuse":
+        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
 
 
 @contextmanager
