@@ -47,7 +47,7 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_slow_forward",
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
-# What reading os.environ runs.
+# What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
 _CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
 _ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
 _IMPORTERS = frozenset({"__import__", "import_module"})
@@ -193,13 +193,11 @@ class Reads:
         owner = variables.get(code.co_varnames[0]) if code.co_argcount else None
         if owner is not None and not is_library(scope.get("__name__")):
             self._method(owner, (*code.co_names, code.co_name))
-        if code.co_freevars:
+        if code.co_freevars and code not in _ENVIRONMENT_CODES:
             self.closures.ran(frame)
         # Code that ran before reads the same names; its object and variables were noted above.
         if (code, id(scope)) in self.functions:
             return
-        if code in _ENVIRONMENT_CODES:
-            self.contents.unreadable.append("reads an environment variable")
         self.contents.refuse_use(identity_leak_of(frame, owner))
         captured = [variables[name] for name in code.co_freevars if name in variables]
         if not leaks_by_call(frame):
@@ -237,6 +235,12 @@ class Reads:
         for code, _ in self.functions:
             found.update(code.co_names, filter(str.isidentifier, texts_of(code)))
         return found
+
+    def environment(self) -> list[str]:
+        """Returns the texts that may name environment variables, if any variable was read."""
+        if all(code not in _ENVIRONMENT_CODES for code, _ in self.functions):
+            return []
+        return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""

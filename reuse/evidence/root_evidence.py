@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -231,6 +232,7 @@ class RootEvidence:
         self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
+        self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
         found += self.contents.tensors()
         self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
@@ -332,6 +334,16 @@ class RootEvidence:
                 for name in _OF_CLASSES:
                     if name in names:
                         self._add_part(kind, name)
+
+    def _add_environment(self, texts: Collection[str]) -> None:
+        table = vars(os.environ).get("_data")
+        if not isinstance(table, dict):
+            return
+        for text in texts:
+            name = os.environ.encodekey(text)  # type: ignore[attr-defined]
+            # A text in capitals that names no variable yet may name one later.
+            if name in table or text.isupper():
+                self._add_fact(_entry_of, table, name)
 
     def release(self) -> None:
         """Holds no tensor that is not where it was any more; what held it is another for good."""
