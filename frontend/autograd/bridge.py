@@ -299,7 +299,7 @@ class _CompiledFunction(torch.autograd.Function):
             step.drawn_from = torch.get_rng_state()
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
-            saved = step.flight if isinstance(step.flight, list) else []
+            saved = step.flight.foreign if step.flight is not None else ()
             aliases.learn_forward(inputs, outputs, saved, bridge.derivative.kept_outputs)
         for index in aliases.owned or ():
             outputs[index] = outputs[index].data  # a user may change even what is a view in here
