@@ -170,9 +170,14 @@ _NEVER_CHANGED = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
+    *(torch.qscheme, type(...), type(NotImplemented), type(np.mean)),
 )
+# Of PyTorch's own objects in C, these have state that a forward may read.
+_WITH_STATE = (torch.Generator, torch.ScriptObject)
 # Homes of classes in C whose objects show no state, or by calls only (a lock).
-_PURE_MODULES = frozenset(("_thread", "collections", "functools", "operator", "types", "typing"))
+_PURE_MODULES = frozenset(
+    ("thread", "collections", "functools", "operator", "struct", "types", "typing")
+)
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,11 @@ def is_opaque(value: Any) -> bool:
         return False
     if is_unrepeatable(value):
         return not (is_python_defined(kind) or slots_of(kind))
-    return not (is_whole(kind) or kind.__module__ in _PURE_MODULES)
+    home = kind.__module__.partition(".")[0].lstrip("_")
+    if home == "torch":
+        return isinstance(value, _WITH_STATE)
+    is_enumeration = hasattr(kind, "__members__")  # one of pybind11
+    return not (is_whole(kind) or is_enumeration or home in _PURE_MODULES)
 
 
 def is_unrepeatable(value: Any) -> bool:

@@ -3,7 +3,7 @@
 The reads are those that tell blocks apart. Here each is a place (a dictionary and a name, a slot, a
 variable captured by a function) and the object found there; a snapshot has what that held. A model
 of a hundred modules has a thousand such facts, so they are compared together (`IdentityChecks`):
-the native library takes some ten nanoseconds for each; a loop in Python does where it is not at
+the native library takes some ten nanoseconds for each; loops over columns do where it is not at
 hand. Everything is looked at each time, and no changes are watched (``PyDict_Watch``): that exists
 from Python 3.12 on only, for eight users per process and for dictionaries alone, and saves little.
 """
@@ -15,8 +15,9 @@ import operator
 import os
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, repeat
 from types import CellType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -119,30 +120,38 @@ class IdentityChecks:
 
 def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
     """Returns what compares facts as the native library does."""
-    rows = [
-        (look, owner, name, ABSENT if kind == "absent" else value)
-        for kind, look in _LOOKS.items()
-        for owner, name, value in _rows(facts[kind])
-    ]
-    tables = _rows(facts["values"])
-    return lambda: (
-        all([look(owner, name) is value for look, owner, name, value in rows])
-        and all([_holds_values(table, values) for table, _, values in tables])
+    # Loops in C over columns of facts: a function in Python for each would take five times as long.
+    checks: list[Check] = []
+
+    def add(
+        rows: Iterable[tuple[Any, Any, Any]], look: Callable[..., Any], *more: Iterable[Any]
+    ) -> None:
+        columns = list(zip(*rows, strict=True))
+        if columns:
+            owners, names, expected = columns
+            checks.append(lambda: all(map(operator.is_, map(look, owners, names, *more), expected)))
+
+    absent = ((table, name, ABSENT) for table, name, _ in _rows(facts["absent"]))
+    entries = [*_rows(facts["entry"]), *absent]
+    # Past the methods of a class of the user's, which may say anything.
+    add((row for row in entries if isinstance(row[0], dict)), dict.get, repeat(ABSENT))
+    add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
+    add(_rows(facts["attribute"]), getattr)
+    add(_rows(facts["own attribute"]), object.__getattribute__)
+    owners, classes = facts["class"][::3], facts["class"][2::3]
+    checks.append(lambda: all(map(operator.is_, map(type, owners), classes)))
+    tables, held = facts["values"][::3], facts["values"][2::3]
+    lengths, values = [*map(len, held)], [*chain.from_iterable(held)]
+    checks.append(lambda: all(map(operator.eq, map(dict.__len__, tables), lengths)))
+    checks.append(
+        lambda: all(map(operator.is_, chain.from_iterable(map(dict.values, tables)), values))
     )
+    return partial(_all_hold, checks)
 
 
 def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
     # Past the methods of a class of the user's, which may say anything.
     return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
-
-
-_LOOKS: Mapping[Kind, Callable[[Any, Any], Any]] = {
-    "entry": _entry_of,
-    "absent": _entry_of,
-    "attribute": getattr,
-    "own attribute": object.__getattribute__,
-    "class": lambda owner, _: type(owner),
-}
 
 
 def _rows(flat: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
