@@ -393,6 +393,13 @@ def _attributes(*names: str) -> Callable[[Any], Sequence[Any]]:
     return lambda value: [getattr(value, name) for name in names]
 
 
+_OF_PARTIAL = ("func", "args", "keywords", "__dict__")
+
+
+def _partial_ways(value: Any) -> Sequence[Way]:
+    return [("part", name) for name in _OF_PARTIAL]
+
+
 # ---- arrays, context variables, loggers --------------------------------------------------------
 
 
@@ -453,7 +460,7 @@ KINDS: tuple[Kind, ...] = (
     Kind((frozenset,), list, is_fixed=True, is_whole=True),
     Kind((range, slice), _attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
     Kind((types.MethodType,), _attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
-    Kind((functools.partial,), _attributes("func", "args", "keywords", "__dict__"), is_whole=True),
+    Kind((functools.partial,), _attributes(*_OF_PARTIAL), _partial_ways, is_whole=True),
     *_VALUES,
     Kind((collections.defaultdict,), _attributes("default_factory"), put=_put_factory),
     Kind((collections.deque,), _itself, _in_order, _put_deque, is_whole=True),
@@ -528,4 +535,6 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
 def follow(value: Any, way: Way) -> Any:
     """Returns what an object leads to on one of the ways above."""
     sort, name = way
+    if sort == "part":
+        return getattr(value, name)
     return value[name] if sort == "item" else (own_table(value) or {})[name]
