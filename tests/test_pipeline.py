@@ -198,12 +198,12 @@ def assert_holds_its_plan(pipe: Any, args: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.sweep
 def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
-    """On the eager backend memory is what is saved; parameters and their sums count too."""
+    """A rank's memory is what its plan holds; parameters and their sums count too."""
     model, args = net_and_batch()
     plain = make(model, args, "Interleaved1F1B")
     owned = sum(s.parameter_bytes + s.gradient_bytes for s in plain.plan.stages)
     saved = sum(s.saved_bytes * s.in_flight for s in plain.plan.stages)
-    limit = owned + saved // 2
+    limit = owned + saved
     pipe = make(model, args, "Interleaved1F1B", memory_bytes_per_rank=limit)
     assert not train(pipe, model, args, steps=1)
     assert sum(s.saved_bytes * s.in_flight for s in pipe.plan.stages) < saved // 2

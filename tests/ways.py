@@ -160,7 +160,7 @@ INSIDE = HOLDING | {
 }
 OF_TENSORS = {
     "buffer": Way("h.register_buffer('v', V)", "self.v"),
-    "parameter": Way("h.v = nn.Parameter(V)", "self.v"),
+    "parameter": Way("h.v = nn.Parameter(V); vars(h.v).update(vars(V))", "self.v"),
 }
 # A change here is one of the whole model: no object that the forward reads holds it.
 ANYWHERE = {
