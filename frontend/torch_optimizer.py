@@ -77,6 +77,7 @@ class StepOptimizer:
         Args:
             why_after: why they have to, if the caller knows.
         """
+        # Kept from the first compile on: a later change moves the update after the step.
         if self._is_for_gpu() and not self._fixed:
             self._fixed = self._fixed_now()
         structure = self._structure()
@@ -119,6 +120,7 @@ class StepOptimizer:
         groups = self.optimizer.param_groups if self._settings else ()
         for written, tensor, group in zip(self._written, self._settings, groups, strict=True):
             numbers = _settings_of(group)
+            # Few steps change a number, and the comparison costs less than a copy.
             if numbers != written:
                 written[:] = numbers
                 given = numbers if tensor.dim() else numbers[0]
@@ -153,6 +155,7 @@ class StepOptimizer:
         """Returns what programs are compiled for, as far as it changes: asked at each step."""
         groups = self.optimizer.param_groups
         facts = [tuple(map(group.get, _FLAGS)) for group in groups]
+        # By identity: a program is bound to these parameter objects.
         facts += [(not g.get("momentum"), *map(id, g["params"])) for g in groups]
         return [self._have_hooks(), *facts, *(self._fixed and self._fixed_now())]
 
@@ -175,6 +178,7 @@ class StepOptimizer:
             settings = TensorType(torch.float64, (len(numbers),), (1,), device)
             fixed: tuple[float, ...] = ()
             if self._fixed:
+                # Fused CUDA kernels take the learning rate as a tensor, and the rest as numbers.
                 settings, fixed = TensorType(torch.float32, (), (), device), tuple(numbers[1:])
             if "betas" in group:
                 is_decoupled = isinstance(self.optimizer, AdamW) or _is_decoupled(group)
@@ -230,6 +234,7 @@ class StepOptimizer:
             PlanError: if a loaded state is laid out in another way than its parameter.
         """
         for index in updates.parameters:
+            # The program hands out no gradient: an older one would pass for this step's.
             parameters[index].grad = None
         # In the order of PyTorch's tables, where the number of steps is first.
         for index, name in sorted(updates.state, key=lambda one: one[1] != "step"):

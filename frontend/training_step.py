@@ -237,6 +237,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry, leaves = self._fitting(leaves, tree)
+            # Parameters may have been replaced, or come to share memory, since the last step.
             if entry is not None and entry.why_no_update():
                 self._forget()
                 entry = None
@@ -286,6 +287,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         try:
             goal = step_goal(self._batching, self._optimizer.groups(why))
             entry = self._compile_for(inputs, goal)
+            # Which parameters the program updates is known only now.
             if why := entry.why_no_update():
                 self._forget()
                 raise NotUpdatedError(why)
@@ -332,6 +334,7 @@ class _StepEntry:
         # Each micro-batch's backward begins with its share of the mean: nothing is divided later.
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
+        # Kept beside it, since a scaled loss overwrites the seed.
         self._share = self._seed.clone()
 
     def follow(self, handed: HandedGradients) -> None:
@@ -397,7 +400,7 @@ class _StepEntry:
         ]
 
     def _take(self, leaves: Sequence[Any]) -> None:
-        """Copies the batch in. Before a lease: the capture of a graph runs the program once."""
+        """Copies the batch in."""
         for index, staging in self._staging:
             staging.take(leaves[index])
 

@@ -135,6 +135,7 @@ class CutProblem:
         used: list[ForwardValue] = []
         redone: list[ForwardValue] = []
         again: set[int] = set()
+        # Users first: what nobody computes again, and the backward does not read, is not needed.
         for index in reversed(range(len(self.values))):
             value = self.values[index]
             if not wanted[index]:
@@ -149,6 +150,7 @@ class CutProblem:
             for parent in value.parents:
                 wanted[parent] = True
         for index, value in enumerate(self.values):
+            # A saved value has been changed by then, and is no longer what this one read.
             if index in again and not again.issuperset(value.changes):
                 return None
         copied = [v for v in used if v.name in offloaded]

@@ -83,6 +83,7 @@ def _count(make: Differentiator, request: Request, times: int, counts: Counter[R
     if isinstance(request.closure, Leaf) or isinstance(request.choice, Whole):
         counts[request] += times
         return
+    # Equal calls are counted and not walked: the cost is per different request.
     below = Counter(site for site in make.sites(request) if site is not None)
     for asked, number in below.items():
         _count(make, asked, times * number, counts)
@@ -131,6 +132,7 @@ def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx
     count = len(derivative.forward.output_types) - 1
     results = outputs_of(derivative.forward.module)[:count]
     reached = ancestors(n for n in results if isinstance(n, torch.fx.Node))
+    # Forward and backward are cuts of one joint graph, and nodes kept their names.
     known = {n.name: n.target for n in reached}
     for node in sizes.leaf(derivative.backward).nodes:
         if known.get(node.name) == node.target:

@@ -239,11 +239,6 @@ def as_predicted(
     )
 
 
-def profiler_runs() -> bool:
-    """Says whether a profiler runs."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
-
-
 def begin_range(name: str) -> Any:
     """Begins a range that a profiler shows under a name; returns it."""
     shown = torch.profiler.record_function(name)

@@ -113,6 +113,7 @@ class InitKeys:
         for name, default in self._parameters[cls].items():
             # A parameter or a module is seldom what the argument of its name was (``bias=True``).
             held = (module_state(place).get(name, _UNKNOWN) for place in places)
+            # Constructors hand arguments on: what the module does not hold, the nearest part may.
             value = next((v for v in held if v is not _UNKNOWN), _UNKNOWN)
             if value is not _UNKNOWN:
                 described = _described(value)
@@ -148,6 +149,7 @@ def _described(value: Any) -> tuple[str, str | int]:
     if isinstance(value, (*_PLAIN, tuple, list)):
         text = repr(value)
         return (text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."), text
+    # Two objects that look equal may not behave so: they have nothing in common.
     return getattr(value, "__name__", type(value).__name__), id(value)
 
 
@@ -362,10 +364,12 @@ class CallSignature:
         rows: list[Any] = []
         if any(id(leaf) in own_fakes for leaf in leaves):
             places = walk_modules(module)
+            # A tensor of the block's own among its arguments has two ways into it.
             rows = _own_tensors(places, leaves, own_fakes)
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                # What a write in the block reaches depends on which arguments share memory.
                 memory = seen.setdefault(memory_id(leaf), len(seen))
                 same = seen.setdefault(id(leaf), len(seen))
                 offset = leaf.storage_offset()
@@ -384,6 +388,7 @@ class CallSignature:
         return isinstance(other, CallSignature) and self._rows == other._rows
 
     def __hash__(self) -> int:
+        # Rows may hold what has no hash, and few calls are kept of a block.
         return len(self._rows)
 
     def difference(self, other: CallSignature, names: Sequence[str]) -> str:
@@ -445,6 +450,7 @@ def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     for name, leaf in torch_pytree.flatten_with_names(arguments):
         named.setdefault(id(leaf), []).append(name)
     leaves = torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
+    # One object may be given under several names: each place takes the next.
     return [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
 
 

@@ -65,6 +65,7 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
         if name in _SAFE or not is_told():
             return lookup(self, name)
         held = (own_table(self) or {}).get(name, ABSENT)
+        # ``__dict__`` and its like show everything at once.
         if name[:2] == "__":
             watcher.whole(self)
         else:
@@ -141,6 +142,7 @@ class SeenDict(_Seen, dict[Any, Any]):
     """Stands for a dictionary that a watched object holds."""
 
     def __init__(self, original: dict[Any, Any], watcher: GivenObjects) -> None:
+        # Empty: code in C that asks past the methods must find nothing that was not noted.
         super().__init__()
         self.original = original
         self._watcher = watcher
@@ -177,6 +179,7 @@ class SeenDict(_Seen, dict[Any, Any]):
 
     def values(self) -> Any:
         """Returns the items."""
+        # A list and no view: a view would read the items later, and no block would be told.
         return [self[key] for key in self._keys()]
 
     def items(self) -> Any:
@@ -280,6 +283,7 @@ class GivenObjects:
             for name, value in module_state(module).items():
                 if type(value) is int:
                     found.setdefault((type(module), name), set()).add(value)
+        # An index of a layer into a cache is below the number of modules.
         most = len(self._places)
         return {
             k for k, seen in found.items() if len(seen) > 1 and 0 <= min(seen) <= max(seen) < most
@@ -294,6 +298,7 @@ class GivenObjects:
         if known is None:
             known = self._indexes[id(module), name] = OpenIndex(value)
             self._owners[id(known)] = Index(module, name)
+        # It has changed since: the index that was handed out stands for another number.
         if peek(known) != value or module_state(module).get(name) is not value:
             return reveal(known)
         reads.indexes[id(module), name] = known
@@ -322,6 +327,7 @@ class GivenObjects:
 
     def writes(self, holder: Any, step: Step, value: Any) -> Any:
         """Notes that something is written."""
+        # A stand-in must not stay in an object of the user's after the capture.
         value = original_of(reveal(value))
         is_object = torch_pytree.is_container(value) or type(value) in _LOOK_ALIKES
         for reader in self._readers():

@@ -85,6 +85,7 @@ class StageRecompute:
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
         """Returns the bytes that one micro-batch of a stage may hold: all get the same fraction."""
         depth = self._table.in_flight()
+        # Guessed: a share is a proportion, and linking every stage for it would compile each twice.
         wanted = {
             d.stage.index: self._peaks(d.stage).guessed(d.request)
             for d in own
@@ -113,6 +114,7 @@ class StageRecompute:
             halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
         derived = replace(plain, derivative=derivative, request=request, halves=halves)
         programs = {part_name(derived, kind): p for kind, p in parts_of(derived).items()}
+        # Linked as the rank will run it: what a flight holds depends on where its halves end.
         state = linked(apply((decompose, kernels), replace(self._state, programs=programs)))
         if hindrance(state) is not None:
             return derivative.saved_type.num_bytes
@@ -130,6 +132,7 @@ def limit_bytes(state: RankCompilation, rank: int) -> int | None:
     limits = []
     if isinstance(policy, Budget) and policy.saved_bytes is not None:
         limits.append(policy.saved_bytes)
+    # A policy by name says itself what is saved, whatever the memory.
     if memory is not None and not isinstance(policy, str):
         held = held_sums(state) if rank == state.rank else ()
         limits.append(memory - owned_bytes(_stages_of(state, rank), held))
@@ -192,17 +195,20 @@ def update_stages(state: RankCompilation) -> RankCompilation:
     members = frozenset[int]().union(*(group.members for group in state.goal.updates))
     users, types = users_of(state.derived, state.table)
     actions = state.table.ranks[state.rank]
+    # The schedule's last action of a stage is the last that adds to its gradients.
     ends = {action.stage: number for number, action in enumerate(actions)}
     own = sorted(state.own, key=lambda one: ends[one.stage.index])
     last = {source: one.stage.index for one in own for source in one.stage.model_tensors}
     after: dict[int | None, list[ModelTensor]] = defaultdict(list)
     for source in last:
         if source.name in types and id(source.tensor) in members:
+            # Other ranks add to it: each must update by the same sum.
             is_reduced = state.has_replicas or len(users[source.name]) > 1
             after[None if is_reduced else last[source]].append(source)
     updates = []
     for stage, sources in after.items():
         step = step_of_sums([(source, types[source.name]) for source in sources])
+        # Past the numbers of stages, which have parts of their own.
         unit = state.table.num_stages * (2 if stage is None else 1) + (stage or 0)
         updates.append(RankUpdate(unit, stage, with_updates(step, state.goal.updates)))
     programs = {update_name(one): one.step.program for one in updates}

@@ -164,6 +164,7 @@ class SlotReads:
             self._reach((number,), value)
 
     def _reach(self, way: Way, value: Any) -> None:
+        # Several ways may lead to one object; a step from it is then one from each.
         if way not in self.objects:
             self.objects[way] = value
             self._ways.setdefault(id(value), []).append(way)
@@ -194,6 +195,7 @@ class SlotReads:
     def write(self, holder: Any, step: Step) -> None:
         """Notes that a place is about to be written."""
         if id(holder) in self._ways:
+            # The first write decides the order in which other instances write.
             self.written.setdefault((id(holder), place_of(step, holder)), (holder, step))
 
     def knows(self, holder: Any) -> bool:
@@ -321,6 +323,7 @@ class FoundSlots:
         """Returns what a way leads to, or ABSENT."""
         if len(way) == 1:
             return self._arguments[way[0]]
+        # Kept, since one way is the beginning of many.
         if way not in self._at:
             self._at[way] = held_at(self.at(way[:-1]), self.step(way[-1]))
         return self._at[way]
@@ -387,6 +390,7 @@ def _number(index: Index) -> Any:
 
 
 def _settled(step: Any, paths: Mapping[int, str]) -> Any:
+    # Modules differ from instance to instance; the paths to them do not.
     if type(step) is tuple and step[0] == "index":
         return "index", Index(paths.get(id(step[1].module)), step[1].name)
     return step

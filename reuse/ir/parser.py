@@ -190,6 +190,7 @@ class _Reader:
         strided = [size for size in sizes if isinstance(size, ast.Slice)]
         if dtype is None or len(strided) not in (0, len(sizes)):
             self._fail(whole, "expected a type, such as f32[2,3] or, with strides, f32[2:1,3:2]")
+        # Strides are written where they are not those of contiguous memory.
         if not strided:
             shape = tuple(map(self._size, sizes))
             return TensorType(dtype, shape, contiguous_stride(shape), device)
@@ -264,6 +265,7 @@ class _Reader:
                 writes.append(self._write(line, values, entries))
         if outputs is None:
             self._fail(tree, "it returns nothing")
+        # They are there for readers, and must not contradict the body.
         if self._outputs(tree) not in (None, [v.type for v in outputs]):
             self._fail(tree, "the header has other result types")
         return ir.Program(tuple(entries), tuple(calls), tuple(outputs), sources, tuple(writes))
@@ -395,6 +397,7 @@ class _Reader:
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
     ) -> torch.fx.Node:
         own: list[str] = []
+        # The printer writes modes as calls around the operator.
         while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
             if mode != "no_grad" and not mode.startswith("autocast_"):
                 break
@@ -420,6 +423,7 @@ class _Reader:
 
     def _operator(self, tree: Any) -> Any:
         name = ast.unparse(tree)
+        # The printer leaves ``aten.`` and ``.default`` out.
         for full in (f"aten.{name}", f"aten.{name}.default", name):
             found: Any = torch.ops
             for part in full.split("."):
@@ -465,6 +469,7 @@ class _Reader:
         try:
             with self._sizes.running():
                 values.run_flat([self._sizes.fake(type_) for type_ in types])
+        # Whatever a fake kernel raises for these operands, it is the text that is wrong.
         except Exception as error:
             reason = str(error).partition("\n")[0]
             line = lines.get(values.node, last)

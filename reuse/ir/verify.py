@@ -114,6 +114,7 @@ def _check(program: Program, level: ProgramLevel) -> None:
     foreign = not_primitive(program) if level == "primitive" else []
     if foreign:
         raise _BrokenRuleError(f"operators that are no primitives: {', '.join(map(str, foreign))}")
+    # A write is a copy: another type would make the user's tensor another.
     for output, target in program.writes:
         if program.outputs[output].type != program.inputs[target].type:
             raise _BrokenRuleError(f"write of output {output} into input {target} changes the type")
@@ -170,6 +171,7 @@ def _check_leaf(leaf: Leaf) -> None:
     outputs = leaf.module.graph.output_node().args[0]
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(flat_types(leaf.output_types)):
         raise _BrokenRuleError(f"{where}: outputs do not match its output types")
+    # Callers may use an operand again after the call.
     own = {memory_of(n) for n in placeholders if not _is_only_copied(n)}
     for node in leaf.nodes:
         if node.op != "call_function":
