@@ -162,37 +162,38 @@ class Differentiator:
 
     def of(self, request: Request) -> Derivative | None:
         """Returns the derivative for a request; see :meth:`vjp`."""
-        if request not in self._derivatives:
-            self._derivatives[request] = self._make(request)
-        return self._derivatives[request]
+        if request in self._derivatives:
+            return self._derivatives[request]
+        leaf, made = request.closure, None
+        # Nothing to differentiate is common: a block behind frozen layers, a result no loss reads.
+        if not request.inputs or not request.outputs:
+            pass
+        # Before leaves and composites: what is called again may be either, taken as it is.
+        elif isinstance(request.choice, Whole):
+            made = self._called_again(request)
+        elif isinstance(leaf, Composite):
+            reversal = _Reversal(self, request, leaf)
+            made = reversal.derivative()
+            self._sites[request] = reversal.sites()
+        else:
+            assert isinstance(leaf, Leaf), "pack and unpack come from differentiation"
+            if leaf.control is not None:
+                made = control_derivative(self, Asked(leaf, request.inputs, request.outputs))
+            elif self._remember is not None:
+                made = self._remember(request, partial(self._leaf, request, leaf))
+            else:
+                made = self._leaf(request, leaf)
+        self._derivatives[request] = made
+        return made
 
     def sites(self, request: Request) -> tuple[Request | None, ...]:
         """Returns what a composite's derivative asks of each of its calls, in their order."""
         self.of(request)
         return self._sites.get(request, ())
 
-    def _make(self, request: Request) -> Derivative | None:
-        # Nothing to differentiate is common: a block behind frozen layers, a result no loss reads.
-        if not request.inputs or not request.outputs:
-            return None
-        # Before leaves and composites: what is called again may be either, taken as it is.
-        if isinstance(request.choice, Whole):
-            return self._called_again(request)
-        if isinstance(request.closure, Leaf) and request.closure.control is not None:
-            asked = Asked(request.closure, request.inputs, request.outputs)
-            return control_derivative(self, asked)
-        if isinstance(request.closure, Leaf):
-            make = partial(self._leaf, request, request.closure)
-            return self._remember(request, make) if self._remember is not None else make()
-        assert isinstance(request.closure, Composite), "pack and unpack come from differentiation"
-        reversal = _Reversal(self, request, request.closure)
-        derivative = reversal.derivative()
-        self._sites[request] = reversal.sites()
-        return derivative
-
     # ---- leaves --------------------------------------------------------------------------
 
-    @without_autocast
+    @without_autocast()
     def joint(self, request: Request) -> JointTrace | None:
         """Returns the joint graph of a leaf, ready to be cut; None if no gradient flows."""
         joint, _ = self._traced(request)
@@ -221,7 +222,7 @@ class Differentiator:
             self._joints[plain] = (joint, recipe)
         return self._joints[plain]
 
-    @without_autocast
+    @without_autocast()
     def _leaf(self, request: Request, leaf: Leaf) -> Derivative | None:
         joint, recipe = self._traced(request)
         if not joint.tangent_outputs or not joint.grad_inputs:
@@ -358,7 +359,11 @@ class _Reversal:
     def derivative(self) -> Derivative | None:
         """Builds the pair."""
         for call in reversed(self._program.calls):
-            self._reverse(call)
+            asked = self._request(call)
+            derivative = self._make.of(asked)
+            if derivative is not None:
+                self._asked[call] = asked
+                self._reverse(call, derivative)
         gradients = [i for i in self._wanted if self._program.inputs[i] in self._cotangents]
         if not gradients:
             return None
@@ -373,17 +378,14 @@ class _Reversal:
         """Returns what was asked of each call, where a gradient flows."""
         return tuple(self._asked.get(call) for call in self._program.calls)
 
-    def _reverse(self, call: Call) -> None:
+    def _request(self, call: Call) -> Request:
         # Calls of one closure may differ in their active operands: each pattern is a request of its
         # own, and equal patterns share a derivative.
         wanted = [i for i, v in enumerate(call.args) if v in self._active]
         seeded = [i for i, v in enumerate(call.results) if v in self._cotangents]
-        choice = self._choices.get(call)
-        asked = Request(call.closure, tuple(wanted), tuple(seeded), choice)
-        derivative = self._make.of(asked)
-        if derivative is None:
-            return
-        self._asked[call] = asked
+        return Request(call.closure, tuple(wanted), tuple(seeded), self._choices.get(call))
+
+    def _reverse(self, call: Call, derivative: Derivative) -> None:
         saved = Value(derivative.saved_type, "saved")
         self._derivatives[call] = (derivative, saved)
         operands = [self._held(call, saved, derivative.offloaded)]

@@ -78,7 +78,7 @@ def _is_taken_apart(operator: Any) -> bool:
     return not is_primitive(operator) and not may_draw(operator)
 
 
-@without_autocast
+@without_autocast()
 def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     """Reduces a leaf: the same results in the same layouts, by primitives.
 

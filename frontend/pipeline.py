@@ -477,8 +477,8 @@ class Pipeline:
         """For each stage of this rank, how often its steps have run."""
         return {s.derived.stage.index: s.counts for s in self._steps}
 
-    @without_autocast
     @door
+    @without_autocast()
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs one training step; every rank calls it with the whole batch.
 

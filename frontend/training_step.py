@@ -352,7 +352,7 @@ class _StepEntry:
         """Copies the batch in, runs the program, hands out the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
-    @without_autocast
+    @without_autocast()
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Does the same, but a backward of the loss hands out the gradients."""
         with torch.no_grad():
@@ -364,7 +364,7 @@ class _StepEntry:
             handed = self._handed_of(outputs)
         return handed.as_graph_of(loss)
 
-    @without_autocast
+    @without_autocast()
     def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._run(leaves)

@@ -129,7 +129,7 @@ class ForwardDerivatives:
             self._plain[leaf] = trace_taken_apart(leaf.module, types, taken_apart())
         return self._plain[leaf]
 
-    @without_autocast
+    @without_autocast()
     def _leaf(self, request: ForwardRequest, leaf: Leaf) -> ForwardDerivative:
         _refuse_own_derivatives(leaf)
         plain, series = self._taken_apart(leaf), request.series

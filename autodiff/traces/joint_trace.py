@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class JointTrace:
     derivative is then itself made of operators that have one. So is attention, in plain form.
     """
 
-    @without_autocast
+    @without_autocast()
     def __init__(
         self,
         module: torch.fx.GraphModule,
@@ -92,9 +93,7 @@ class JointTrace:
     ) -> None:
         sizes = sizes_in(self._module)
         with _changes_of_saved_values_refused(self._module):
-            joint = traced(
-                lambda p, t: self._joint(p, t, wanted), [primals, tangents], sizes, decompositions
-            )
+            joint = traced(partial(self._joint, wanted), [primals, tangents], sizes, decompositions)
             self._tag_forward(joint)
             names = _rename_inputs(joint, len(primals))
             inputs = [*(p.detach() for p in primals), *tangents]
@@ -127,7 +126,7 @@ class JointTrace:
         return [fake_tensor(mode, t) for t in types]
 
     def _joint(
-        self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
+        self, wanted: Sequence[int], primals: list[torch.Tensor], tangents: list[torch.Tensor]
     ) -> tuple[Any, ...]:
         graph = growing_graph()
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
@@ -193,7 +192,7 @@ def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[N
         ) from error
 
 
-@without_autocast
+@without_autocast()
 def trace_forward(
     module: torch.fx.GraphModule,
     types: Sequence[TensorType],
@@ -215,7 +214,7 @@ def trace_forward(
         return trace_forward_on(module, inputs, mode, decompositions, sizes, laid_out)
 
 
-@without_autocast
+@without_autocast()
 def trace_forward_on(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.Tensor],
@@ -241,7 +240,7 @@ def trace_forward_on(
         return of_pure_memory(module, inputs, decompositions, sizes)
 
 
-@without_autocast
+@without_autocast()
 def trace_taken_apart(
     module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
@@ -265,7 +264,7 @@ def trace_taken_apart(
         return of_pure_memory(plain, inputs, decompositions, sizes, gradients="differentiated")
 
 
-@without_autocast
+@without_autocast()
 def trace_function(
     function: Callable[[list[torch.Tensor]], tuple[Any, ...]],
     types: Sequence[TensorType],

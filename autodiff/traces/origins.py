@@ -150,7 +150,7 @@ NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 """PyTorch's error where a gradient is asked for by an operand that can have none."""
 
 
-@without_autocast
+@without_autocast()
 def stop_what_has_no_gradient(
     module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
 ) -> None:

@@ -248,7 +248,7 @@ def _above_autocast(operator: Any, decomposed: Callable[..., Any]) -> Callable[.
 
 
 def _standing_for(operator: Any, rule: Rule) -> Callable[..., Any]:
-    @without_autocast
+    @without_autocast()
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         given, named = arguments_in_full(operator, args, kwargs)
         operands = tensors_in((given, named))

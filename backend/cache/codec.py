@@ -8,9 +8,9 @@ cache. Decoding builds known constructs only, so that no entry can make anything
 from __future__ import annotations
 
 import base64
-import operator
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import sympy
@@ -28,7 +28,6 @@ from ..launches.built_kernel import BuiltKernel
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from ..launches.native_ops import with_native
 
-Encode = Callable[[Any], Any]
 Decode = Callable[[str, Any], Any]
 Coded = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -53,7 +52,7 @@ def _one_of_few(kind: type) -> Coded:
 def _record(kind: type) -> Coded:
     """Says how to code what is no more than its fields."""
     names = [field.name for field in fields(kind)]
-    return kind.__name__, lambda x: [getattr(x, name) for name in names], lambda made: kind(*made)
+    return kind.__name__, lambda x: map(partial(getattr, x), names), lambda made: kind(*made)
 
 
 _PLAIN = (type(None), bool, int, str)  # as JSON has them; a list of JSON is a tuple
@@ -81,30 +80,43 @@ _READ_WHOLE = {name: read for name, _, read in _WHOLE.values()}
 _READ_PARTS = {name: read for name, _, read in _PARTS.values()}
 
 
-def encode_value(value: Any, own: Encode | None = None) -> Any:
-    """Encodes a value with its type; ``own`` does what it knows, and returns None for the rest."""
-    kind: type = next((k for k in (list, dict) if isinstance(value, k)), type(value))
-    if kind in _PLAIN:
-        return value
-    if kind is tuple or kind is torch.Size:
-        return [encode_value(item, own) for item in value]
-    if own is not None and (encoded := own(value)) is not None:
-        return encoded
-    if kind in _WHOLE:
-        name, write, _ = _WHOLE[kind]
-        return {name: write(value)}
-    if kind in _PARTS:
-        name, write, _ = _PARTS[kind]
-        return {name: [encode_value(part, own) for part in write(value)]}
-    if callable(value):
-        return {"torch": _function_name(value)}
-    if isinstance(value, (torch.SymInt, sympy.Expr)):
-        raise NotCacheableError("a symbolic size")
-    raise NotCacheableError(f"an operand of type {kind.__name__}")
+class _Encoder:
+    """Encodes values with their types."""
+
+    def own(self, value: Any) -> Any:
+        """Encodes what only this encoder knows; returns None for the rest."""
+        return None
+
+    def encode(self, value: Any) -> Any:
+        kind: type = type(value)
+        if isinstance(value, (list, dict)):  # torch.fx has classes of its own of them
+            kind = list if isinstance(value, list) else dict
+        if kind in _PLAIN:
+            return value
+        if kind is tuple or kind is torch.Size:
+            return list(map(self.encode, value))
+        if (encoded := self.own(value)) is not None:
+            return encoded
+        if kind in _WHOLE:
+            name, write, _ = _WHOLE[kind]
+            return {name: write(value)}
+        if kind in _PARTS:
+            name, write, _ = _PARTS[kind]
+            return {name: list(map(self.encode, write(value)))}
+        if callable(value):
+            if (function := torch_facts.function_name(value)) is None:
+                raise NotCacheableError(f"the operator {value}")
+            return {"torch": function}
+        if isinstance(value, (torch.SymInt, sympy.Expr)):
+            raise NotCacheableError("a symbolic size")
+        raise NotCacheableError(f"an operand of type {kind.__name__}")
+
+
+encode_value = _Encoder().encode
 
 
 def decode_value(data: Any, own: Decode | None = None) -> Any:
-    """Reads what :func:`encode_value` wrote."""
+    """Reads what an encoder wrote; ``own`` reads what only that one knows."""
     if type(data) in _PLAIN:
         return data
     if isinstance(data, list):
@@ -115,19 +127,10 @@ def decode_value(data: Any, own: Decode | None = None) -> Any:
     if name in _READ_PARTS:
         return _READ_PARTS[name]([decode_value(part, own) for part in inner])
     if name == "torch":
-        return operator.getitem if inner == "getitem" else torch_facts.function_named(inner)
+        return torch_facts.function_named(inner)
     if own is None:
         raise MalformedError(f"{name} is not expected here")
     return own(name, inner)
-
-
-def _function_name(function: Any) -> str:
-    if function is operator.getitem:
-        return "getitem"
-    name = torch_facts.function_name(function)
-    if name is None:
-        raise NotCacheableError(f"the operator {function}")
-    return name
 
 
 # ---- leaves --------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ def decode_leaf(data: Any, name: str, input_names: tuple[str, ...]) -> Leaf:
     )
 
 
-class _Graph:
+class _Graph(_Encoder):
     """One leaf's graph, its nodes numbered."""
 
     def __init__(self, leaf: Leaf) -> None:
@@ -188,11 +191,11 @@ class _Graph:
 
     def content(self) -> dict[str, Any]:
         return {
-            "inputs": encode_value(self._leaf.input_types, self._own),
-            "outputs": encode_value(self._leaf.output_types, self._own),
+            "inputs": self.encode(self._leaf.input_types),
+            "outputs": self.encode(self._leaf.output_types),
             "level": self._leaf.level,
             "kernels": self._leaf.kernels,
-            "nodes": [self._node(node) for node in self._number],
+            "nodes": list(map(self._node, self._number)),
         }
 
     def _node(self, node: torch.fx.Node) -> list[Any]:
@@ -204,9 +207,9 @@ class _Graph:
         # Where a line stands says nothing of what it computes.
         stamp = replace(stamp_of(node), source="")
         parts = (target, node.args, dict(node.kwargs), None if stamp == DEFAULT_STAMP else stamp)
-        return [node.op, *(encode_value(part, self._own) for part in parts)]
+        return [node.op, *map(self.encode, parts)]
 
-    def _own(self, value: Any) -> Any:
+    def own(self, value: Any) -> Any:
         if isinstance(value, TensorType) and value.device.type != "cpu":
             raise NotCacheableError(f"a tensor on {value.device}")
         return {"node": self._number[value]} if isinstance(value, torch.fx.Node) else None
@@ -222,8 +225,7 @@ class _Graph:
                 continue
             memory = memories.setdefault(memory_id(value), len(memories))
             found.append((TensorType.of(value), memory, int(value.storage_offset())))
-        encoded: list[Any] = encode_value(tuple(found), self._own)
-        return encoded
+        return list(map(self.encode, found))
 
 
 # ---- derivatives ---------------------------------------------------------------------------
@@ -259,18 +261,24 @@ def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any])
         kernels: the launches.
         object_of: keeps a compiled kernel; returns what finds it again (plain data), or None.
     """
+    # The native form holds addresses of this process; it is made again from the launch.
+    launches = tuple(replace(launch, native=None) for launch in kernels.launches)
+    return _Launches(object_of).encode(replace(kernels, name="", launches=launches))
 
-    def own(value: Any) -> Any:
+
+class _Launches(_Encoder):
+    """The launches of one leaf, their compiled kernels kept elsewhere."""
+
+    def __init__(self, object_of: Callable[[BuiltKernel], Any]) -> None:
+        self._object_of = object_of
+
+    def own(self, value: Any) -> Any:
         if not isinstance(value, BuiltKernel):
             return None
-        reference = object_of(value)
+        reference = self._object_of(value)
         if reference is None:
             raise NotCacheableError("a kernel whose object was not kept")
         return {"kernel": reference}
-
-    # The native form holds addresses of this process; it is made again from the launch.
-    launches = tuple(replace(launch, native=None) for launch in kernels.launches)
-    return encode_value(replace(kernels, name="", launches=launches), own)
 
 
 def decode_kernels(

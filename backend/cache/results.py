@@ -205,7 +205,7 @@ class CompileCache:
     ) -> None:
         """Stores the launches of an ATen leaf."""
         key = self._key("kernels", leaf, sorted(unaligned))
-        self._store(key, lambda: encode_kernels(kernels, self._object))
+        self._store(key, partial(encode_kernels, kernels, self._object))
 
     def plan(
         self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]
@@ -295,7 +295,7 @@ class CompileCache:
         if found:
             return found[0]
         made = make()
-        self._store(key, lambda: encode(made))
+        self._store(key, partial(encode, made))
         return made
 
     def _load(self, key: str | None, decode: Callable[[Any], Any]) -> tuple[Any] | None:

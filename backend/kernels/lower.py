@@ -278,7 +278,7 @@ def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
     return replace(leaf, module=module, level="aten", kernels=recipe.kernels)
 
 
-@without_autocast
+@without_autocast()
 def lower_leaves(
     leaves: Iterable[Leaf],
     backend: Backend,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import operator
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,10 @@ from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.
 _NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
-_FUNCTIONS = {f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)}
+_FUNCTIONS: dict[str, Any] = {
+    **{f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)},
+    "getitem": operator.getitem,
+}
 _VECTORS = "ATEN_CPU_CAPABILITY"  # PyTorch reads it once, Inductor for each kernel
 # Settings that say how Inductor works and not what it makes.
 _NO_MATTER = (
@@ -82,7 +86,7 @@ def _resolved(parts: Sequence[str]) -> Any:
 
 
 def function_name(function: Any) -> str | None:
-    """Returns the name of what a launch calls: an operator, or one of PyTorch's functions."""
+    """Returns the name of what a graph or a launch calls; None if it is not PyTorch's own."""
     for name, known in _FUNCTIONS.items():
         if function is known:
             return name

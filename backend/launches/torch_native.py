@@ -206,8 +206,10 @@ def kernel_address(function: Callable[..., Any]) -> int | None:
 
 def blas_address(name: str) -> int | None:
     """Returns where a BLAS routine of PyTorch is, or None if its BLAS is not visible."""
-    libraries = Path(torch.__file__).with_name("lib").glob("libtorch_cpu.*")
-    return next((a for a in (_address(str(p), name) for p in libraries) if a), None)
+    for path in Path(torch.__file__).with_name("lib").glob("libtorch_cpu.*"):
+        if address := _address(str(path), name):
+            return address
+    return None
 
 
 def blas_is_exact() -> bool:

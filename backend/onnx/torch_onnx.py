@@ -144,7 +144,7 @@ def _composite_operators() -> Iterator[Any]:
                 yield operator
 
 
-@without_autocast
+@without_autocast()
 def trace(
     module: torch.fx.GraphModule, inputs: Sequence[Any], mode: Any, table: Decompositions
 ) -> torch.fx.GraphModule:

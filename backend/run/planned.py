@@ -548,7 +548,7 @@ class Runtime:
         native = self.program.native
         return native.hold if native else None
 
-    @without_autocast
+    @without_autocast()
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns what the user receives, and the flight."""
         if self.program.allocates_all:
@@ -563,7 +563,7 @@ class Runtime:
             lease.release()
         return outputs[: self._num_results], flight
 
-    @without_autocast
+    @without_autocast()
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:

@@ -389,7 +389,7 @@ class RankProgram:
         for run in due:
             self.run(run.unit, run.part, run.flight, ())
 
-    @without_autocast
+    @without_autocast()
     def run(
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

@@ -72,7 +72,7 @@ class UnplannedRank:
         self._inboxes: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         self._outboxes: dict[tuple[int, str, int], list[torch.Tensor]] = {}
 
-    @without_autocast
+    @without_autocast()
     def run(
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

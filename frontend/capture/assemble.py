@@ -135,7 +135,8 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
     if recording.sizes is not None:
         recording.sizes.settle(recording.root, recording.tensors.sources)
     _dissolve_idle(recording, results, tree)
-    program, shared = _build(recording, results, tree)
+    made = assemble(recording.root, results, tree, recording.tensors.sources)
+    program, shared = _sharing(recording, *made)
     pairs = [
         (d, region)
         for d, region in zip(recording.decisions, recording.decided, strict=True)
@@ -177,11 +178,10 @@ def _root_evidence(recording: Recording, program: Program, met: list[nn.Module])
     return evidence
 
 
-def _build(
-    recording: Recording, results: list[Any], tree: ResultTree
+def _sharing(
+    recording: Recording, program: Program, closures: Mapping[Region, Closure]
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
-    """Builds the program; returns what each traced region's closure became, too."""
-    program, closures = assemble(recording.root, results, tree, recording.tensors.sources)
+    """Shares what differs in constants alone; returns what each region's closure became, too."""
     if isinstance(recording.blocks, NoBlocks):
         return program, {}
     if recording.sizes is not None:
@@ -197,7 +197,8 @@ def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -
     names = Counter(region.name for region in regions_inside(root))
     # A region that nothing else calls may still share its closure by constants: then it stays.
     if any(names[r.name] > 1 for r in idle):
-        _, shared = _build(recording, results, tree)
+        made = assemble(recording.root, results, tree, recording.tensors.sources)
+        _, shared = _sharing(recording, *made)
         uses = Counter(s.closure for s in shared.values())
         idle -= {r for r in idle if uses[shared[r].closure] > 1}
     dissolve(root, idle)

@@ -261,7 +261,7 @@ def plan(state: Compilation) -> PlannedProgram | Unplanned:
     while why is None:
         try:
             planned = _planned_step if state.goal.kind == "step" else _planned_module
-            return planned(state)(tools=tools_of(state))
+            return planned(state, launches(state))(tools=tools_of(state))
         except UnalignedError as found:
             # A kernel of a GPU may not take an operand where the arena puts it: it is made anew.
             if not state.context.lower_unaligned(found.inputs):
@@ -269,14 +269,16 @@ def plan(state: Compilation) -> PlannedProgram | Unplanned:
     return why
 
 
-def _planned_step(state: Compilation) -> partial[PlannedProgram]:
+def _planned_step(
+    state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
+) -> partial[PlannedProgram]:
     """Returns what plans a step, whose results stay where they are until the next one."""
     (flat,) = state.linked
     own_copies = [""] * sum(map(len, state.step.batch))
     return partial(
         PlannedProgram,
         [flat],
-        launches(state),
+        kernel_lists,
         range(len(flat.inputs)),
         [len(flat.outputs) - state.step.updates.num_results],
         results="pinned",
@@ -284,7 +286,10 @@ def _planned_step(state: Compilation) -> partial[PlannedProgram]:
     )
 
 
-def _planned_module(state: Compilation) -> partial[PlannedProgram]:
+def _planned_module(
+    state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
+) -> partial[PlannedProgram]:
+    """Returns what plans a module's forward and backward."""
     program = state.captured.program
     own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
     num_returned, sources = returned_of(program, state.derivative)
@@ -293,7 +298,7 @@ def _planned_module(state: Compilation) -> partial[PlannedProgram]:
     return partial(
         PlannedProgram,
         state.linked,
-        launches(state),
+        kernel_lists,
         list(own),
         num_returned,
         sources,

@@ -70,7 +70,7 @@ class AtNumbers:
             self._closures[closure] = made
         return self._closures[closure]
 
-    @without_autocast
+    @without_autocast()
     def _leaf(self, leaf: Leaf) -> Leaf:
         made = self._sizes.leaf(leaf)
         if made is not leaf:

@@ -8,8 +8,7 @@ a trace would hold, so a graph can be cut anywhere without losing the mode.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -55,20 +54,17 @@ def current_autocast(devices: Iterable[str]) -> tuple[Autocast, ...]:
     )
 
 
-def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a function run as if the caller had no autocast: a graph names all its own casts."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-        if not active:
-            return function(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for device in active:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
-
-    return wrapper
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Runs as if the caller had no autocast: a graph names all its own casts."""
+    active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    if not active:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in active:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 LaidOut = Callable[[Any, torch.fx.Node], Any]
@@ -102,7 +98,7 @@ class ModalInterpreter(SizedInterpreter):
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
 
-    @without_autocast
+    @without_autocast()
     def run_flat(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Runs on flat inputs; returns the flat outputs."""
         with self._stack:

@@ -118,7 +118,7 @@ class TensorType:
 
     def cotangent(self) -> TensorType:
         """Returns the type of this value's cotangent: its own layout, or contiguous."""
-        if self.is_dense:
+        if is_dense(self.shape, self.stride):
             return self
         return TensorType(self.dtype, self.shape, contiguous_stride(self.shape), self.device)
 
