@@ -40,12 +40,10 @@ from .leaf_derivative import (
     save_memory_once,
 )
 from .run_again import Rerunner, run_again
-from .traces.joint_cut import copy_graph, cut_joint
 from .traces.joint_trace import JointTrace
-from .traces.origins import stop_what_has_no_gradient
-from .traces.torch_differentiable import Gradients
+from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
 from .traces.torch_make_fx import Decompositions, traced_copy
-from .traces.torch_partition import PartitionPolicy, partition
+from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
 
 
 @dataclass(frozen=True, slots=True)

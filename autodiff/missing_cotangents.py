@@ -34,7 +34,7 @@ from ..reuse.ir.types import TensorType, contiguous_stride
 from .derivative import Derivative
 from .flat_structs import FlatStructs, grouped
 from .flows import used_inputs
-from .traces.joint_cut import copy_graph
+from .traces.torch_partition import copy_graph
 
 _ADD = torch.ops.aten.add.Tensor
 

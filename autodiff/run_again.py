@@ -29,7 +29,7 @@ from ..reuse.ir.types import StructType, TensorType, Type
 from .flat_structs import grouped
 from .flows import Draws
 from .leaf_derivative import Derivative, cotangent_type
-from .traces.joint_cut import ancestors, extract
+from .traces.torch_partition import ancestors, extract
 
 
 @dataclass(frozen=True, eq=False)

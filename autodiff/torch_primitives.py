@@ -22,8 +22,8 @@ from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .traces.joint_trace import trace_forward
-from .traces.origins import origin_of
 from .traces.pure_memory import draw_mask, laid_out_as_traced
+from .traces.torch_interpreters import origin_of
 from .traces.torch_make_fx import Decompositions
 
 _ATEN = torch.ops.aten

@@ -35,7 +35,7 @@ from ..reuse.torch_names import OPERATOR_TYPES
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .flat_structs import FlatStructs
 from .flows import Draws, needed_calls
-from .traces.torch_differentiable import DIFFERENTIABLE
+from .traces.torch_interpreters import DIFFERENTIABLE
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
 ORDERS: tuple[Order, ...] = get_args(Order)

@@ -131,8 +131,8 @@ def overflow() -> None:
     import torch
 
     from lazyinline.backend.kernels.bundles import bundle_text, kernel_source
-    from lazyinline.backend.kernels.torch_builds import build_file
-    from lazyinline.backend.launches.built_kernel import loaded_kernel
+    from lazyinline.backend.kernels.torch_inductor import build_file
+    from lazyinline.backend.launches.torch_native import loaded_kernel
 
     source = kernel_source(["float*", "int64_t"], _BEYOND_END)
     assert source is not None

@@ -28,7 +28,7 @@ from ..reuse.ir.program import (
 from ..reuse.ir.rewrite import inline_calls
 from .capture.capture import capture_candidates
 from .capture.regions import SharingDecision
-from .checks.models import check_example
+from .checks.refusals import check_example
 from .compile_record import alike
 from .compiler import Compiler
 from .marks import is_marked

@@ -22,7 +22,7 @@ from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modu
 from ..reuse.ir.printer import folded
 from ..reuse.torch_names import global_hook_tables
 from .capture.blocks import Reuse
-from .checks.models import (
+from .checks.refusals import (
     refuse_compiled,
     refuse_scripted,
     refuse_unknown_wrappers,

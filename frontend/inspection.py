@@ -20,7 +20,7 @@ from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
-from .checks.models import check_example
+from .checks.refusals import check_example
 from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
 from .options import Batching, Options
 from .passes.programs import PARTS

@@ -28,8 +28,7 @@ from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
 from .capture.blocks import Reuse
-from .checks.models import check_example
-from .checks.refusals import check_runnable
+from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
 from .onnx.check import copied

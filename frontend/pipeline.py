@@ -29,8 +29,7 @@ from ..reuse.ir.program import ModelTensor
 from ..reuse.torch_names import is_lazy
 from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .capture.blocks import Reuse
-from .checks.models import check_example
-from .checks.refusals import check_leaves, check_runnable, refuse_containers
+from .checks.refusals import check_example, check_leaves, check_runnable, refuse_containers
 from .checks.torch_state import why_no_memory, why_watched
 from .compile_record import CompileRecord
 from .compiler import PASSES, made_by

@@ -14,8 +14,7 @@ from torch import nn
 from ..autodiff.training_program import ORDERS, Order
 from ..autodiff.updates import NotUpdatedError
 from ..backend.kernels.lower import BackendName
-from ..backend.launches.present_memory import address_in
-from ..backend.launches.torch_native import Move
+from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.planned import Lease, PlannedProgram
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
@@ -28,11 +27,12 @@ from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.tensors import HandedGradients
 from .capture.blocks import Reuse
-from .checks.models import model_inside, refuse_wrappers
 from .checks.refusals import (
     check_leaves,
     check_runnable,
+    model_inside,
     refuse_containers,
+    refuse_wrappers,
     watching_tensor,
 )
 from .checks.torch_state import autograd_mode_around, mode_around

@@ -20,7 +20,7 @@ import torch.fx
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ..autodiff.flat_structs import grouped
 from ..autodiff.flows import needed_calls
-from ..autodiff.traces.joint_cut import ancestors, extract
+from ..autodiff.traces.torch_partition import ancestors, extract
 from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_view, mutated_args
 from ..reuse.ir.program import (

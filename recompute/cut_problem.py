@@ -15,7 +15,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ..autodiff.traces.joint_cut import ancestors, backward_nodes, late_draws
+from ..autodiff.traces.torch_partition import ancestors, backward_nodes, late_draws
 from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy, value_bytes
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..autodiff.derivative import Cut, Derivative, Differentiator, PerCall, Request, Whole
-from ..autodiff.traces.joint_cut import ancestors
+from ..autodiff.traces.torch_partition import ancestors
 from ..reuse.ir.costs import flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Leaf, outputs_of

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from problem_csv import read_problem_csv, write_offsets_csv
 
 from lazyinline.backend.arena import live_ranges as packing
-from lazyinline.backend.arena.arena import ArenaPlan, plan
+from lazyinline.backend.arena.arena import ArenaPlan, chains, patterns, plan, splits
 from lazyinline.backend.arena.live_ranges import Buffers, IntArray, breadth, lower_bound
-from lazyinline.backend.arena.repeats import chains, patterns, splits
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
 

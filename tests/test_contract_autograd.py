@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from lazyinline.autodiff.forward_mode.torch_rules import _WRONG_NESTED
 from lazyinline.autodiff.traces.joint_trace import CHANGED_IN_PLACE
-from lazyinline.autodiff.traces.origins import NOT_DIFFERENTIABLE
+from lazyinline.autodiff.traces.torch_interpreters import NOT_DIFFERENTIABLE
 from lazyinline.frontend.torch_optimizer import StepOptimizer, _make_state, _settings_of
 from lazyinline.reuse.ir.torch_updates import ADAM_STATE, SGD_STATE, adam_, sgd_
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
-from lazyinline.backend.kernels import torch_builds
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.torch_corrections import (
     NOT_FROM_THE_END,
     decompositions,
@@ -375,9 +375,11 @@ def test_kernels_built_together_have_the_flags_of_kernels_built_alone() -> None:
         alone = cache.load_pybinding(["float*"], f"{header}\n{entry}")
         wanted = {line for line in commands if " i " in line}  # names stand for those of files
         commands.clear()
-        together = torch_builds.build_file(f"{header}\n// not built alone\n{entry}")
+        together = torch_inductor.build_file(f"{header}\n// not built alone\n{entry}")
     assert wanted and wanted <= set(commands), "a file of kernels is built with other flags"
-    assert any(line in torch_builds.build_setting() for line in wanted), "the key names other flags"
+    assert any(line in torch_inductor.build_setting() for line in wanted), (
+        "the key names other flags"
+    )
     x = torch.zeros(1)
     alone(x)
     assert x == 3 and together.suffix == ".so" and cache.entry_function == "kernel"
@@ -394,9 +396,9 @@ def test_unasked_inductor_takes_the_first_good_instruction_set() -> None:
     assert isinstance(module.supported_vec_isa_list, list)
     assert isinstance(module.x86_isa_checker(), list)
     taken = module.pick_vec_isa()
-    if torch_builds.takes_the_first(bits):
-        assert [taken] == torch_builds.best_vector_units() and taken == listed()[0]
-    with torch_builds.vector_units_probed_here():
+    if torch_inductor.takes_the_first(bits):
+        assert [taken] == torch_inductor.best_vector_units() and taken == listed()[0]
+    with torch_inductor.vector_units_probed_here():
         assert module.pick_vec_isa() == taken
     assert module.valid_vec_isa_list is listed
 
@@ -417,10 +419,10 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> N
     code = isa._avx_code
     assert "at::vec::" in code, "the probe is built for no instruction set"
     never_built = f"{code}\n// {os.urandom(8).hex()}"
-    with commands_noted() as commands, torch_builds.vector_units_probed_here():
+    with commands_noted() as commands, torch_inductor.vector_units_probed_here():
         assert isa.check_build(never_built)
         assert not isa.check_build(f"{never_built}\n#error no such vectors")
-    assert any(line in torch_builds.build_setting() for line in commands), (
+    assert any(line in torch_inductor.build_setting() for line in commands), (
         "the flags are not those of kernels"
     )
     assert any("-include " in line for line in commands), "the header was read again"
@@ -438,7 +440,7 @@ def test_vector_units_are_asked_for_by_loading_an_object() -> None:
     assert parameters_of(probe) == ["self", "output_path"]
     for path, loads in ((__file__, False), (str(native_file()), True)):
         assert probe(isa_class(), path) is loads
-        assert torch_builds._loads_here(isa_class(), path) is loads
+        assert torch_inductor._loads_here(isa_class(), path) is loads
 
 
 # ---- a GPU that is not here ---------------------------------------------------------------------

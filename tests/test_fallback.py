@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
-from lazyinline.backend.kernels import torch_builds, torch_inductor
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.dispatch import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
@@ -555,13 +555,13 @@ def fail_at_tanh(patch: pytest.MonkeyPatch, error: Callable[[], Exception]) -> N
 
 
 def write_no_tanh(patch: pytest.MonkeyPatch) -> None:
-    safe = torch_builds.guarded
+    safe = torch_inductor.guarded
 
     def wrong(source: str, num_threads: int) -> str:
         made = safe(source, num_threads)
         return made.replace(".tanh()", ".no_such_thing()").replace("std::tanh", "no_such_thing")
 
-    patch.setattr(torch_builds, "guarded", wrong)
+    patch.setattr(torch_inductor, "guarded", wrong)
 
 
 def mixed_layers() -> nn.Module:

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.autodiff.forward_mode.jets import Series
-from lazyinline.autodiff.traces.torch_differentiable import DIFFERENTIABLE
+from lazyinline.autodiff.traces.torch_interpreters import DIFFERENTIABLE
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass

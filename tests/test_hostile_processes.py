@@ -27,7 +27,7 @@ from lazyinline.backend.files.torch_folder import (
     own_folder,
     sound_object,
 )
-from lazyinline.backend.kernels import torch_builds
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import CacheWarning
 from lazyinline.reuse.process import ProcessLock
@@ -186,12 +186,12 @@ def test_an_object_that_is_cut_off_or_open_to_others_is_removed_and_not_loaded(
         cut = tmp_path / "cut.so"
         cut.write_bytes(whole.read_bytes()[:kept_bytes])
         with pytest.raises(DamagedObjectError):
-            torch_builds._loads_here(None, str(cut))
+            torch_inductor._loads_here(None, str(cut))
         assert not cut.exists()
     opened = tmp_path / "opened.so"
     shutil.copy(whole, opened)
     assert sound_object(opened) == opened
-    assert torch_builds._loads_here(None, str(opened))
+    assert torch_inductor._loads_here(None, str(opened))
     opened.chmod(0o666)
     with pytest.raises(DamagedObjectError):
         sound_object(opened)
@@ -206,7 +206,7 @@ def test_a_damaged_probe_is_built_again() -> None:
             raise DamagedObjectError("cut off")
         return True
 
-    assert torch_builds._built_as_kernels(check_build)(None, "code")
+    assert torch_inductor._built_as_kernels(check_build)(None, "code")
     assert asked == ["code", "code"]
 
 

@@ -19,7 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lazyinline
 from lazyinline.backend.files.disk import open_store
-from lazyinline.backend.kernels import torch_builds
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.bundles import (
     HEADER,
     BuiltKernels,
@@ -30,9 +30,9 @@ from lazyinline.backend.kernels.bundles import (
     kept,
     kernel_source,
 )
-from lazyinline.backend.kernels.torch_builds import build_file, deferred_builds
+from lazyinline.backend.kernels.torch_inductor import build_file, deferred_builds
 from lazyinline.backend.launches import torch_facts, torch_native
-from lazyinline.backend.launches.built_kernel import BuiltKernel
+from lazyinline.backend.launches.torch_native import BuiltKernel
 from lazyinline.reuse.errors import CacheWarning
 
 TYPES = ["const float*", "float*", "int64_t"]
@@ -137,7 +137,7 @@ def test_a_training_step_gives_the_bits_of_kernels_built_alone(
     together = step(model, x)
     PyCodeCache.cache_clear()
     asked = []
-    monkeypatch.setattr(torch_builds, "kernel_source", lambda *a: asked.append(a))
+    monkeypatch.setattr(torch_inductor, "kernel_source", lambda *a: asked.append(a))
     alone = step(model, x)
     assert asked, "no kernel went Inductor's own way"
     assert all(map(torch.equal, together, alone))
@@ -184,7 +184,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
         assert isinstance(promise, Promise)
         promise.result()
         assert len(built) == 2
-        return [*built, torch_native.native_source(), torch_builds.build_setting()]
+        return [*built, torch_native.native_source(), torch_inductor.build_setting()]
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda _, types, text: built.append(text))
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(BuiltKernels, "find", lambda *_: None)
     here = sources()
-    for module in (torch_facts, torch_builds):
+    for module in (torch_facts, torch_inductor):
         monkeypatch.setattr(module, "cpu_kind", lambda: "another")
     assert all(a != b for a, b in zip(here, sources(), strict=True))
 
@@ -210,7 +210,7 @@ def test_what_inductor_writes_today_shares_files(
         accepted.append(kernel_source(types, text) is not None)
         return kernel_source(types, text)
 
-    monkeypatch.setattr(torch_builds, "kernel_source", noted)
+    monkeypatch.setattr(torch_inductor, "kernel_source", noted)
     step(models.Block(32, norm=True), torch.randn(4, 32), dynamic)
     assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
 

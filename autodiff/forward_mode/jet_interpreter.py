@@ -22,7 +22,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.operators import is_draw, mutated_args
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.origins import origin_of
+from ..traces.torch_interpreters import origin_of
 from .jets import Lanes, Operands, results_of
 from .polynomials import Coefficient, scaled
 from .torch_rules import is_wrong_nested, rule_of

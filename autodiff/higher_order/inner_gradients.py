@@ -40,8 +40,8 @@ from ..flows import drawing_leaf, needed_calls
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
 from ..forward_mode.jet_interpreter import Fallback
 from ..forward_mode.jets import Series
-from ..traces.joint_cut import ancestors
-from ..traces.torch_differentiable import DIFFERENTIABLE
+from ..traces.torch_interpreters import DIFFERENTIABLE
+from ..traces.torch_partition import ancestors
 from ..training_program import backward_calls, own_derivative
 from .repeats import Repeats
 

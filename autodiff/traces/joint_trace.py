@@ -17,7 +17,6 @@ from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
-from .origins import NotingInterpreter, StoppingInterpreter
 from .pure_memory import (
     attention_as_traced,
     captured_results,
@@ -27,7 +26,13 @@ from .pure_memory import (
     strip_detach,
     type_as_captured,
 )
-from .torch_differentiable import DIFFERENTIABLE, DifferentiableInterpreter, Gradients
+from .torch_interpreters import (
+    DIFFERENTIABLE,
+    DifferentiableInterpreter,
+    Gradients,
+    NotingInterpreter,
+    StoppingInterpreter,
+)
 from .torch_make_fx import (
     Decompositions,
     FakeTensorMode,

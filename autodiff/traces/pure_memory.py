@@ -18,10 +18,17 @@ from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, environment_of_tensor, size_in, sizes_in
 from ...reuse.ir.types import TensorType
-from .origins import is_stop
-from .torch_differentiable import Gradients
-from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
-from .torch_make_fx import Decompositions, growing_graph, traced
+from .torch_interpreters import Gradients, is_stop
+from .torch_make_fx import (
+    WRITTEN,
+    Decompositions,
+    drop_copies,
+    drop_pairs,
+    growing_graph,
+    is_lazy,
+    mark_after_strided,
+    traced,
+)
 
 
 def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:

@@ -1,14 +1,23 @@
-"""Adapter: PyTorch's partitioners, which cut a joint graph into forward and backward."""
+"""Adapter: a joint graph split into forward and backward, by PyTorch's partitioners or our cuts.
+
+In a cut of ours any set of forward values may be the saved ones. The backward computes again
+whatever else it needs, each value right before its first use, so that recomputed tensors live
+shortly. Random operators are never among what is computed again: each is run in the half where it
+was traced, in the order of the trace, whoever reads what it draws.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
+import torch
 import torch.fx
 
 from ...reuse.ir.operators import is_draw, may_draw
-from .joint_cut import cut_joint, late_draws, read_by_backward
+from ...reuse.ir.program import input_nodes, outputs_of
+from ...reuse.torch_names import module_of
 
 PartitionPolicy: TypeAlias = Literal["save", "min_cut"]
 
@@ -76,3 +85,162 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
         else:
             assert not is_draw(node), f"{node.target} would be drawn twice"
     backward.recompile()
+
+
+# ---- cuts of our own -----------------------------------------------------------------------------
+
+
+def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Returns what was traced before autograd ran: the nodes up to the last that is noted so.
+
+    What depends on no cotangent is not enough: a backward may draw a mask of its own.
+    """
+    nodes = list(joint.graph.nodes)
+    noted = [i for i, n in enumerate(nodes) if n.meta.get("partitioner_tag") == "is_forward"]
+    return set(nodes[: noted[-1] + 1]) if noted else set(nodes) - backward_nodes(joint)
+
+
+def late_draws(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Returns the random operators that autograd ran, in their order."""
+    early = early_nodes(joint)
+    return [n for n in joint.graph.nodes if is_draw(n) and n not in early]
+
+
+def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset[str]:
+    """Names what autograd itself would save: the forward's values that its nodes read."""
+    early = early_nodes(joint)
+    late = [n for n in joint.graph.nodes if n not in early and n.op != "output"]
+    read = {p for n in late for p in n.all_input_nodes}
+    read.update(n for n in outputs_of(joint)[num_outputs:] if isinstance(n, torch.fx.Node))
+    return frozenset(n.name for n in read if n in early and n.op != "placeholder")
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Returns whether a joint graph's placeholder is a cotangent."""
+    return node.op == "placeholder" and node.name.startswith("tangents_")
+
+
+def ancestors(
+    nodes: Iterable[torch.fx.Node], stop: Iterable[torch.fx.Node] = ()
+) -> set[torch.fx.Node]:
+    """Returns the nodes and all that they are computed from; does not go beyond ``stop``."""
+    ends, found, todo = set(stop), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if node not in ends:
+                todo.extend(node.all_input_nodes)
+    return found
+
+
+def backward_nodes(
+    joint: torch.fx.GraphModule, late: Iterable[torch.fx.Node] = ()
+) -> set[torch.fx.Node]:
+    """Returns the nodes that depend on a cotangent, or on one of ``late``."""
+    found: set[torch.fx.Node] = set(late)
+    for node in joint.graph.nodes:
+        if is_tangent(node) or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    found.discard(joint.graph.output_node())
+    return found
+
+
+def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Returns a copy with the same names, for those who change what they are given."""
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    outputs = graph.graph_copy(module.graph, mapping)
+    graph.output(outputs)
+    return module_of(graph, module)
+
+
+def cut_joint(
+    joint: torch.fx.GraphModule, num_outputs: int, saved: frozenset[str]
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Splits a joint graph into a forward that saves the named values, and a backward.
+
+    Args:
+        joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
+        num_outputs: how many of the outputs belong to the forward.
+        saved: names of forward nodes.
+    """
+    outputs = outputs_of(joint)
+    early, late = early_nodes(joint), late_draws(joint)
+    keep = [n for n in joint.graph.nodes if n.name in saved]
+    assert len(keep) == len(saved), f"not in the graph: {saved - {n.name for n in keep}}"
+    entries = input_nodes(joint)
+    primals = [n for n in entries if not is_tangent(n)]
+    tangents = [n for n in entries if is_tangent(n)]
+    # Also those that nobody reads: they move the generator on, as in eager.
+    drawn = [n for n in joint.graph.nodes if is_draw(n) and n in early]
+    forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
+    gradients = outputs[num_outputs:]
+    ends = [*primals, *keep, *tangents]
+    reached = ancestors((n for n in (*gradients, *late) if isinstance(n, torch.fx.Node)), ends)
+    twice = [n.name for n in drawn if n in reached and n not in keep]
+    # A second draw gives another mask: a wrong gradient that no shape or type would show.
+    assert not twice, f"{twice} would be drawn twice"
+    used = [n for n in (*primals, *keep) if n in reached]
+    backward = extract(joint, [*used, *tangents], gradients, also=late, order="when_needed")
+    return forward, backward
+
+
+def extract(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.fx.Node],
+    outputs: Sequence[Any],
+    *,
+    also: Sequence[torch.fx.Node] = (),
+    order: Literal["as_is", "when_needed"] = "as_is",
+) -> torch.fx.GraphModule:
+    """Copies the part of a graph that leads from some of its nodes to others.
+
+    Args:
+        module: the graph.
+        inputs: nodes that become placeholders of the same names.
+        outputs: nodes (or constants) that are returned.
+        also: nodes that are run whether an output needs them or not.
+        order: ``"as_is"`` keeps the graph's order; ``"when_needed"`` moves what does not depend on
+            a cotangent, nor on these nodes, right before its first use.
+    """
+    wanted = [n for n in outputs if isinstance(n, torch.fx.Node)]
+    needed = ancestors((*wanted, *also), inputs) - set(inputs)
+    nodes = [n for n in module.graph.nodes if n in needed]
+    if order == "when_needed":
+        nodes = _just_in_time(nodes, backward_nodes(module, also))
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta.update(node.meta)
+    for node in nodes:
+        assert node.op != "placeholder", f"{node.name} is not among the inputs"
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    graph.output(tuple(mapping[n] if isinstance(n, torch.fx.Node) else n for n in outputs))
+    return module_of(graph, module)
+
+
+def _just_in_time(
+    nodes: Sequence[torch.fx.Node], backward: set[torch.fx.Node]
+) -> list[torch.fx.Node]:
+    """Orders recomputed nodes right before the first backward node that needs them."""
+    # A stack of its own in place of recursion: a chain of recomputed nodes may be thousands long.
+    wanted, placed = set(nodes), dict[torch.fx.Node, None]()
+
+    def place(node: torch.fx.Node) -> None:
+        todo = [node]
+        while todo:
+            top = todo[-1]
+            missing = [n for n in top.all_input_nodes if n in wanted and n not in placed]
+            if missing:
+                todo.extend(reversed(missing))
+            else:
+                placed.setdefault(todo.pop())
+
+    for node in nodes:
+        if node in backward:
+            place(node)
+    for node in nodes:
+        place(node)
+    return list(placed)

@@ -24,9 +24,9 @@ from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
 from ..gpu.torch_triton import MachineCode, TritonKernel
 from ..launches import torch_facts
-from ..launches.built_kernel import BuiltKernel
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from ..launches.native_ops import with_native
+from ..launches.torch_native import BuiltKernel
 
 Decode = Callable[[str, Any], Any]
 Coded = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]

@@ -34,8 +34,8 @@ from ..arena.live_ranges import Buffers
 from ..files.disk import DiskCache, MissingObjectError, open_cache
 from ..gpu.torch_triton import MachineCode, TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
-from ..launches.built_kernel import BuiltKernel, loaded_kernel
 from ..launches.kernel_list import KernelList
+from ..launches.torch_native import BuiltKernel, loaded_kernel
 from .codec import (
     MalformedError,
     NotCacheableError,

@@ -24,8 +24,8 @@ import torch
 import torch.fx
 from torch.utils import _triton
 
-from ...autodiff.traces.joint_cut import copy_graph
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_partition import copy_graph
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf

@@ -3,7 +3,6 @@
 lower              kernels for each different leaf closure, once; by eager, operator by operator
 torch_inductor     adapter: TorchInductor as a kernel maker for one ATen graph
 torch_corrections  adapter: what Inductor would decompose or write otherwise than eager runs
-torch_builds       adapter: how Inductor has its C++ built
 bundles            C++ kernels, their text made safe, many built by one run of the compiler
 torch_recorder     adapter: the kernel list of a closure, recorded in one run on fake tensors
 torch_attention    adapter: which attention runs on a CPU and on a GPU, and its scratch

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.disk import DiskCache, MissingObjectError
-from ..launches.built_kernel import CHECKED, BuiltKernel, is_known_type, loaded_kernel
+from ..launches.torch_native import CHECKED, BuiltKernel, is_known_type, loaded_kernel
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _ENTRY = re.compile(

@@ -1,14 +1,20 @@
-"""Adapter: what is C++ of ours (the native loop, first fit), and the addresses of what it calls.
+"""Adapter: what runs by address: our C++ (the native loop, first fit), kernels, BLAS, and operands.
 
-It is built by the compiler that Inductor uses for its own kernels and kept where it keeps them. The
-loop calls Inductor's kernels at their address, and the BLAS inside PyTorch.
+Our C++ is built by the compiler that Inductor uses for its own kernels and kept where it keeps
+them. The loop calls a kernel at its address in a shared object that holds several, and the BLAS
+inside PyTorch. A wrapper that runs as Python calls kernels by name; Inductor would compile a Python
+binding of each for that, here ``ctypes`` does it.
+
+Kernels get addresses of tensors, and 0 ends the process. ``tensor.untyped_storage().resize_(0)``
+frees memory and leaves the tensor's sizes as they are, as sharding and offloading do between steps:
+such tensors are refused.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,8 +28,176 @@ from ...reuse.errors import PlanError
 from ...reuse.torch_names import matmul_precision
 from ..arena.live_ranges import Buffers, IntArray
 from ..files.torch_folder import DamagedObjectError, own_folder, sound_code
-from .built_kernel import BuiltKernel
 from .torch_facts import for_this_cpu
+
+_address_of = torch.Tensor.data_ptr
+
+
+def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> None:
+    """Checks that every tensor has all the memory that its sizes need.
+
+    Args:
+        tensors: what will be given by address.
+        names: what the first of them are called.
+
+    Raises:
+        RuntimeError: names the first that has not.
+    """
+    for position, tensor in enumerate(tensors):
+        held = tensor.untyped_storage().nbytes() if tensor.numel() and tensor.data_ptr() else 0
+        if tensor.numel() and held < _needed_bytes(tensor):
+            name = names[position] if position < len(names) else ""
+            raise RuntimeError(_message(tensor, name))
+
+
+def check_addresses(tensors: Sequence[torch.Tensor]) -> None:
+    """Checks what PyTorch's own kernels are given, which need not check it either.
+
+    Raises:
+        RuntimeError: if the memory of one is gone.
+    """
+    if 0 in map(_address_of, tensors):
+        check_memory(tensors)
+
+
+def address_in(tensor: torch.Tensor) -> int:
+    """Returns where a tensor's numbers are, 0 if it has none.
+
+    Raises:
+        RuntimeError: if it should have some.
+    """
+    return tensor.data_ptr() or no_address(tensor)
+
+
+def no_address(tensor: torch.Tensor) -> int:
+    """Returns 0 for a tensor without elements, whose address that is.
+
+    Raises:
+        RuntimeError: for any other.
+    """
+    check_memory((tensor,))
+    return 0
+
+
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of memory up to the last element."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
+
+
+def _message(tensor: torch.Tensor, name: str) -> str:
+    what = f"The tensor {name!r}" if name else "A tensor that the compiled program is given"
+    if tensor.is_meta:
+        return f"{what}, of shape {tuple(tensor.shape)}, is on the meta device and has no numbers."
+    held = tensor.untyped_storage().nbytes()
+    return (
+        f"{what}, of shape {tuple(tensor.shape)} and {tensor.dtype}, needs "
+        f"{_needed_bytes(tensor)} bytes, and its storage holds {held}: somebody freed or shrank it "
+        "(untyped_storage().resize_, as sharding and offloading do). Bring its memory back before "
+        "the call; nothing needs to be compiled again."
+    )
+
+
+CHECKED = "_checked"
+_MESSAGE_BYTES = 1024
+_SCALARS: dict[str, Any] = {
+    "int64_t": ctypes.c_int64,
+    "uintptr_t": ctypes.c_void_p,
+    "float": ctypes.c_float,
+}
+
+
+def is_known_type(name: str) -> bool:
+    """Whether an argument of this C++ type can be passed."""
+    return name.endswith("*") or _plain(name) in _SCALARS
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("const ")
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """A kernel of a shared object.
+
+    Called with tensors, numbers where a parameter is one; it writes into its tensors. The
+    interpreter's lock is held meanwhile, as in Inductor's own bindings.
+
+    Attributes:
+        path: the shared object.
+        symbol: name of the function in it. ``<symbol>_checked`` catches what the function throws.
+        argument_types: C++ types of its parameters.
+    """
+
+    path: Path
+    symbol: str
+    argument_types: tuple[str, ...]
+
+    @property
+    def address(self) -> int:
+        """The address of the function.
+
+        Raises:
+            OSError: if the object does not load.
+            AttributeError: if it is another one.
+        """
+        found = ctypes.cast(getattr(_opened(str(self.path)), self.symbol), ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+    def __call__(self, *args: Any) -> None:
+        """Runs the kernel.
+
+        Raises:
+            RuntimeError: if the number of arguments is wrong, a tensor's memory was freed, or with
+                what the kernel throws.
+            IndexError: if an index was out of range.
+        """
+        if len(args) != len(self.argument_types):
+            raise RuntimeError(f"requires {len(self.argument_types)} args")
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        given = [address_in(a) if isinstance(a, torch.Tensor) else a for a in args]
+        if _checked(self)(*given, message, _MESSAGE_BYTES):
+            text = message.value.decode(errors="replace")
+            raise IndexError(text) if "out of bounds" in text else RuntimeError(text)
+
+
+def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> BuiltKernel:
+    """Returns a kernel of a shared object.
+
+    Raises:
+        OSError: if the object does not load.
+        AttributeError: if the kernel is not in it.
+        ValueError: if this is no kernel's description.
+    """
+    described = [symbol, *argument_types]
+    if not all(isinstance(text, str) for text in described) or not symbol.isidentifier():
+        raise ValueError(f"{symbol!r} is no kernel")
+    if not all(map(is_known_type, argument_types)):
+        raise ValueError(f"{argument_types} are no types of a kernel's parameters")
+    kernel = BuiltKernel(path, symbol, tuple(argument_types))
+    # Both are looked up now, so that an object that lacks one is noticed before a program needs it.
+    _checked(kernel)
+    assert kernel.address
+    return kernel
+
+
+@functools.cache
+def _opened(path: str) -> Any:
+    return ctypes.PyDLL(path)
+
+
+@functools.cache
+def _checked(kernel: BuiltKernel) -> Any:
+    function = getattr(_opened(str(kernel.path)), kernel.symbol + CHECKED)
+    types = [_SCALARS.get(_plain(name), ctypes.c_void_p) for name in kernel.argument_types]
+    function.argtypes = [*types, ctypes.c_char_p, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return function
+
+
+# ---- the native loop -----------------------------------------------------------------------------
+
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)

@@ -23,7 +23,7 @@ from ...reuse.torch_names import new_cpu_tensor
 from ..gpu.targets import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import native_ops, torch_native
-from ..launches.present_memory import no_address
+from ..launches.torch_native import no_address
 from .layout import Placed
 from .placement import Tools
 

@@ -20,7 +20,7 @@ from onnxscript import ir, optimizer, version_converter
 
 from ...autodiff.flat_structs import grouped
 from ...autodiff.traces.joint_trace import trace_forward_on
-from ...autodiff.traces.origins import origin_of
+from ...autodiff.traces.torch_interpreters import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import ExportError

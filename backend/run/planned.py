@@ -28,7 +28,7 @@ from ..gpu.roofline import with_streams
 from ..gpu.targets import Capture, Place, Run, capture_graph, run_before_capture
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
-from ..launches.present_memory import check_addresses, check_memory
+from ..launches.torch_native import check_addresses, check_memory
 from ..link.layout import (
     Results,
     add_workspaces,

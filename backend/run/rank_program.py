@@ -20,7 +20,7 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.types import TensorType
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
-from ..launches.present_memory import check_memory
+from ..launches.torch_native import check_memory
 from ..link.placement import Tools
 from ..link.torch_generated import Memory, Runner
 from ..link.unit_layout import Box, PlacedBuffer, UnitLayout

@@ -11,7 +11,7 @@ import torch
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ..launches.kernel_list import KernelList
-from ..launches.present_memory import check_addresses, check_memory
+from ..launches.torch_native import check_addresses, check_memory
 from ..link.unit_layout import PartSpec, Source
 from .planned import closures_run
 

@@ -41,7 +41,7 @@ from ...reuse.ir.program import (
     Value,
 )
 from ...reuse.torch_names import memory_id
-from ..effects.changes import find_fake
+from ..effects.effects import find_fake
 from ..tracing.torch_tracing import is_mode_switch
 from .blocks import NoBlocks, dissolve
 from .recording import Recording

@@ -26,7 +26,6 @@ from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ...reuse.torch_pytree import cache_classes, numbered
-from ..checks.models import refuse_backward_hooks, refuse_uncapturable
 from ..checks.refusals import (
     CANNOT,
     DIFFERENTIATES,
@@ -35,7 +34,9 @@ from ..checks.refusals import (
     WrongCallError,
     check_memory,
     check_operand_types,
+    refuse_backward_hooks,
     refuse_read_attributes,
+    refuse_uncapturable,
     refuse_unlike_constants,
 )
 from ..effects.effects import EffectError, OnEffects

@@ -20,8 +20,7 @@ from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.kinds import ABSENT
-from ..effects.changes import ModuleChanges, OuterChanges, is_cache
-from ..effects.effects import Effects, OnEffects
+from ..effects.effects import Effects, ModuleChanges, OnEffects, OuterChanges, is_cache
 from ..effects.given_objects import GivenObjects
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path

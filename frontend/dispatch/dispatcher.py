@@ -23,11 +23,12 @@ from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.torch_names import is_lazy_zero
 from ..capture.surroundings import one_at_a_time
-from ..checks.models import backward_hooked, model_inside
 from ..checks.refusals import (
     WrongCallError,
+    backward_hooked,
     check_runnable,
     check_writes,
+    model_inside,
     watching_tensor,
     written_out,
 )

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...reuse.errors import FinalCaptureError, LazyInlineError
-from ..checks.models import way_of, wrapped_parts
+from ..checks.refusals import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult

@@ -1,7 +1,6 @@
 """Side effects of a forward: found after a run, undone, or a reason to run eagerly.
 
-effects              all that a program would not do at each call
-changes              what a run changes, outside the model and in its modules, and how it is undone
+effects              what a run changes, how that is undone, and what else a program would not do
 given_objects        which parts of a cache the blocks that are given it read and write
 torch_allowed_calls  the functions in C that a forward may call: what only computes
 """

@@ -2,21 +2,330 @@
 
 Found by evidence after the run: what is changed outside the model or in its arguments, a tensor of
 the trace among that, and what it prints or logs.
+
+Outside are lists that hooks fill, counters, caches. What its Python can reach is noted before it
+can be changed: what hooks hold, what the globals and captured variables of each function hold as it
+begins, and what classes and modules hold. After the run, all of it is put back; the next eager
+run makes the change. A function that sets a captured variable (``nonlocal``) is refused as it
+begins.
+
+An attribute may be set past ``nn.Module``, in the module's ``__dict__`` itself, so the tables of
+all modules are kept before the run and compared after it. What was set in that way before it was
+read, each run sets anew: such a change is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import functools
+import gc
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, VerifyError
-from ...reuse.evidence.reads import Reads
+from ...reuse.evidence.functions import captured_set
+from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute, module_state
+from ...reuse.evidence.reads import Reads, outside_name
+from ...reuse.evidence.snapshot import Snapshot
+from ...reuse.freeze import Freezer
 from ...reuse.ir.types import TensorType
+from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
+from ...reuse.torch_names import global_hook_tables
 from ..tracing.frames import user_line
-from .changes import OuterChanges, find_fake
+from ..tracing.torch_tracing import is_traced
+
+_CACHED = type(functools.lru_cache(len))
+_MAX_SEARCHED = 10_000
+_FORWARD_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class _Change(NamedTuple):
+    """Holds one change: its place, the values before and now, and how to put one there."""
+
+    what: str
+    put: Callable[[Any], None]
+    before: Any
+    now: Any
+    is_cached: bool = False
+
+
+class _Changes:
+    """Keeps what one run may change, as it was; finds what has changed, and undoes it.
+
+    Attributes:
+        contents: what the objects among it held.
+        what: was found to be changed, or an empty text.
+    """
+
+    holder = ""
+    """What a changed object is held by."""
+
+    def __init__(self, on_holder: Callable[[Any], None]) -> None:
+        self.contents = Snapshot(on_holder=on_holder)
+        self.what = ""
+        self._found: list[_Change] = []
+
+    def find(self, reads: Reads) -> list[Any]:
+        """Finds what a finished run has changed; returns the new values."""
+        what, new = self.contents.what_changed()
+
+        def same(now: Any, before: Any) -> bool:
+            # An equal value is not as good where what an object held may have been changed.
+            freeze = Freezer().freeze
+            return now is before or (not what and bool(freeze(now) == freeze(before)))
+
+        self._found = list(self._changes(reads, same))
+        if self._found:
+            self.what = self._found[0].what
+        elif what:
+            self.what = f"{what} that {self.holder}"
+        return [*new, *(change.now for change in self._found)]
+
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
+        """Yields what was bound anew."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        """Undoes what was found to be changed."""
+        self.contents.undo()
+        for change in self._found:
+            change.put(change.before)
+
+
+class OuterChanges(_Changes):
+    """Keeps what the Python of one run found outside the model, as it was then.
+
+    Attributes:
+        hooked: names the module whose forward hooks run, if one has any.
+    """
+
+    holder = "it is given or finds outside the model"
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(self.meets)
+        self.hooked = ""
+        self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
+        self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
+        self._ran: set[types.CodeType] = set()
+        self._caches: dict[int, tuple[Any, Any]] = {}
+        for path, module in places:
+            for table in _FORWARD_TABLES:
+                for hook in module_state(module).get(table, {}).values():
+                    self.hooked = self.hooked or f"{path or 'the model'} ({type(module).__name__})"
+                    self.contents.look_into(hook)
+        for hooks in global_hook_tables("forward"):
+            for hook in hooks.values():
+                self.contents.look_into(hook)
+
+    def is_given(self, argument: Any) -> None:
+        """Notes what an argument holds, to any depth: the forward may write there."""
+        self.contents.look_into(argument)
+
+    def found(self, owner: Any, name: str, value: Any) -> None:
+        """Notes the value of a name outside the model, the first time it is looked up."""
+        if not is_of_library(owner):
+            self._look_into(value)
+        elif type(value) in (list, dict, set):
+            self.contents.look_into_library(value)
+        if type(owner) is dict or isinstance(owner, (type, types.ModuleType)):
+            self.meets(owner)
+
+    def meets(self, owner: Any) -> None:
+        """Notes what a scope, class or Python module holds before code can write there."""
+        if id(owner) not in self._tables and not is_of_library(owner):
+            table: Any = owner if type(owner) is dict else vars(owner)
+            known = {key: held for key, held in table.items() if not is_own_patch(held)}
+            self._tables[id(owner)] = (owner, table, known)
+
+    def began(self, frame: types.FrameType) -> str:
+        """Notes what the variables that a function captured hold as it begins.
+
+        Returns:
+            The name of one that the function may set: it is refused before it does.
+        """
+        code = frame.f_code
+        if code not in self._ran:
+            self._ran.add(code)
+            self._nested.update(c for c in code.co_consts if isinstance(c, types.CodeType))
+        if code in self._nested:
+            return ""  # a function that the run itself makes captures variables of the run
+        variables = frame.f_locals
+        for name in code.co_freevars:
+            if name in variables:
+                self._look_into(variables[name])
+        return min(captured_set(code), default="")
+
+    def _look_into(self, value: Any) -> None:
+        if is_cache(value):
+            self._caches.setdefault(id(value), (value, value.cache_info()))
+        self.contents.look_into(value)
+
+    def caches_used(self) -> list[Any]:
+        """Returns the function caches that were asked."""
+        return [cache for cache, before in self._caches.values() if cache.cache_info() != before]
+
+    def empty_caches(self) -> torch.Tensor | None:
+        """Empties function caches that hold a tensor of a trace; returns one of those."""
+        found = None
+        for cache, _ in self._caches.values():
+            held = find_fake(gc.get_referents(cache))
+            if held is not None:
+                # A hit at the next call would hand out a tensor without numbers.
+                found = held
+                cache.cache_clear()
+        return found
+
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
+        # Only names that the code which ran uses: others are other threads' business.
+        names = reads.names()
+        for owner, table, known in self._tables.values():
+            for name in () if _same_entries(table, known) else names:
+                now, before = table.get(name, ABSENT), known.get(name, ABSENT)
+                if not same(now, before):
+                    yield _Change(outside_name(owner, name), _putting(owner, name), before, now)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a function behind a cache."""
+    return type(value) is _CACHED
+
+
+def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
+    """Returns a tensor of a trace that some values hold, however they hold it, if there is one."""
+    found = itertools.islice(reachable(values), _MAX_SEARCHED)
+    return next((x for x in found if isinstance(x, torch.Tensor) and is_traced(x)), None)
+
+
+def _putting(owner: Any, name: str) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if isinstance(owner, dict):
+            owner.pop(name, None) if value is ABSENT else owner.__setitem__(name, value)
+        elif value is not ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return put
+
+
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
+_NEW_STATE = nn.Module().__dict__
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+class ModuleChanges(_Changes):
+    """Keeps what the modules that one run meets held before it.
+
+    Args:
+        places: the modules of the model.
+        on_class: called with each class met, of a module or an attribute: code may write there.
+
+    Attributes:
+        may_settle: whether all changes are plain data, which another run may leave as it is.
+        met: the modules outside the model's tree whose attributes were read, by ``id``.
+    """
+
+    holder = "an attribute holds"
+
+    def __init__(self, places: Places, on_class: Callable[[Any], None]) -> None:
+        super().__init__(on_class)
+        self._on_class = on_class
+        self.met: dict[int, nn.Module] = {}
+        self._made: dict[int, nn.Module] = {}
+        self._written: dict[tuple[int, Any], str] = {}
+        self.may_settle = True
+        self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
+        for _, module in places:
+            self._note(module)
+
+    def meets(self, module: nn.Module) -> None:
+        """Notes a module before it is read or changed, unless the run itself made it."""
+        if id(module) in self._before or id(module) in self._made:
+            return
+        if _is_empty(module):
+            self._made[id(module)] = module
+        else:
+            self.met[id(module)] = module
+            self._note(module)
+
+    def writes(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute is set; a module that has none yet is the run's own."""
+        self._written.setdefault((id(module), name), user_line())
+        self.meets(module)
+
+    def _note(self, module: nn.Module) -> None:
+        self._on_class(type(module))
+        # Copies, since code may write past nn.Module, where no patch of ours sees it.
+        state = module_state(module)
+        tables = [state, *(state[name] for name in _TABLES if name in state)]
+        self._before[id(module)] = (module, [(table, dict(table)) for table in tables])
+
+    def find(self, reads: Reads) -> list[Any]:
+        """Finds every change of a finished run that another would make anew."""
+        new = super().find(reads)
+        made = {id(change.now): change.is_cached for change in self._found}
+        self.may_settle = all(_is_plain(x) or made.get(id(x), False) for x in new)
+        self._before.clear()
+        return new
+
+    def _described(self, module: nn.Module, name: Any) -> str:
+        line = self._written.get((id(module), name), "")  # "": past nn.Module
+        return f"attribute {name!r} of {type(module).__name__}{f' at {line}' if line else ''}"
+
+    def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
+        for module, tables in self._before.values():
+            for table, before in tables:
+                for name in () if _same_entries(table, before) else {**before, **table}:
+                    held, now = before.get(name, ABSENT), table.get(name, ABSENT)
+                    if same(now, held) or not self._counts(module, table, name, now, reads):
+                        continue
+                    is_cached = _is_cached(type(module), name, now)
+                    what = self._described(module, name)
+                    yield _Change(what, _putting(table, name), held, now, is_cached)
+
+    def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
+        """Whether another run would make a change anew, and that matters."""
+        read = reads.attributes.get((id(module), name))
+        was_other = read is not None and read.value is not now
+        state = module_state(module)
+        is_hook = any(state.get(hooks) is table for hooks in HOOK_TABLES)
+        is_set = (id(module), name) in self._written or is_hook
+        return is_set or was_other or find_fake([now]) is not None
+
+
+def _is_cached(kind: type, name: Any, value: Any) -> bool:
+    """Whether a new attribute is noted once for all: what a property caches."""
+    is_cached = isinstance(class_attribute(kind, name), functools.cached_property)
+    return is_cached and find_fake([value]) is None
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module has no attributes yet but those that every module has, or not even these."""
+    # A module is met first where ``nn.Module.__init__`` reads an attribute of it.
+    state = module_state(module)
+    return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
+
+
+def _same_entries(table: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary has the same objects as entries, in their order."""
+    if len(table) != len(before) or [*table] != [*before]:
+        return False
+    return all(map(operator.is_, table.values(), before.values()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or None."""
+    return type(value) in _PLAIN_TYPES
+
+
+# ---- what a program would not do -----------------------------------------------------------------
+
 
 OnEffects = Literal["refuse", "undo"]
 """Refuses a forward with side effects, or undoes them and goes on."""
