@@ -58,6 +58,14 @@ def started(
             rank.wait()
 
 
+def two_replicas() -> Any:
+    """The mesh of two replicas of a pipeline that has half of the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
+
+
 def run_ranks(
     folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
 ) -> list[Any]:

@@ -29,7 +29,7 @@ MAX_FRAMES = 8
 
 
 def body() -> nn.Module:
-    return nn.Sequential(*(Block(8, norm=True) for _ in range(3)))
+    return nn.Sequential(*(Block(8) for _ in range(2)))
 
 
 def state() -> list[Any]:
@@ -89,22 +89,21 @@ def test_an_interrupt_in_any_pass_leaves_everything_as_it_was(
     expected = net(x)
     names = all_passes()
     assert {"capture", "autodiff", "lower", "link"} <= {*names}
-    for name in names:
-        for when in ("before", "after"):
-            if way == "step":
-                compiled: Any = lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")
-            else:
-                compiled = lazyinline.compile(net, backend="eager")
-            before = state()
-            passes = [interrupting(one, when) if one.name == name else one for one in PASSES]
-            monkeypatch.setattr(compiler, "PASSES", passes)
-            with pytest.raises(KeyboardInterrupt) as caught:
-                compiled(x)
-            monkeypatch.setattr(compiler, "PASSES", PASSES)
-            assert state() == before, (name, when)
-            assert isinstance(caught.value, CompileInterrupted)
-            assert_ends_here(caught.value)
-            torch.testing.assert_close(compiled(x), expected.sum() if way == "step" else expected)
+    for name, when in [(names[0], "before"), *((name, "after") for name in names)]:
+        if way == "step":
+            compiled: Any = lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")
+        else:
+            compiled = lazyinline.compile(net, backend="eager")
+        before = state()
+        passes = [interrupting(one, when) if one.name == name else one for one in PASSES]
+        monkeypatch.setattr(compiler, "PASSES", passes)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            compiled(x)
+        monkeypatch.setattr(compiler, "PASSES", PASSES)
+        assert state() == before, (name, when)
+        assert isinstance(caught.value, CompileInterrupted)
+        assert_ends_here(caught.value)
+        torch.testing.assert_close(compiled(x), expected.sum() if way == "step" else expected)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

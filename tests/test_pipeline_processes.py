@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from comparing import relative_error
 from conftest import selected
 from memory_events import memory_use
-from ranks import LIMIT_S, run_ranks, started
+from ranks import LIMIT_S, run_ranks, started, two_replicas
 from test_pipeline import Net, make, net_and_batch, train
+from test_pipeline_optimizer import UPDATES
 
 from lazyinline import PipelineError
 from lazyinline.pipeline_parallel.actions import SCHEDULES
@@ -55,6 +56,7 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
         disagree,
         average_over_replicas,
         share_the_optimizer,
+        *UPDATES,
     )
     wanted = (folder / "task").read_text().split()
     found = {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
@@ -75,6 +77,11 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
 def test_two_processes_give_what_one_gives(
     task: str, two_ranks: list[dict[str, list[str]]]
 ) -> None:
+    assert [said[task] for said in two_ranks] == [[], []]
+
+
+@pytest.mark.parametrize("task", [task.__name__ for task in UPDATES])
+def test_two_processes_update_as_one_does(task: str, two_ranks: list[dict[str, Any]]) -> None:
     assert [said[task] for said in two_ranks] == [[], []]
 
 
@@ -203,14 +210,6 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
     assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
     in_schedule = "stage 0: " in last and "stage 1" in last
     assert in_schedule or "the gradient of embedding.weight" in last.replace("model.", ""), last
-
-
-def two_replicas() -> Any:
-    """The mesh of two replicas of a pipeline that has half of the ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = (2, dist.get_world_size() // 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
 
 
 def replicated() -> tuple[Any, Any, Any, Any, Any]:

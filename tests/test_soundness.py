@@ -100,7 +100,7 @@ def changed(row: Row, way: Way, **options: Any) -> Outcome:
 
 @pytest.mark.parametrize("way", INSIDE)
 def test_a_number_that_a_block_reaches_tells_it_apart_and_is_noticed(way: str) -> None:
-    outcome = changed(NUMBER, INSIDE[way])
+    outcome = changed(NUMBER, INSIDE[way], grad=way == "attribute")
     decisions = {d.path: d.shared for d in outcome.reports[0].decisions}
     assert not decisions.get("layers.2")
     assert way not in HOLDING or decisions["layers.1"]
@@ -145,7 +145,7 @@ def test_blocks_that_reach_one_number_share_and_a_change_is_noticed(
     way: str, restored: None
 ) -> None:
     number = NUMBER._replace(value="2.0", other="3.0")
-    outcome = changed_outside(number, (OUTSIDE | ASKED)[way])
+    outcome = changed_outside(number, (OUTSIDE | ASKED)[way], grad=way == "global")
     if not outcome.eagerly:
         reasons = [d.reason for d in outcome.reports[0].decisions]
         # What `singledispatch` has found it keeps in a weak dictionary.
@@ -179,10 +179,10 @@ model = Around(body, B(), B())
 """
 
 
-def written(way: Way, writer: str) -> Outcome:
-    text = WRITING.format(way=way, writer=WRITERS[writer])
+def written(way: str, writer: str) -> Outcome:
+    text = WRITING.format(way=(OUTSIDE | ASKED)[way], writer=WRITERS[writer])
     scene = ["", "", "put(7.0)", "put(7.0)"]
-    return assert_as_eager(HELPERS, AROUND, text, scene=scene, state="get()")
+    return assert_as_eager(HELPERS, AROUND, text, scene=scene, state="get()", grad=way == "global")
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -198,7 +198,7 @@ def test_a_number_that_changes_while_blocks_run_keeps_them_apart(
     way: str, writer: str, restored: None
 ) -> None:
     """What is left there is eager's, whoever writes between the calls."""
-    outcome = written(OUTSIDE[way], writer)
+    outcome = written(way, writer)
     if not outcome.eagerly:
         assert outcome.shared == 0
     if OUTSIDE[way].said:
@@ -209,7 +209,7 @@ def test_a_number_that_changes_while_blocks_run_keeps_them_apart(
 def test_a_registry_that_a_forward_writes_to_is_an_error_that_names_it() -> None:
     """What is registered cannot be taken out again, so the forward may not be run a second time."""
     with pytest.raises(CaptureError, match="changes a mappingproxy"):
-        written(ASKED["registered"], "between blocks")
+        written("registered", "between blocks")
 
 
 # ---- what a forward does to a value itself -------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_change_by_the_forward_itself_is_left_as_eager_leaves_it(
     texts = HELPERS, AROUND, DOING.format(row=row, way=HOLDING[way], marked=marked)
     anew = f"ONE = {row.value}\nfor layer in model.layers: put(layer, ONE)"
     try:
-        assert_as_eager(*texts, scene=["", "", anew, ""], state="ONE")
+        assert_as_eager(*texts, scene=["", "", anew, ""], state="ONE", grad=kind == "list")
     except CaptureError as error:  # it would be made twice
         assert "cannot be restored" in str(error) and kind not in USUAL
 
@@ -265,7 +265,8 @@ def one_block(value: str, statement: str, read: str) -> tuple[str, ...]:
 def test_an_equal_value_in_its_place_is_as_good_until_it_changes(kind: str) -> None:
     row = ROWS[kind]
     scene = ["", *(f"model.v = {row.value}",) * 2, f"v = model.v\n{row.change}"]
-    reports = assert_as_eager(*one_block(row.value, "pass", row.read), scene=scene).reports
+    texts = one_block(row.value, "pass", row.read)
+    reports = assert_as_eager(*texts, scene=scene, grad=kind == "list").reports
     assert reports[0] is reports[2] is not reports[3]
 
 
@@ -273,7 +274,7 @@ def test_an_equal_value_in_its_place_is_as_good_until_it_changes(kind: str) -> N
 @pytest.mark.sweep(keep=["[list]", "[slot]", "[tensor", "[deque]", "[random"])
 def test_what_counts_has_counted_each_call_once(name: str) -> None:
     texts = one_block(*COUNTING[name], "1.0")
-    outcome = assert_as_eager(*texts, scene=[""] * 4, state="model.v")
+    outcome = assert_as_eager(*texts, scene=[""] * 4, state="model.v", grad=name == "list")
     if "tensor" not in name:  # a program writes to tensors itself
         assert len(outcome.eagerly) == 4
         assert "forward" in assert_refused(*texts, state="model.v")
@@ -283,7 +284,7 @@ def test_what_counts_has_counted_each_call_once(name: str) -> None:
 def test_what_each_use_moves_on_is_refused_before_it_does(name: str) -> None:
     value, read = MOVING[name]
     texts = one_block(value, "pass", read)
-    for reason in assert_as_eager(*texts, scene=[""] * 3).eagerly:
+    for reason in assert_as_eager(*texts, scene=[""] * 3, grad=name == "count").eagerly:
         assert "can be neither compared nor put back" in reason
     assert "can be neither compared nor put back" in assert_refused(*texts)
 
@@ -333,7 +334,7 @@ B = block(lambda self, x: self.linear(x) * (1 + look(self, {way.get})))
 BESIDE, model = nn.ModuleList([linear()]), Stack(B(), B(), B())
 for layer in model.layers: put(layer, {stands_in})
 """
-    return assert_as_eager(HELPERS, AROUND, text, scene=[""])
+    return assert_as_eager(HELPERS, AROUND, text, scene=[""], grad=look == "parameters")
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -51,11 +51,8 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-WAYS = ("compile", "no_grad", "step")
-
-
-def models() -> list[nn.Module]:
-    return [Around(lambda _, x: x + x), nn.Sequential(nn.Linear(8, 8), nn.ReLU())]
+WAYS = ("compile", "step", "no_grad")
+HOW = ("used", "unused", "in a list", "put there later")
 
 
 class Holding(nn.Module):
@@ -118,33 +115,37 @@ def plain(result: Any) -> list[Any]:
     return [*facts, result.to_dense().tolist()]
 
 
-def calls(way: str, is_first: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    for kind, made in KINDS.items():
-        for model in models():
-            yield f"{kind} {type(model).__name__}", partial(called, model, made, way, is_first)
-
-
-def called(model: nn.Module, made: Callable[[], Tensor], way: str, is_first: bool) -> None:
-    x = made()
+def opened(model: nn.Module, way: str) -> tuple[nn.Module, Any]:
+    """Returns a model as it is called by eager, and compiled."""
     if way == "step":
-        if not any(True for _ in model.parameters()):
-            return
         model = summed(model)
-        run: Any = lazyinline.compile_step(model, backend="eager")
-    else:
-        run = lazyinline.compile(model, backend="eager")
-    with torch.set_grad_enabled(way != "no_grad"):
-        if not is_first:
-            run(dense())
-        expected, found = outcome(model, x), outcome(run, x)
-        if way == "step":
-            assert isinstance(found, lazyinline.PlanError), repr(found)
-            assert run(dense()).shape == ()
-            return
-        assert plain(found) == plain(expected), (found, expected)
-        assert "an input is a" in run.last_report.ran_eagerly
-        assert run(dense()).shape == (4, 8), "what ran eagerly left all usable"
-        assert not run.last_report.ran_eagerly
+        return model, lazyinline.compile_step(model, backend="eager")
+    return model, lazyinline.compile(model, backend="eager")
+
+
+def calls(way: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Each kind as the first input of a model, and as a later one."""
+    doubling, training = Around(lambda _, x: x + x), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    later = [opened(m, way) for m in (doubling, training) if way != "step" or m is training]
+    for _, run in later:
+        run(dense())
+    for kind, made in KINDS.items():
+        first = opened(training if way == "step" else doubling, way)
+        for place, (model, run) in (("first", first), *(("later", pair) for pair in later)):
+            yield f"{kind} {place}", partial(called, model, run, made, way)
+
+
+def called(model: nn.Module, run: Any, made: Callable[[], Tensor], way: str) -> None:
+    x = made()
+    expected, found = outcome(model, x), outcome(run, x)
+    if way == "step":
+        assert isinstance(found, lazyinline.PlanError), repr(found)
+        assert run(dense()).shape == ()
+        return
+    assert plain(found) == plain(expected), (found, expected)
+    assert "an input is a" in run.last_report.ran_eagerly
+    assert run(dense()).shape == (4, 8), "what ran eagerly left all usable"
+    assert not run.last_report.ran_eagerly
 
 
 def held(way: str, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -155,39 +156,30 @@ def held(way: str, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def called_holding(made: Callable[[], Tensor], way: str, how: str) -> None:
     x, tensor, model = dense(), made(), Holding("used" if how == "put there later" else how)
-    whole: nn.Module = summed(model) if way == "step" else model
-    compiled: Any = lazyinline.compile_step if way == "step" else lazyinline.compile
-    run = compiled(whole, backend="eager")
-    with torch.set_grad_enabled(way != "no_grad"):
-        if how == "put there later":
-            model.hold(dense())
-            run(x)
-            model.held = tensor
-        else:
-            model.hold(tensor)
-        expected, found = outcome(whole, x), outcome(run, x)
-        if isinstance(found, Exception) and not isinstance(expected, Exception):
-            said = (lazyinline.CaptureError, lazyinline.PlanError)
-            is_meta = tensor.is_meta and "meta device" in str(found)
-            assert (way == "step" and isinstance(found, said)) or is_meta, str(found)[:300]
-        else:
-            assert plain(found) == plain(expected), (found, expected)
-
-
-def run_all(cases: Iterator[tuple[str, Callable[[], None]]]) -> None:
-    torch.manual_seed(0)
-    for name, case in cases:
-        print(name, flush=True)  # the last one printed is where the process ended
-        case()
+    whole, run = opened(model, way)
+    if how == "put there later":
+        model.hold(dense())
+        run(x)
+        model.held = tensor
+    else:
+        model.hold(tensor)
+    expected, found = outcome(whole, x), outcome(run, x)
+    if isinstance(found, Exception) and not isinstance(expected, Exception):
+        said = (lazyinline.CaptureError, lazyinline.PlanError)
+        is_meta = tensor.is_meta and "meta device" in str(found)
+        assert (way == "step" and isinstance(found, said)) or is_meta, str(found)[:300]
+    else:
+        assert plain(found) == plain(expected), (found, expected)
 
 
 def run_calls_and_holding() -> None:
-    for way, is_first in itertools.product(WAYS, (True, False)):
-        print(way, is_first)
-        run_all(calls(way, is_first))
-    for way, how in itertools.product(WAYS, ("used", "unused", "in a list", "put there later")):
-        print(way, how)
-        run_all(held(way, how))
+    torch.manual_seed(0)
+    holding = [*itertools.product(WAYS[:2], HOW), ("no_grad", "used")]
+    for way, how in (*((way, "input") for way in WAYS), *holding):
+        with torch.set_grad_enabled(way != "no_grad"):
+            for name, case in calls(way) if how == "input" else held(way, how):
+                print(way, how, name, flush=True)  # the last one is where the process ended
+                case()
 
 
 def test_an_input_or_a_models_tensor_without_memory_runs_eagerly_or_is_refused() -> None:

@@ -5,7 +5,7 @@ runs in a module made for it, so that eager and compiled play one scene without 
 and a scene may change globals, classes and modules without putting them back.
 """
 
-import ast
+import functools
 import importlib
 import itertools
 import random
@@ -69,7 +69,7 @@ class World:
     """
 
     def __init__(self, *texts: str) -> None:
-        self._first_line = next(_worlds) % 1000 * 1000
+        self._first_line = next(_worlds) * 1000
         self.scope = vars(types.ModuleType("world"))
         self.scope |= NAMES
         seed_all(1)
@@ -78,8 +78,7 @@ class World:
 
     def run(self, statements: str) -> None:
         """Runs statements in the world."""
-        tree = ast.increment_lineno(ast.parse(statements), self._first_line)
-        exec(compile(tree, "<world>", "exec"), self.scope)
+        exec(_moved(_compiled(statements), self._first_line), self.scope)
 
     def value(self, expression: str) -> Any:
         """Returns what an expression gives in the world."""
@@ -95,10 +94,22 @@ class World:
         result = run(*args, **kwargs)
         return self.value(f"lambda r, *given: {look}")(result, *args) if look else result
 
-    def inputs(self) -> tuple[Sequence[Any], dict[str, Any]]:
+    def inputs(self, *, grad: bool = True) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments, made anew."""
-        made_by = self.scope.get("inputs", lambda: (models.example(),))
+        # Without derivatives the first block's input is to be as the others' are: else none share.
+        made_by = self.scope.get("inputs", lambda: (models.example(grad=grad),))
         return tuple(made_by()), self.scope.get("keywords", dict)()
+
+
+@functools.cache
+def _compiled(statements: str) -> types.CodeType:
+    return compile(statements, "<world>", "exec")
+
+
+def _moved(code: types.CodeType, num_lines: int) -> types.CodeType:
+    """Returns code that says it stands further down, and all code in it."""
+    held = (_moved(x, num_lines) if isinstance(x, types.CodeType) else x for x in code.co_consts)
+    return code.replace(co_firstlineno=code.co_firstlineno + num_lines, co_consts=tuple(held))
 
 
 @dataclass
@@ -182,7 +193,7 @@ def _played(
     for call, statements in enumerate(scene):
         seed_all(100 + call)
         world.run(statements)
-        args, kwargs = world.inputs()
+        args, kwargs = world.inputs(grad=grad)
         with warnings.catch_warnings(), torch.set_grad_enabled(grad):
             warnings.simplefilter("ignore")
             try:
