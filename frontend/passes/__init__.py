@@ -2,7 +2,7 @@
 
 state             a goal; what is known of one compile between two passes; a pass; the runner
 context           what a compiler keeps per closure, from compile to compile
-programs         capture, autodiff, repeat, decompose, lower; gradients in a file, or as programs
+programs         capture, rotate, autodiff, repeat, decompose, lower; gradients, as programs too
 link              link, and the plan of memory, or why there is none
 numbers           numbers in place of symbols, for one shape
 recompute         what is saved, chosen by what programs would hold

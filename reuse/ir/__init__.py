@@ -10,6 +10,7 @@ parser            programs from their text
 costs             FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify            whether a program keeps the rules of its level; which operators it holds
 rewrite           each different leaf rewritten once; calls replaced by bodies (the early inliner)
+rotate            the end of a block and the start of the next as one closure
 interpreter       the reference interpreter
 constants         closures that differ in Python numbers only become one, with the same bits
 torch_size_nodes  adapter: sizes computed by the nodes of a graph
