@@ -5,7 +5,6 @@ derivative          ``vjp``: a pair of closures, made once per closure, by what 
 leaf_derivative     the two halves of a leaf's derivative, and the boundary between them
 control_derivative  the derivative of control flow, by those of its bodies
 run_again           a forward run again in the backward, without drawing random numbers again
-flat_structs        programs without struct values
 missing_cotangents  the derivative for a loss that leaves outputs unused
 training_program    forward and backward as one program, once or per micro-batch; gradients as one
 updates             parameters updated within a step, each behind its gradient

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Union
 
 import torch
@@ -135,7 +135,6 @@ class Differentiator:
         self._derivatives: dict[Request, Derivative | None] = {}
         self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
-        self._rerunner = Rerunner()
         self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._adders: dict[TensorType, Leaf] = {}
         self._copiers: dict[tuple[TensorType, torch.device], Leaf] = {}
@@ -247,6 +246,10 @@ class Differentiator:
         return pair
 
     # ---- programs ------------------------------------------------------------------------
+
+    @cached_property
+    def _rerunner(self) -> Rerunner:
+        return Rerunner()
 
     def _called_again(self, request: Request) -> Derivative | None:
         """Returns the derivative whose backward first calls the forward again."""

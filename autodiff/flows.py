@@ -24,8 +24,8 @@ from ..reuse.ir.program import (
     outputs_of,
     walk_closures,
 )
+from ..reuse.ir.rewrite import grouped
 from ..reuse.torch_names import operator_schema
-from .flat_structs import grouped
 
 Inputs = frozenset[int]
 Flows = list[Inputs]

@@ -28,11 +28,10 @@ from ..reuse.ir.program import (
     input_nodes,
     outputs_of,
 )
-from ..reuse.ir.rewrite import map_leaves
+from ..reuse.ir.rewrite import FlatStructs, grouped, map_leaves
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride
 from .derivative import Derivative
-from .flat_structs import FlatStructs, grouped
 from .flows import used_inputs
 from .traces.torch_partition import copy_graph
 

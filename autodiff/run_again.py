@@ -24,9 +24,9 @@ from ..reuse.ir.program import (
     Value,
     outputs_of,
 )
+from ..reuse.ir.rewrite import grouped
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
-from .flat_structs import grouped
 from .flows import Draws
 from .leaf_derivative import Derivative, cotangent_type
 from .traces.torch_partition import ancestors, extract

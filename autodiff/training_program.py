@@ -30,10 +30,10 @@ from ..reuse.ir.program import (
     Value,
     walk_closures,
 )
+from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import OPERATOR_TYPES
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .flat_structs import FlatStructs
 from .flows import Draws, needed_calls
 from .traces.torch_interpreters import DIFFERENTIABLE
 

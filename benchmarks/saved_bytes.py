@@ -33,8 +33,7 @@ from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture, differentiate
 from lazyinline.frontend.passes.state import Goal, Subject, run
-from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.leaf import flat_types, interpret
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program
 from lazyinline.reuse.ir.rewrite import map_leaves
 

@@ -55,7 +55,7 @@ from .passes.programs import (
     take_gradients,
     update_parameters,
 )
-from .passes.recompute import choose_recompute, is_asked_for
+from .passes.recompute import choose_recompute
 from .passes.stages import (
     choose_stage_recompute,
     differentiate_stages,
@@ -375,7 +375,7 @@ def note_recompute(state: Compilation) -> None:
     if state.request is None or state.derivative is None:
         return
     if state.values is not None:
-        if not is_asked_for(state):
+        if not state.wants_recompute:
             return
         recompute = recompute.at(state.values)
         report.recompute_chosen_for = state.captured.sizes.shapes
@@ -394,8 +394,7 @@ def made_by(state: Compilation) -> Made:
     forward, backward = _programs(state)
     held = {c for program in state.programs.values() for c in walk_closures(program)}
     planned = state.runs.program if isinstance(state.runs, Runtime) else state.runs
-    context, request = state.context, state.request
-    asked = request is not None and is_asked_for(state)
+    context, request, asked = state.context, state.request, state.wants_recompute
     return Made(
         captured=_bare(state.captured.program),
         forward=_bare(forward),

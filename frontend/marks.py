@@ -159,8 +159,3 @@ def is_marked(cls: type) -> bool:
 def is_block(module: nn.Module) -> bool:
     """Says if a module is captured as a block: its class is marked, or it is, for a stage."""
     return is_marked(type(module)) or STAGE_MARK in module_state(module)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Says if a module is the wrapper that ``compile`` put around a model."""
-    return DISPATCHER_ATTRIBUTE in module_state(module)

@@ -25,7 +25,7 @@ from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
-from .autograd.tensors import HandedGradients
+from .autograd.torch_engine import HandedGradients
 from .capture.blocks import Reuse
 from .checks.refusals import (
     check_leaves,
@@ -40,7 +40,7 @@ from .compiled import CompiledStep
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
-from .guards.kept_programs import Inputs
+from .guards.guard import Inputs
 from .options import Batching, Boundaries, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
@@ -422,7 +422,7 @@ class _StepEntry:
     is_small = False
 
     def rest(self) -> None:
-        """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
+        """See :class:`.guards.guard.Entry`. Gradients stay the user's, on the memory they are."""
         self.handed = self._lease = self._token = None
         self._staging, self._batch = [], []
         self._compiled.runner.rest()

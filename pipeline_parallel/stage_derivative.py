@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch.fx
 
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
-from ..autodiff.flat_structs import grouped
 from ..autodiff.flows import needed_calls
 from ..autodiff.traces.torch_partition import ancestors, extract
 from ..reuse.ir.leaf import flat_types, node_type
@@ -35,6 +34,7 @@ from ..reuse.ir.program import (
     Value,
     outputs_of,
 )
+from ..reuse.ir.rewrite import grouped
 from ..reuse.ir.types import StructType, TensorType, Type
 from .cut import Stage
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ..autodiff.derivative import Choice, PerCall, Request
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Composite
-from .planner import Planner, Site, Variant, policy_of
-from .policy import Budget
+from .planner import Planner, Site, Variant
+from .policy import Budget, policy_of
 from .solver import Group, spread
 
 MAX_VARIANTS = 3

@@ -12,6 +12,7 @@ from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutProblem, ValueCosts
+from .policy import policy_of
 from .sizes_at import SizesAt
 
 _NUM_POINTS = 16  # budgets solved for per leaf
@@ -229,11 +230,6 @@ class Planner:
 def is_control(closure: Closure) -> bool:
     """Whether a closure is control flow."""
     return isinstance(closure, Leaf) and closure.control is not None
-
-
-def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:
-    """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
-    return call.recompute or (policy if call.path else "")
 
 
 def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:

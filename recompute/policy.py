@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, Union, get_args
 
 from ..reuse.errors import PlanError
+from ..reuse.ir.program import Call, RecomputeMark
 
 PolicyName: TypeAlias = Literal["full", "selective"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -71,3 +72,8 @@ def check_policy(policy: object) -> Policy:
         f"recompute={policy!r} is unknown; give None, {', '.join(map(repr, POLICIES))}, "
         "Budget(saved_bytes=...) or Budget(fraction=...)."
     )
+
+
+def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:
+    """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
+    return call.recompute or (policy if call.path else "")

@@ -2,7 +2,7 @@
 
 Whoever asks what an object holds goes by this table: freezing, to tell whether another instance
 holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same objects hold it still
-(:mod:`.evidence.snapshot`). A kind that one of them knew and the other had forgotten would be a
+(:class:`.freeze.Snapshot`). A kind that one of them knew and the other had forgotten would be a
 silent wrong result.
 
 The rows are what the forwards of transformers, diffusers and timm hold. Tensors and modules have

@@ -28,8 +28,7 @@ from lazyinline.frontend.passes.programs import PARTS, returned_of, with_derivat
 from lazyinline.frontend.passes.state import Compilation, Goal, GoalKind, Subject
 from lazyinline.pipeline_parallel.cut import cut_program, split_composites
 from lazyinline.reuse.ir.constants import share_constants
-from lazyinline.reuse.ir.interpreter import flatten_value, interpret
-from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.leaf import flat_types, flatten_value, interpret
 from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
 from lazyinline.reuse.ir.rewrite import inline_calls

@@ -11,8 +11,7 @@ from programs import random_arguments, random_program, random_value
 
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.run.planned import PlannedProgram, Runtime
-from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.leaf import flat_types, interpret
 from lazyinline.reuse.ir.program import Composite, Program
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.guards.kept_programs import MAX_PROGRAMS, CompiledRepeatedlyWarning
+from lazyinline.frontend.guards.guard import MAX_PROGRAMS, CompiledRepeatedlyWarning
 
 
 class Lora(nn.Module):

@@ -15,8 +15,7 @@ from torch import nn
 import lazyinline
 from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.reuse.ir.constants import share_constants
-from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.leaf import cut_leaf, frozen_operands
+from lazyinline.reuse.ir.leaf import cut_leaf, frozen_operands, interpret
 from lazyinline.reuse.ir.program import (
     Call,
     Closure,

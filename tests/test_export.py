@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
-from lazyinline.backend.onnx.operators import convolution_backward
+from lazyinline.backend.onnx.torch_onnx import convolution_backward
 
 lazy_inline(own.DecoderBlock)
 lazy_inline(own.GptBlock)

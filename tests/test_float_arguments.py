@@ -13,7 +13,7 @@ from torch import nn
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.dispatch import dispatcher
-from lazyinline.frontend.guards import kept_programs
+from lazyinline.frontend.guards import guard
 
 VALUES = (0.5, 0.0, -0.0, math.nan)
 
@@ -80,9 +80,7 @@ def num_programs(run: Any) -> int:
 
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("way", ["compile", "step"])
-@pytest.mark.filterwarnings(
-    "ignore::lazyinline.frontend.guards.kept_programs.CompiledRepeatedlyWarning"
-)
+@pytest.mark.filterwarnings("ignore::lazyinline.frontend.guards.guard.CompiledRepeatedlyWarning")
 @pytest.mark.sweep(keep=["compile-True", "step-False"])
 def test_each_value_of_a_float_gets_a_program_with_eagers_bits(way: str, decides: bool) -> None:
     torch.manual_seed(0)
@@ -124,7 +122,7 @@ def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
 def test_many_values_of_a_float_are_warned_of_once_with_what_to_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_programs, "MANY_COMPILES", 4)
+    monkeypatch.setattr(guard, "MANY_COMPILES", 4)
     net, x = Scaled(), torch.randn(4, 3)
     run = as_it_runs(net, "compile")
     with warnings.catch_warnings(record=True) as caught:
@@ -148,9 +146,7 @@ def test_a_number_of_two_values_keeps_sizes_that_vary_symbolic() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings(
-    "ignore::lazyinline.frontend.guards.kept_programs.CompiledRepeatedlyWarning"
-)
+@pytest.mark.filterwarnings("ignore::lazyinline.frontend.guards.guard.CompiledRepeatedlyWarning")
 def test_numbers_of_other_kinds_are_told_from_floats() -> None:
     class Derived(float):
         pass

@@ -35,7 +35,7 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass
 from lazyinline.frontend.passes.state import Goal, Subject, run
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
-from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.program import (
     Closure,
     Composite,

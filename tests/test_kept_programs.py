@@ -18,7 +18,7 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.run.planned import Runtime
 from lazyinline.frontend.checks.torch_state import TensorLayouts
-from lazyinline.frontend.guards import kept_programs
+from lazyinline.frontend.guards import guard
 from lazyinline.frontend.sizes import shapes as dynamic
 from lazyinline.reuse import torch_pytree
 
@@ -119,10 +119,10 @@ class Varying(nn.Module):
 def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     way: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_programs, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(kept_programs, "MAX_WITH_ARENAS", 2)
+    monkeypatch.setattr(guard, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(guard, "MAX_WITH_ARENAS", 2)
     monkeypatch.setattr(dynamic, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(kept_programs, "MANY_COMPILES", 4)
+    monkeypatch.setattr(guard, "MANY_COMPILES", 4)
     model = Varying()
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=False)
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager", dynamic=False)
@@ -137,7 +137,7 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
                 torch.testing.assert_close(step(*args), model(*args).sum().detach())
             else:
                 assert torch.equal(compiled(*args), model(*args))
-    (warning,) = [w for w in caught if w.category is kept_programs.CompiledRepeatedlyWarning]
+    (warning,) = [w for w in caught if w.category is guard.CompiledRepeatedlyWarning]
     named = {
         "argument": "Varying was compiled 4 times.*the argument size .1, 2, 3, 4.",
         "attribute": "Varying was compiled 4 times.*the attribute (model.)?size .1, 2, 3, 4.",

@@ -30,8 +30,7 @@ from lazyinline.backend.kernels.lower import (
 )
 from lazyinline.backend.link.link import link
 from lazyinline.backend.run.planned import closures_run
-from lazyinline.reuse.ir.interpreter import flatten_value, interpret
-from lazyinline.reuse.ir.leaf import Stamp, flat_types, is_active
+from lazyinline.reuse.ir.leaf import Stamp, flat_types, flatten_value, interpret, is_active
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,

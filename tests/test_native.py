@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 import lazyinline
 from lazyinline.backend.launches import torch_native
-from lazyinline.backend.launches.kernel_list import Launch, NativeOp, View
-from lazyinline.backend.launches.native_ops import native_op, with_native
+from lazyinline.backend.launches.kernel_list import Launch, NativeOp, View, native_op, with_native
 from lazyinline.backend.launches.torch_native import (
     NativeLibrary,
     loaded_native,

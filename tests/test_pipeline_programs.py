@@ -27,7 +27,7 @@ from lazyinline.pipeline_parallel.coloring import (
 from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
 from lazyinline.pipeline_parallel.stage_derivative import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput
 from lazyinline.reuse.ir.transfer import Wire
 from lazyinline.reuse.ir.types import TensorType

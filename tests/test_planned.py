@@ -21,7 +21,7 @@ from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link import placement
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.run.planned import PlannedProgram, Runtime
-from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.operators import is_mutable
 from lazyinline.reuse.ir.program import Call, Program, Value
 

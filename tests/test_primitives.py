@@ -30,7 +30,7 @@ from lazyinline.autodiff.torch_primitives import Reducer
 from lazyinline.frontend.capture.surroundings import one_at_a_time
 from lazyinline.frontend.inspection import reduced
 from lazyinline.frontend.passes.programs import differentiation, programs_of
-from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.operators import is_primitive
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
 from lazyinline.reuse.ir.verify import not_primitive, verify

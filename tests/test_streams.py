@@ -42,7 +42,7 @@ from lazyinline.backend.launches.kernel_list import BufferInfo, KernelList, Laun
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.link.placement import Tools
 from lazyinline.backend.run.planned import PlannedProgram, Runtime
-from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import flatten_value, interpret
 
 H100 = target_named("cuda:sm_90")
 ELSEWHERE = Tools(place=Place(missing="a GPU"))  # so that launches run from Python

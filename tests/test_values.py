@@ -12,8 +12,7 @@ from values import HELPERS, HIDDEN, MOVING, ROWS, USUAL
 from worlds import World
 
 from lazyinline import CaptureError
-from lazyinline.reuse.evidence.snapshot import Snapshot, same_value
-from lazyinline.reuse.freeze import Freezer, describe
+from lazyinline.reuse.freeze import Freezer, Snapshot, describe, same_value
 from lazyinline.reuse.kinds import WHOLE_FUNCTION, is_unrepeatable
 
 HELD = {"itself": lambda v: v, "in a list": lambda v: [v], "deeper": lambda v: {"a": (v,)}}

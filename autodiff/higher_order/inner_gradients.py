@@ -32,10 +32,10 @@ from ...reuse.ir.program import (
     outputs_of,
     walk_closures,
 )
+from ...reuse.ir.rewrite import FlatStructs
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import module_of
 from ..derivative import Derivative, Differentiator, Recipe, Request
-from ..flat_structs import FlatStructs
 from ..flows import drawing_leaf, needed_calls
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
 from ..forward_mode.jet_interpreter import Fallback

@@ -24,8 +24,7 @@ from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
 from ..gpu.torch_triton import MachineCode, TritonKernel
 from ..launches import torch_facts
-from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
-from ..launches.native_ops import with_native
+from ..launches.kernel_list import BufferInfo, KernelList, Launch, View, with_native
 from ..launches.torch_native import BuiltKernel
 
 Decode = Callable[[str, Any], Any]

@@ -35,8 +35,8 @@ from ..launches.kernel_list import (
     OperandForm,
     Returned,
     View,
+    with_native,
 )
-from ..launches.native_ops import with_native
 from .bundles import kept
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")

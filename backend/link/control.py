@@ -18,8 +18,17 @@ from ...reuse.ir.control import Choose, Repeat, RepeatWhile
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Control, Leaf
 from ...reuse.ir.types import contiguous_stride, is_dense
-from ..launches.kernel_list import BufferInfo, KernelList, Launch, NativeOp, View
-from ..launches.native_ops import CHOOSE, REPEAT, REPEAT_WHILE, copied
+from ..launches.kernel_list import (
+    CHOOSE,
+    REPEAT,
+    REPEAT_WHILE,
+    BufferInfo,
+    KernelList,
+    Launch,
+    NativeOp,
+    View,
+    copied,
+)
 from .layout import Layout, Part, Placed
 from .link import FlatProgram
 from .placement import Tools, planned

@@ -23,8 +23,7 @@ from ..arena.live_ranges import Buffers, lower_bound
 from ..gpu.roofline import is_product
 from ..gpu.targets import Target
 from ..kernels.torch_attention import scratch_bytes
-from ..launches.kernel_list import KernelList, Launch, View
-from ..launches.native_ops import with_native
+from ..launches.kernel_list import KernelList, Launch, View, with_native
 from .link import FlatProgram
 from .link import Launch as ClosureCall
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...autodiff.flat_structs import grouped
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.torch_updates import results_in_place, update_of
 from ...reuse.ir.types import TensorType, flatten_type
 

@@ -22,7 +22,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
 from ..gpu.targets import streams_on
 from ..gpu.torch_triton import TritonKernel
-from ..launches import native_ops, torch_native
+from ..launches import kernel_list, torch_native
 from ..launches.torch_native import no_address
 from .layout import Placed
 from .placement import Tools
@@ -155,7 +155,7 @@ def bind_native(
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
         "no_address": no_address,
-        "fail": native_ops.fail,
+        "fail": kernel_list.fail,
     }
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
-from ...autodiff.flat_structs import grouped
 from ...autodiff.traces.joint_trace import trace_forward_on
 from ...autodiff.traces.torch_interpreters import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
@@ -41,6 +40,7 @@ from ...reuse.ir.program import (
     Value,
     count_calls,
 )
+from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import TensorType, Type
 from . import torch_onnx
 

@@ -19,8 +19,14 @@ from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledProgram
 from .second import FirstBackward, Gradients
-from .tensors import Aliases, SavedTensors, cotangent_like
-from .torch_engine import are_batched, graph_is_kept, one_by_one
+from .torch_engine import (
+    Aliases,
+    SavedTensors,
+    are_batched,
+    cotangent_like,
+    graph_is_kept,
+    one_by_one,
+)
 
 _MAX_BACKWARDS = 8  # the last used
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
-from .tensors import cotangent_like
+from .torch_engine import cotangent_like
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 

@@ -17,8 +17,14 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, PlanError
-from ...reuse.evidence.module_state import Places, has_hooks, has_own_hooks, walk_modules
-from ...reuse.evidence.snapshot import is_constant
+from ...reuse.evidence.module_state import (
+    Places,
+    has_hooks,
+    has_own_hooks,
+    module_state,
+    walk_modules,
+)
+from ...reuse.freeze import is_constant
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import (
     Leaf,
@@ -31,7 +37,7 @@ from ...reuse.ir.program import (
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import is_unrepeatable, reachable
 from ...reuse.torch_names import is_lazy
-from ..marks import is_compiled
+from ..marks import DISPATCHER_ATTRIBUTE
 from .torch_state import why_no_memory, why_watched
 
 
@@ -46,7 +52,7 @@ def refuse_uncapturable(model: nn.Module) -> None:
 def refuse_compiled(places: Places) -> None:
     """Raises CaptureError if one of some modules is compiled already."""
     for path, module in places:
-        if is_compiled(module):
+        if DISPATCHER_ATTRIBUTE in module_state(module):
             raise CaptureError(
                 f"{path or 'The model'} is a compiled module already. Compile the outer model with "
                 "the original module in it."

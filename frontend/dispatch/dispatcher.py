@@ -35,7 +35,7 @@ from ..checks.refusals import (
 from ..checks.torch_state import mode_around
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced
-from ..guards.kept_programs import AnyEntry, Inputs, KeptPrograms
+from ..guards.guard import AnyEntry, Inputs, KeptPrograms
 from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass

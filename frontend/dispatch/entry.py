@@ -12,7 +12,7 @@ from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..compiled import CompiledProgram
 from ..effects.effects import refuse_traced
-from ..guards.kept_programs import SMALL_ARENA
+from ..guards.guard import SMALL_ARENA
 from ..sizes.shapes import CompileResult
 from ..tracing.torch_tracing import is_traced
 
@@ -54,12 +54,12 @@ class ModuleEntry:
 
     @property
     def is_small(self) -> bool:
-        """See :class:`kept_programs.Entry`. One with a backward may have many runs in flight."""
+        """See :class:`..guards.guard.Entry`. One with a backward may have many runs in flight."""
         arena_bytes = self._compiled.runtime.program.arena_bytes
         return self._bridge is None and arena_bytes <= SMALL_ARENA
 
     def rest(self) -> None:
-        """See :class:`kept_programs.Entry`."""
+        """See :class:`..guards.guard.Entry`."""
         self._compiled.runtime.rest()
         if self._bridge is not None:
             self._bridge.backwards.rest()

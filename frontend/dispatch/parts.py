@@ -20,7 +20,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
-from ...reuse.evidence.snapshot import TELLS_APART
+from ...reuse.freeze import TELLS_APART
 from ...reuse.process import ProcessLock
 from ..capture.regions import shapes_of
 from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS

@@ -32,8 +32,7 @@ from ...reuse.errors import CaptureError, VerifyError
 from ...reuse.evidence.functions import captured_set
 from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute, module_state
 from ...reuse.evidence.reads import Reads, outside_name
-from ...reuse.evidence.snapshot import Snapshot
-from ...reuse.freeze import Freezer
+from ...reuse.freeze import Freezer, Snapshot
 from ...reuse.ir.types import TensorType
 from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables

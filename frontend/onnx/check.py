@@ -16,7 +16,7 @@ from torch import nn
 from ...autodiff.traces.torch_user_rules import NO_DERIVATIVE
 from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
-from ...reuse.ir.interpreter import interpret
+from ...reuse.ir.leaf import interpret
 from ...reuse.ir.program import ModelTensor, Program, UserInput, tensor_type
 from ..dispatch.torch_slot import slots_empty
 

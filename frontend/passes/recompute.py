@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from ...autodiff.derivative import Request
 from ...recompute.sizes_at import SizesAt
-from ...reuse.ir.program import Composite, Leaf
+from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values
 from .context import leaves_of
 from .link import held_bytes, linked
 from .numbers import forget_numbers, kernel_at_numbers, with_numbers
 from .programs import decompose, estimate, lower, repeat_micro_batches, with_derivative
-from .recompute_choice import ProgramPeaks, has_marks
+from .recompute_choice import ProgramPeaks
 from .state import Compilation, Pass, State, apply, compile_pass
 
 
-def is_asked_for(state: Compilation) -> bool:
-    """Whether a policy or a mark wants something computed again."""
-    request = state.request
-    if request is None or state.derivative is None:
-        return False
-    assert isinstance(request.closure, Composite)
-    return state.context.options.recompute is not None or has_marks(request.closure)
-
-
-@compile_pass("recompute", goals=("module", "step"), wanted=is_asked_for)
+@compile_pass("recompute", goals=("module", "step"), wanted=attrgetter("wants_recompute"))
 def choose_recompute(state: State) -> State:
     """Chooses per call what the forward saves and the backward computes again (where asked for)."""
     assert state.request is not None

@@ -12,8 +12,8 @@ from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.cut_problem import Measured, ValueCosts
 from ...recompute.fit_budget import BudgetFit, Peaks
-from ...recompute.planner import Planner, policy_of
-from ...recompute.policy import Budget, Policy
+from ...recompute.planner import Planner
+from ...recompute.policy import Budget, Policy, policy_of
 from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
-from ...reuse.ir.program import Program
+from ...reuse.ir.program import Composite, Program
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
 from ...reuse.torch_names import lazy_modules
@@ -22,6 +22,7 @@ from ..compiled import GradientRequest
 from ..options import Batching
 from ..report import CompileReport, PassRecord, cpu_seconds
 from .context import Context
+from .recompute_choice import has_marks
 
 VERIFY_VARIABLE = "LAZYINLINE_VERIFY"
 """The environment variable that has every program verified after each pass."""
@@ -125,6 +126,14 @@ class Compilation:
         """The step, once it is put together."""
         assert self.composed is not None
         return self.composed
+
+    @property
+    def wants_recompute(self) -> bool:
+        """Whether a policy or a mark wants something computed again."""
+        if self.request is None or self.derivative is None:
+            return False
+        assert isinstance(self.request.closure, Composite)
+        return self.context.options.recompute is not None or has_marks(self.request.closure)
 
     @property
     def size(self) -> int:

@@ -17,8 +17,7 @@ from ..capture.regions import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
 from ..compiled import Compiled, Relinking
 from ..compiler import Compiler
-from ..guards.guard import Guard
-from ..guards.kept_programs import MAX_PROGRAMS, Inputs
+from ..guards.guard import MAX_PROGRAMS, Guard, Inputs
 from ..options import Options
 from ..passes.link import WRONG_SIZES, OverBudgetError
 from ..passes.state import Goal

@@ -19,8 +19,13 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...reuse.ir.program import Source, UserInput
-from ...reuse.ir.torch_size_nodes import compute, size_expression
-from ...reuse.ir.torch_symbols import is_size, put_literal, replace_operand
+from ...reuse.ir.torch_symbols import (
+    compute,
+    is_size,
+    put_literal,
+    replace_operand,
+    size_expression,
+)
 from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside
 from ..tracing.torch_tracing import TracingFakeMode

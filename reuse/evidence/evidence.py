@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..freeze import Freezer, Identity, describe, narrow
+from ..freeze import Freezer, Identity, Snapshot, describe, narrow, same_value
 from ..kinds import NO_WAY, WHOLE_FUNCTION, cell_contents
 from .module_state import (
     Places,
@@ -40,7 +40,6 @@ from .module_state import (
 )
 from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .slots import answers_alike, tests_of
-from .snapshot import Snapshot, same_value
 
 _NUMBERS = (int, float, bool, str)
 Held = Literal["same", "changed"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ..freeze import Freezer, Identity
+from ..freeze import Freezer, Identity, Snapshot
 from ..kinds import (
     ABSENT,
     cell_contents,
@@ -37,7 +37,6 @@ from .functions import (
 )
 from .module_state import Where, find_attribute, module_state
 from .slots import OpenIndex, SlotReads
-from .snapshot import Snapshot
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
 # and what it runs at each call.

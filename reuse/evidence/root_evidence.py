@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
+from ..freeze import is_constant, same_value
 from ..kinds import ABSENT, cell_contents, is_library, is_of_library, own_table
 from .module_state import module_state
 from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state
-from .snapshot import is_constant, same_value
 
 Check = Callable[[], bool]
 CompareFacts = Callable[..., bool]

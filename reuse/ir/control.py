@@ -17,8 +17,7 @@ import torch
 import torch.fx
 
 from ..torch_names import module_of
-from .interpreter import interpret
-from .leaf import DEFAULT_STAMP, Stamp, flat_types
+from .leaf import DEFAULT_STAMP, Stamp, flat_types, interpret
 from .program import Composite, Control, Leaf, Program, Run, Value
 from .types import TensorType, Type
 

@@ -1,8 +1,11 @@
-"""Leaf bodies: building ATen graphs, comparing them exactly, and running them.
+"""Leaf bodies: building ATen graphs, comparing them exactly, and running them, programs too.
 
 A node carries a :class:`Stamp` in ``meta["stamp"]``: the grad mode and autocast state that the
 user's code ran it under, and the user's source line. The stamp replaces the mode-switching nodes
 a trace would hold, so a graph can be cut anywhere without losing the mode.
+
+The reference interpreter runs a program call by call on real tensors, nothing clever: tests compare
+every other way of running a program with it.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ import torch.fx
 from ..freeze import Freezer
 from ..torch_names import memory_id, module_of
 from .operators import WRITES_STATISTICS, mutated_args
-from .program import Leaf, outputs_of
+from .program import Call, Closure, Composite, Leaf, Pack, Program, Value, outputs_of
 from .torch_symbols import SizedInterpreter
-from .types import TensorType, Type, flatten_type
+from .types import StructType, TensorType, Type, flatten_type
 
 Autocast = tuple[str, bool, torch.dtype]
 
@@ -326,3 +329,38 @@ def make_leaf(name: str, function: Callable[..., Any], type_: TensorType) -> Lea
             )
     module = module_of(graph)
     return Leaf(name, module, (type_, type_), (type_,), level="aten", kernels="eager")
+
+
+# ---- programs run call by call -------------------------------------------------------------------
+
+
+def interpret(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Runs a program; tensors for tensor inputs, nested tuples for struct inputs."""
+    env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
+    for call in program.calls:
+        env.update(zip(call.results, _apply(call, [env[v] for v in call.args]), strict=True))
+    return tuple(env[v] for v in program.outputs)
+
+
+def _apply(call: Call, args: list[Any]) -> Sequence[Any]:
+    closure: Closure = call.closure
+    if isinstance(closure, Composite):
+        return interpret(closure.program, args)
+    if isinstance(closure, Leaf):
+        flat = [tensor for arg in args for tensor in flatten_value(arg)]
+        results = iter(ModalInterpreter(closure.module).run_flat(flat))
+        return [_unflatten(type_, results) for type_ in closure.output_types]
+    return (tuple(args),) if isinstance(closure, Pack) else args[0]
+
+
+def flatten_value(value: Any) -> list[Any]:
+    """Flattens nested tuples of tensors."""
+    if isinstance(value, tuple):
+        return [inner for item in value for inner in flatten_value(item)]
+    return [value]
+
+
+def _unflatten(type_: Type, tensors: Any) -> Any:
+    if isinstance(type_, StructType):
+        return tuple(_unflatten(field, tensors) for field in type_.fields)
+    return next(tensors)

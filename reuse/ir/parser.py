@@ -26,7 +26,7 @@ from . import program as ir
 from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
 from .printer import node_type
-from .torch_read_sizes import SIZE_FUNCTIONS, ReadSizes
+from .torch_symbols import SIZE_FUNCTIONS, ReadSizes
 from .types import DTYPES, StructType, TensorType, Type, contiguous_stride, flatten_type
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds

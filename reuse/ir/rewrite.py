@@ -1,17 +1,24 @@
-"""Programs rewritten: each different leaf once, or calls replaced by their callees' bodies.
+"""Programs rewritten: each leaf once, calls replaced by their callees' bodies, structs taken apart.
 
 Compilers that inline early do the second before any other pass. Here it takes a composite apart for
 a comparison, and is the oracle of tests: linking late must give exactly what linking the inlined
 program gives.
+
+A derivative saves into a struct, which is opaque. Where that derivative is differentiated in its
+turn, gradients flow through what is saved, one for each tensor, so the third passes it tensor by
+tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from .control import with_bodies
+from .leaf import flat_types
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
+from .types import StructType, Type, flatten_type
 
 
 def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
@@ -80,3 +87,78 @@ class _Expansion:
             self._fields[results[0]] = args
         self.calls.append(Call(closure, args, results, path if isinstance(closure, Leaf) else ""))
         return results
+
+
+# ---- programs without struct values --------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def grouped(values: Iterable[T], types: Iterable[Type]) -> Iterator[list[T]]:
+    """Yields flat values by the type that they are of: one of a tensor, several of a struct."""
+    rest = iter(values)
+    for type_ in types:
+        yield [next(rest) for _ in flatten_type(type_)]
+
+
+class FlatStructs:
+    """Takes structs apart, once per closure."""
+
+    def __init__(self) -> None:
+        self._closures: dict[Closure, Closure] = {}
+
+    def program(self, program: Program) -> Program:
+        """Returns the program with each struct value as the values in it."""
+        parts: dict[Value, tuple[Value, ...]] = {}
+
+        def taken(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple(part for value in values for part in parts[value])
+
+        for value in program.inputs:
+            parts[value] = _parts(value)
+        calls = []
+        for call in program.calls:
+            if isinstance(call.closure, Pack):
+                parts[call.results[0]] = taken(call.args)
+            elif isinstance(call.closure, Unpack):
+                inner = grouped(parts[call.args[0]], [v.type for v in call.results])
+                parts.update(zip(call.results, map(tuple, inner), strict=True))
+            else:
+                parts.update((value, _parts(value)) for value in call.results)
+                args, results = taken(call.args), taken(call.results)
+                calls.append(Call(self.closure(call.closure), args, results, call.path))
+        return replace(
+            program,
+            inputs=taken(program.inputs),
+            calls=tuple(calls),
+            outputs=taken(program.outputs),
+        )
+
+    def closure(self, closure: Closure) -> Closure:
+        """Returns the closure without struct values, the same one each time."""
+        if closure not in self._closures:
+            self._closures[closure] = self._made(closure)
+        return self._closures[closure]
+
+    def _made(self, closure: Closure) -> Closure:
+        if isinstance(closure, Composite):
+            return Composite(closure.name, self.program(closure.program))
+        assert isinstance(closure, Leaf)
+        if closure.bodies:  # its own operands are single tensors
+            return with_bodies(closure, [self.closure(body) for body in closure.bodies])  # type: ignore[misc]
+        if not any(
+            isinstance(t, StructType) for t in (*closure.input_types, *closure.output_types)
+        ):
+            return closure
+        inputs, outputs = flat_types(closure.input_types), flat_types(closure.output_types)
+        # Its graph takes and gives single tensors as it is.
+        return replace(
+            closure, input_types=tuple(inputs), output_types=tuple(outputs), input_names=()
+        )
+
+
+def _parts(value: Value) -> tuple[Value, ...]:
+    if not isinstance(value.type, StructType):
+        return (value,)
+    return tuple(Value(type_, value.hint) for type_ in flat_types([value.type]))

@@ -8,16 +8,85 @@ symbols (:func:`with_size_inputs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate, map_arg
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy import functions
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..errors import CaptureError
 from ..torch_names import module_of
 from .types import StructType, TensorType, Type
+
+
+def computing_node(
+    expression: Any, nodes: Mapping[Any, torch.fx.Node], graph: torch.fx.Graph
+) -> torch.fx.Node:
+    """Adds the nodes that compute an expression, where the graph inserts; returns its node.
+
+    Args:
+        expression: of symbols, and not a number.
+        nodes: the node of each symbol.
+        graph: theirs.
+    """
+    tracer = GraphAppendingTracer(graph)
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    node: torch.fx.Node = sympy_interp(_ByNodes, proxies, expression).node
+    return node
+
+
+def _call(function: Callable[..., Any], x: Any) -> Any:
+    if not isinstance(x, torch.fx.Proxy):
+        return function(x)
+    return x.tracer.create_proxy("call_function", function, (x,), {})
+
+
+class _ByNodes(PythonReferenceAnalysis):
+    """Has what PyTorch's analysis can do with numbers only: quotients of integers and roundings."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _call(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _call(math.ceil, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _call(math.trunc, x)
+
+    @staticmethod
+    def round_to_int(x: Any, dtype: Any) -> Any:
+        return _call(round, x)
+
+
+def size_expression(node: torch.fx.Node) -> Any:
+    """Returns a size as an expression of symbols; a number where the trace settled it."""
+    return node.meta["val"].node.expr
+
+
+def compute(expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> Any:
+    """Adds the nodes that compute an expression at the graph's insertion point."""
+    if expression.is_number:
+        return int(expression) if expression.is_integer else float(expression)
+    return computing_node(expression, symbols, next(iter(symbols.values())).graph)
+
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -224,7 +293,6 @@ def with_size_inputs(
 
 
 def _nodes_for(graph: torch.fx.Graph, expression: Any, inputs: Mapping[Any, torch.fx.Node]) -> Any:
-    from .torch_size_nodes import computing_node
 
     if expression.is_number:
         return value_of(expression, Values())
@@ -298,3 +366,60 @@ def refuse_inexact(module: torch.fx.GraphModule) -> None:
             reordered = isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow))
             if reordered and not all(a.is_integer for a in part.args):
                 raise CaptureError(f"it computes {size.node.expr}, a float, from sizes")
+
+
+# ---- sizes read from text ------------------------------------------------------------------------
+
+
+SIZE_FUNCTIONS = {n: f for n, f in vars(functions).items() if getattr(f, "is_Function", False)}
+"""Functions by which PyTorch computes sizes, besides the operators of Python."""
+
+
+class _NamedSymbols(ShapeEnv):
+    """Gives a symbol the number that is in its name; PyTorch would make one of the name's hash."""
+
+    def _generate_unique_id(self, source_name: str) -> int:
+        return int(source_name.removeprefix("s"))
+
+
+class ReadSizes:
+    """The sizes of a program that is read from text: each symbol is a size of at least two."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._environment: Any = None
+        self._symbols: dict[str, Any] = {}
+
+    def symbol(self, name: str) -> Any:
+        """Returns the symbol of a name, such as ``s0``."""
+        if self._environment is None:
+            self._environment = _NamedSymbols()
+            self._mode = FakeTensorMode(shape_env=self._environment, static_shapes=True)
+            self._mode.cache_enabled = False  # it hardly ever fits where sizes are symbols
+        if name not in self._symbols:
+            # An example that a view may divide, and that equals no other symbol's small multiple.
+            example = 5040 * (101 + 2 * len(self._symbols))
+            self._symbols[name] = self._environment.create_symbol(
+                example, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
+            )
+        return self._symbols[name]
+
+    def literal(self, expression: Any) -> Any:
+        """Returns a size as it stands among an operator's operands."""
+        if isinstance(expression, int) or expression.is_integer:
+            return as_literal(size_in(self._environment, expression))
+        return as_literal(self._environment.create_symfloatnode(expression, hint=None))
+
+    def fake(self, type_: TensorType) -> torch.Tensor:
+        """Returns a fake tensor of a type."""
+        layout = [[size_in(self._environment, n) for n in t] for t in (type_.shape, type_.stride)]
+        with self._mode:
+            return torch.empty_strided(*layout, dtype=type_.dtype, device=type_.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it operators run on fake tensors, and keep the symbols in their sizes."""
+        # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
+        python = nullcontext() if self._environment is None else enable_python_dispatcher()
+        with self._mode, python:
+            yield
