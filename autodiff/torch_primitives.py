@@ -21,8 +21,7 @@ from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .traces.joint_trace import trace_forward
-from .traces.pure_memory import draw_mask, laid_out_as_traced
+from .traces.joint_trace import draw_mask, laid_out_as_traced, trace_forward
 from .traces.torch_interpreters import origin_of
 from .traces.torch_make_fx import Decompositions
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lazyinline.backend.files.disk import DIRECTORY_VARIABLE
+from lazyinline.backend.files.torch_store import DIRECTORY_VARIABLE
 
 GOAL = 1.5
 LENGTHS = (64, 48, 80, 56, 72, 40, 96, 33, 61, 128, 24, 100, 17, 88, 112, 120)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.files.disk import DIRECTORY_VARIABLE
+from lazyinline.backend.files.torch_store import DIRECTORY_VARIABLE
 
 OWN = pathlib.Path(lazyinline.__file__).resolve().parents[2]
 IS_FUNCTION = 0x2  # CO_NEWLOCALS: the body of a module or class runs when it is imported

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..backend.files.disk import DiskCache, default_directory, max_bytes
+from ..backend.files.torch_store import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded
 from ..reuse.process import own_places

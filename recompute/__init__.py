@@ -2,7 +2,6 @@
 
 policy       what a user asks for
 cut_problem  one leaf's forward values, what saving some of them means, what operators take here
-sizes_at     where sizes are symbols: the numbers that all this is weighed at
 solver       exact cuts of one closure; exact spread over the calls of any number
 planner      the choice of a policy, and the frontier of each closure
 fit_budget   a budget that the linked program keeps

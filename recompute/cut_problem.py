@@ -15,13 +15,13 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
+from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors, backward_nodes, late_draws
 from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy, value_bytes
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
-from .sizes_at import SizesAt
 
 
 @dataclass(frozen=True, slots=True)

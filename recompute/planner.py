@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch.fx
 
 from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request, Whole
+from ..autodiff.traces.torch_make_fx import SizesAt
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutProblem, ValueCosts
 from .policy import policy_of
-from .sizes_at import SizesAt
 
 _NUM_POINTS = 16  # budgets solved for per leaf
 _NUM_INNER_POINTS = 8  # and per composite

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..autodiff.derivative import Cut, Derivative, Differentiator, PerCall, Request, Whole
+from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors
 from ..reuse.ir.costs import flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Leaf, outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
-from .sizes_at import SizesAt
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch import nn
 import lazyinline
 from lazyinline.backend.cache import results as compile_cache
 from lazyinline.backend.cache.codec import decode_leaf, encode_leaf, encode_value, leaf_content
-from lazyinline.backend.files.disk import DiskCache, default_directory, open_cache
+from lazyinline.backend.files.torch_store import DiskCache, default_directory, open_cache
 from lazyinline.backend.launches import torch_facts
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.errors import CacheError, CacheWarning

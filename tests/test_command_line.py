@@ -15,7 +15,7 @@ import saved
 from printed import too_long
 
 import lazyinline
-from lazyinline.backend.files import disk
+from lazyinline.backend.files import torch_store
 from lazyinline.backend.kernels import lower
 from lazyinline.frontend import commands, inspection, measure
 from lazyinline.frontend.capture import blocks
@@ -316,7 +316,11 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
                 assert action.default is None or action.default in taken[name]
     assert actions_of(parsers["export"])["opset"].default == export.MIN_OPSET
     said = parsers["cache"].description or ""
-    for name in (disk.DIRECTORY_VARIABLE, disk.SIZE_VARIABLE, disk.SWITCH_VARIABLE):
+    for name in (
+        torch_store.DIRECTORY_VARIABLE,
+        torch_store.SIZE_VARIABLE,
+        torch_store.SWITCH_VARIABLE,
+    ):
         assert name in said
     bench_help = " ".join(parsers["bench"].format_help().split())
     assert f"default {' '.join(map(str, measure.DEFAULT_LAYERS))};" in bench_help

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CacheError
-from lazyinline.backend.files import disk, torch_folder
-from lazyinline.backend.files.disk import DiskCache
-from lazyinline.backend.files.torch_folder import (
+from lazyinline.backend.files import torch_store
+from lazyinline.backend.files.torch_store import (
     DamagedObjectError,
+    DiskCache,
     is_whole_object,
     own_folder,
     sound_object,
@@ -114,7 +114,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     """Inductor's folder, which others know of."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "known"))
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "cache"))
-    torch_folder._private_folder.cache_clear()
+    torch_store._private_folder.cache_clear()
     (tmp_path / "known").mkdir(mode=0o700)
     return tmp_path / "known"
 
@@ -128,13 +128,13 @@ def open_above(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = disk.not_private
+    kept = torch_store.not_private
     theirs = folder.stat().st_ino
 
     def not_private(status: os.stat_result) -> str:
         return "it belongs to user 12345" if status.st_ino == theirs else kept(status)
 
-    monkeypatch.setattr(disk, "not_private", not_private)
+    monkeypatch.setattr(torch_store, "not_private", not_private)
 
 
 @pytest.mark.parametrize("spoil", [open_to_all, of_another])
@@ -162,7 +162,7 @@ def test_a_folder_below_one_that_everybody_may_write_to_is_no_place_for_code(
     with pytest.raises(CacheError, match="everybody may rename"):
         DiskCache(folder.parent / "cache")
     folder.parent.chmod(0o1777)  # as /tmp is
-    assert not disk.why_not_trusted(folder)
+    assert not torch_store.why_not_trusted(folder)
 
 
 def test_inductors_own_default_is_made_for_its_user_only(
@@ -214,7 +214,7 @@ def test_a_damaged_probe_is_built_again() -> None:
 
 WRITER = """
 import os, sys, pathlib
-from lazyinline.backend.files.disk import DiskCache
+from lazyinline.backend.files.torch_store import DiskCache
 found = DiskCache(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "die":
     os.replace = lambda *paths: os.kill(os.getpid(), 9)

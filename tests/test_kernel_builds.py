@@ -18,7 +18,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lazyinline
-from lazyinline.backend.files.disk import open_store
+from lazyinline.backend.files.torch_store import open_store
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.bundles import (
     HEADER,

@@ -19,8 +19,7 @@ from ...reuse.ir.leaf import flat_types, stamp_of, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.joint_trace import trace_function, trace_taken_apart
-from ..traces.pure_memory import laid_out_as
+from ..traces.joint_trace import laid_out_as, trace_function, trace_taken_apart
 from ..traces.torch_interpreters import stop_in_trace
 from .jet_interpreter import Fallback, JetInterpreter
 from .jets import Jet, Lanes, Orders, Series

@@ -1,9 +1,15 @@
-"""Leaves traced: a forward alone, or forward and backward as one graph (:class:`JointTrace`)."""
+"""Leaves traced: a forward alone, or forward and backward as one graph (:class:`JointTrace`).
+
+Their operators do nothing but compute: none writes in place, none marks memory. Results and
+gradients lie in memory as it was traced, whatever makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,36 +19,280 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of, without_autocast
-from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.program import input_nodes
-from ...reuse.ir.torch_symbols import sizes_in
+from ...reuse.ir.operators import is_view, mutated_args
+from ...reuse.ir.program import input_nodes, outputs_of
+from ...reuse.ir.torch_symbols import SizedInterpreter, environment_of_tensor, size_in, sizes_in
 from ...reuse.ir.types import TensorType
-from .pure_memory import (
-    attention_as_traced,
-    captured_results,
-    laid_out_as,
-    of_pure_memory,
-    results_as_captured,
-    strip_detach,
-    type_as_captured,
-)
 from .torch_interpreters import (
     DIFFERENTIABLE,
     DifferentiableInterpreter,
     Gradients,
     NotingInterpreter,
     StoppingInterpreter,
+    is_stop,
 )
 from .torch_make_fx import (
+    WRITTEN,
     Decompositions,
     FakeTensorMode,
+    drop_copies,
+    drop_pairs,
     fake_tensor,
     growing_graph,
+    is_lazy,
+    mark_after_strided,
     new_fake_mode,
     sizes_kept_open,
     traced,
 )
 from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
+
+
+def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """Gives a gradient its primal's layout, so that one backward serves every caller."""
+    if gradient.layout is not torch.strided:
+        raise CaptureError(
+            f"The gradient of a {type_} tensor is sparse, and compiled programs have dense ones "
+            "only. Use sparse=False in the embedding."
+        )
+    # One element has no order: any strides will do.
+    if TensorType.of(gradient).stride == type_.stride or gradient.numel() <= 1:
+        return gradient
+    environment = environment_of_tensor(gradient)
+    shape, stride = ([size_in(environment, n) for n in ns] for ns in (type_.shape, type_.stride))
+    repeated = [d for d, (n, step) in enumerate(zip(shape, stride, strict=True)) if step == 0]
+    if repeated:  # elements that are one in memory: written once
+        for dim in repeated:
+            gradient = gradient.narrow(dim, 0, 1)
+        once = [1 if d in repeated else n for d, n in enumerate(shape)]
+        return _copied(gradient, once, stride).expand(shape)
+    return _copied(gradient, shape, stride)
+
+
+def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    target = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return torch.ops.aten.copy.default(target, tensor)
+
+
+def laid_out_as_traced(result: Any, node: torch.fx.Node) -> Any:
+    """Gives a result the layout that its node was traced with, unless it is somebody's memory."""
+    if node.op != "call_function" or is_view(node) or mutated_args(node):
+        return result
+    return _as_traced(result, node.meta.get("val"))
+
+
+def captured_results(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns a leaf's results as they were captured; None where that is not known."""
+    nodes = outputs_of(module)
+    return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
+
+
+def type_as_captured(type_: TensorType, captured: Any) -> TensorType:
+    """Returns the type of a result that is laid out as it was captured."""
+    return replace(type_, stride=TensorType.of(captured).stride) if captured is not None else type_
+
+
+def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
+    """Gives a leaf's results the layouts that they were captured with, which readers rely on.
+
+    What is traced anew may be laid out otherwise: decompositions, and rules for fake tensors.
+    """
+    pairs = zip(results, captured_results(module), strict=True)
+    return tuple(r if t is None else _permuted_as(r, t) for r, t in pairs)
+
+
+def _as_traced(result: Any, traced: Any) -> Any:
+    """Gives results the layouts that they were traced with, which views of them rely on.
+
+    Some operators lay theirs out by an operand's mark (a solver, if its matrix is conjugated).
+    """
+    if isinstance(traced, (tuple, list)):
+        return type(traced)(map(_as_traced, result, traced))
+    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return result
+    return laid_out_as(result, TensorType.of(traced))
+
+
+def attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
+    """Gives attention the layout that it was traced with, which differs from backend to backend."""
+    traced = node.meta.get("val")
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
+        return result
+    return _permuted_as(result, traced)
+
+
+def _permuted_as(result: Any, traced: Any) -> Any:
+    """Gives a result the order of axes that it was traced with, in operators with derivatives."""
+    if not isinstance(result, torch.Tensor) or not isinstance(traced, torch.Tensor):
+        return result
+    type_ = TensorType.of(traced)
+    found, stride = TensorType.of(result).stride, type_.stride
+    # Strides that are symbols cannot be ordered without settling them; they stay as they are.
+    is_open = not all(isinstance(n, int) for n in (*stride, *found))
+    if found == stride or is_open or not type_.is_dense:
+        return result
+    order = sorted(range(traced.dim()), key=lambda dim: -stride[dim])
+    return result.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
+
+
+def of_pure_memory(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    sizes: Sequence[Any],
+    names: Sequence[str] = (),
+    *,
+    gradients: Gradients = "final",
+) -> torch.fx.GraphModule:
+    """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
+    strip_detach(module)
+    drop_pairs(module)
+    mark_after_strided(module)
+    if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
+        return module
+    _refuse_draws_into_gaps(module)
+    # Last, so that they win: a backend's rule for a draw is one for fresh memory.
+    table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
+    functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
+    drop_copies(functional)
+    for node, name in zip(input_nodes(functional), names, strict=False):
+        node.name = node.target = name
+    if gradients == "final":  # else what is left of them stops a gradient
+        strip_detach(functional)
+    return functional
+
+
+def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for ``normal_`` of a view with gaps: it draws in an order of its own.
+
+    In memory without gaps PyTorch's kernel fills sixteen numbers at a time. An input that is
+    written has become a clone without gaps here.
+    """
+    draws = module.graph.find_nodes(op="call_function", target=torch.ops.aten.normal_.default)
+    operands = [n.args[0] for n in draws]
+    operands += [x.args[0] for x in operands if x.target is torch.ops.aten.clone.default]
+    if not all(TensorType.of(x.meta["val"]).is_dense for x in operands):
+        raise CaptureError(
+            "normal_ of a view with gaps draws in an order of its own, which has no form to "
+            "compile. Draw into a tensor of its own (torch.randn), and copy it there."
+        )
+
+
+def _functionalized(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    sizes: Sequence[Any],
+) -> torch.fx.GraphModule:
+    """Traces a graph once more, without what changes something in place; its forward stays one."""
+    # Tags are lost in the new trace, and a partitioner needs to know where the forward ends.
+    last = [n.name for n in module.graph.nodes if "partitioner_tag" in n.meta][-1:]
+    forward: set[str] = set()
+    layouts = [
+        TensorType.of(n.meta["val"]) if isinstance(n, torch.fx.Node) else None
+        for n in outputs_of(module)
+    ]
+
+    def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+        results = _Boundary(module, last, forward).run(*flat)
+        # An out-of-place operator may lay its result out in another way (masked_fill).
+        pairs = zip(results, layouts, strict=True)
+        return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
+
+    # Views stay views: only writes are taken out, so that layouts are those of the first trace.
+    without_changes = torch.func.functionalize(run, remove="mutations")
+    functional = traced(without_changes, [list(inputs)], sizes, decompositions)
+    for node in functional.graph.nodes:
+        if node.name in forward:
+            node.meta["partitioner_tag"] = "is_forward"
+    return functional
+
+
+def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+    """Decomposes ``bernoulli.p``: in the order of a contiguous tensor, whatever the layout."""
+    layout = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return _mask_in(layout, p, generator)
+
+
+def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+    """Draws what ``bernoulli_`` draws, in the order of the memory, and in its layout."""
+    if generator is not None or not layout.is_floating_point():
+        return NotImplemented
+    _, mask = torch.ops.aten.native_dropout.default(layout, 1.0 - p, True)
+    return mask.to(layout.dtype)
+
+
+def _integers_in(
+    layout: torch.Tensor, low: int, high: int | None, generator: Any = None
+) -> torch.Tensor:
+    """Draws what ``random_`` draws between bounds."""
+    high = _end_of(layout.dtype) if high is None else high
+    if generator is not None or high > torch.iinfo(torch.int64).max:
+        raise CaptureError("random_ of all integers, or from a generator, has no form to compile.")
+    return torch.randint_like(layout, low, high)
+
+
+def _end_of(dtype: torch.dtype) -> int:
+    """Returns where ``random_`` ends without an upper bound: all integers below are exact."""
+    last = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    return last + 1
+
+
+_ON_ITS_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.aten.bernoulli.p: draw_mask}
+"""Draws that a graph calls by itself, under names that draws into memory get without memory."""
+
+_INTO_MEMORY: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.bernoulli.p: _mask_in,
+    getattr(torch.ops.aten.random, "from"): _integers_in,
+}
+"""Draws into memory as they are without memory.
+
+``bernoulli`` has another order than ``bernoulli_``; ``random.from`` has a name that is a keyword of
+Python, and those who write code write it.
+"""
+
+
+class _Boundary(SizedInterpreter):
+    """Runs a graph and notes what the new trace holds when its forward part ends."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, last: Sequence[str], forward: set[str]
+    ) -> None:
+        super().__init__(module)
+        self._last = set(last)
+        self._forward = forward
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        own = _ON_ITS_OWN.get(target)
+        found = NotImplemented if own is None else own(*args, **kwargs)
+        return super().call_function(target, args, kwargs) if found is NotImplemented else found
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        graph = growing_graph()
+        last = next(iter(reversed(graph.nodes)), None)
+        result = laid_out_as_traced(super().run_node(n), n)
+        if "origin" in n.meta:
+            for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
+                new.meta["origin"] = n.meta["origin"]
+        if n.name in self._last:
+            self._forward.update(n.name for n in growing_graph().nodes)
+        return result
+
+
+def strip_detach(module: torch.fx.GraphModule) -> None:
+    """Removes detach: below autograd it is the identity. One that stops a gradient stays."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.detach.default and not is_stop(node):
+            operand = node.args[0]
+            assert isinstance(operand, torch.fx.Node)
+            node.replace_all_uses_with(operand)
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+# ---- traces --------------------------------------------------------------------------------------
+
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
 """The error of PyTorch's autograd at a saved value that was changed in place since."""

@@ -5,6 +5,10 @@ view, and whoever reads the view minds it (so ``_neg_view``; an efficient zero t
 at all). A kernel that is given an address minds no bit, so each such operator is the one that
 writes the numbers. The alternative, bits that travel with every view, saves one pass over operands
 of matrix products, and every kernel, cache entry, transfer and saved value would have to mind them.
+
+What is traced with symbols for sizes can be looked at with numbers for them (:class:`SizesAt`). A
+choice of what is computed again names values, so it is right at any size; what it saves and costs
+are numbers, of the sizes at hand.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,10 +24,24 @@ import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.node import map_aggregate
 
 from ...reuse.ir.operators import is_view
-from ...reuse.ir.torch_symbols import environment_of, size_in, sizes_as_literals
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_symbols import (
+    SIZE_TYPES,
+    Values,
+    environment_of,
+    expression_of,
+    module_at,
+    size_in,
+    sizes_as_literals,
+    symbols_of,
+    tensor_type_at,
+    type_at,
+    value_of,
+)
+from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import module_of
 
@@ -234,3 +252,60 @@ def traced_copy(type_: TensorType, device: torch.device) -> torch.fx.GraphModule
     given.meta["val"] = fake_tensor(mode, type_)
     node.meta["val"] = fake_tensor(mode, replace(type_, device=device))
     return module_of(graph)
+
+
+# ---- numbers for symbols -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SizesAt:
+    """A number for each symbol; without any, all sizes are numbers already."""
+
+    values: Values = field(default_factory=Values)
+
+    def num_bytes(self, type_: Type) -> int:
+        """Returns the bytes of a value of a type."""
+        return self.type(type_).num_bytes
+
+    def host_bytes(self, type_: Type) -> int:
+        """Returns those of them that wait on the host."""
+        types = flatten_type(self.type(type_))
+        return sum(one.num_bytes for one in types if one.device == HOST)
+
+    def type(self, type_: Type) -> Type:
+        """Returns a type with numbers for sizes."""
+        return type_at(type_, self.values)
+
+    def leaf(self, leaf: Leaf) -> Leaf:
+        """Returns a leaf with numbers for sizes, in its types and its graph."""
+        module = self.module(leaf.module)
+        if module is leaf.module:
+            return leaf
+        return replace(
+            leaf,
+            module=module,
+            input_types=tuple(map(self.type, leaf.input_types)),
+            output_types=tuple(map(self.type, leaf.output_types)),
+        )
+
+    def module(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Returns a graph of the same nodes with numbers for sizes, also in the nodes' values.
+
+        A graph that has no symbol is returned as it is.
+        """
+        if not symbols_of(module):  # the same object, so that what is known of it stays known
+            return module
+        made, mode = module_at(module, self.values), new_fake_mode()
+
+        def number(value: Any) -> Any:
+            if isinstance(value, SIZE_TYPES):
+                return value_of(expression_of(value), self.values)
+            if not isinstance(value, torch.Tensor):
+                return value
+            type_ = TensorType.of(value)
+            return fake_tensor(mode, tensor_type_at(type_, self.values))
+
+        for node in made.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], number)
+        return made

@@ -31,7 +31,7 @@ from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.process import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
-from ..files.disk import DiskCache, MissingObjectError, open_cache
+from ..files.torch_store import DiskCache, MissingObjectError, open_cache
 from ..gpu.torch_triton import MachineCode, TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
 from ..launches.kernel_list import KernelList

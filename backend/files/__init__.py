@@ -1,5 +1,4 @@
 """Files and folders that several processes share, checked before they are used.
 
-disk          the on-disk store: entries and compiled objects, named by content
-torch_folder  adapter: the folder in which Inductor builds and finds shared objects
+torch_store  adapter: entries and compiled objects, named by content; the folder of Inductor
 """

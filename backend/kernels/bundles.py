@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import DiskCache, MissingObjectError
+from ..files.torch_store import DiskCache, MissingObjectError
 from ..launches.torch_native import CHECKED, BuiltKernel, is_known_type, loaded_kernel
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"

@@ -34,7 +34,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from ...autodiff.traces.pure_memory import draw_mask
+from ...autodiff.traces.joint_trace import draw_mask
 from ...reuse.ir.operators import may_draw
 from ...reuse.ir.types import TensorType
 from ...reuse.process import package_digest

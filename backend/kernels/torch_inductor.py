@@ -34,8 +34,7 @@ from ...reuse.errors import LazyInlineError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType, strides_that_matter
-from ..files.disk import open_store
-from ..files.torch_folder import DamagedObjectError, own_folder, sound_code, sound_object
+from ..files.torch_store import DamagedObjectError, open_store, own_folder, sound_code, sound_object
 from ..gpu.torch_gpu import kernels_as_text
 from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import check_cpp_compiler, native_library

@@ -27,7 +27,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.torch_names import matmul_precision
 from ..arena.live_ranges import Buffers, IntArray
-from ..files.torch_folder import DamagedObjectError, own_folder, sound_code
+from ..files.torch_store import DamagedObjectError, own_folder, sound_code
 from .torch_facts import for_this_cpu
 
 _address_of = torch.Tensor.data_ptr

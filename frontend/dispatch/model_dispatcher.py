@@ -21,8 +21,7 @@ from ..options import Options
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import user_frame
-from .dispatcher import ModuleDispatcher, RunEagerly
-from .entry import ModuleEntry
+from .dispatcher import ModuleDispatcher, ModuleEntry, RunEagerly
 from .parts import Parts, Routes, alone, unchanged, why_alone
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
 

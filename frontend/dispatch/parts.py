@@ -29,8 +29,7 @@ from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import PartRecord
 from ..sizes.shapes import CompileResult
-from .dispatcher import Accepted, ModuleDispatcher, Refusals
-from .entry import ModuleEntry
+from .dispatcher import Accepted, ModuleDispatcher, ModuleEntry, Refusals
 from .torch_slot import asks_slot, fill_slot, in_slot, slots_empty
 
 MIN_NODES = 3

@@ -13,10 +13,9 @@ import torch
 import torch.fx
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_make_fx import SizesAt, fake_tensor, new_fake_mode
 from ...backend.kernels.lower import kernel_at
 from ...backend.link.link import FlatProgram, Launch
-from ...recompute.sizes_at import SizesAt
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from ...autodiff.derivative import Request
-from ...recompute.sizes_at import SizesAt
+from ...autodiff.traces.torch_make_fx import SizesAt
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values
 from .context import leaves_of

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from ...autodiff.derivative import Choice, Differentiator, Request
+from ...autodiff.traces.torch_make_fx import SizesAt
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.cut_problem import Measured, ValueCosts
 from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.planner import Planner
 from ...recompute.policy import Budget, Policy, policy_of
-from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import CPU, OperatorCosts
