@@ -25,7 +25,6 @@ from ..reuse.ir.program import (
     count_calls,
     inlined_sizes,
 )
-from ..reuse.ir.rewrite import inline_calls
 from .capture.capture import capture_candidates
 from .capture.regions import SharingDecision
 from .checks.refusals import check_example
@@ -299,7 +298,7 @@ def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Itera
 def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:
     """Yields each operator's name, its operands and the user's line, with calls expanded."""
     if isinstance(closure, Composite):
-        for call in inline_calls(closure.program).calls:
+        for call in closure.program.calls:
             yield from _rows(call.closure)
     elif isinstance(closure, Leaf):
         values = {n: f"%{i}" for i, n in enumerate((*closure.entries, *closure.nodes))}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import random_value
+from programs import inline_calls, random_value
 from torch import nn
 
 from lazyinline.autodiff.missing_cotangents import MissingCotangents
@@ -31,7 +31,6 @@ from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.leaf import flat_types, flatten_value, interpret
 from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
-from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.verify import verify
 
 FOLDER = Path(__file__).parent / "filetests"

@@ -7,6 +7,7 @@ passed into closures and returned from them, and taken apart again.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -298,3 +299,49 @@ def _placeholder_map(
 ) -> dict[torch.fx.Node, torch.fx.Node]:
     placeholders = leaf.entries
     return dict(zip(placeholders, args, strict=True))
+
+
+# ---- the early inliner: linking late must give exactly what linking its result gives -------------
+
+
+def inline_calls(program: Program) -> Program:
+    """Expands every call on a composite closure, to any depth; leaf calls stay.
+
+    Struct values disappear where both ends are inside the program. Returns the same program if
+    there is nothing to expand.
+    """
+    if all(isinstance(call.closure, Leaf) for call in program.calls):
+        return program
+    expansion = _Expansion()
+    env = {v: v for v in program.inputs}
+    expansion.body(program, env, "")
+    outputs = tuple(env[v] for v in program.outputs)
+    return replace(program, calls=tuple(expansion.calls), outputs=outputs)
+
+
+class _Expansion:
+    """Collects the calls of the expanded program."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._fields: dict[Value, tuple[Value, ...]] = {}
+
+    def body(self, program: Program, env: dict[Value, Value], path: str) -> None:
+        for call in program.calls:
+            args = tuple(env[v] for v in call.args)
+            inner_path = ".".join(p for p in (path, call.path) if p)
+            env.update(zip(call.results, self._call(call, args, inner_path), strict=True))
+
+    def _call(self, call: Call, args: tuple[Value, ...], path: str) -> Sequence[Value]:
+        closure = call.closure
+        if isinstance(closure, Composite):
+            env = dict(zip(closure.program.inputs, args, strict=True))
+            self.body(closure.program, env, path)
+            return [env[v] for v in closure.program.outputs]
+        if isinstance(closure, Unpack) and args[0] in self._fields:
+            return self._fields[args[0]]
+        results = tuple(Value(v.type, v.hint) for v in call.results)
+        if isinstance(closure, Pack):
+            self._fields[results[0]] = args
+        self.calls.append(Call(closure, args, results, path if isinstance(closure, Leaf) else ""))
+        return results

@@ -22,7 +22,7 @@ from forward_cases import (
     run_series,
 )
 from models import Attention
-from programs import random_arguments, random_program
+from programs import inline_calls, random_arguments, random_program
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,7 +44,6 @@ from lazyinline.reuse.ir.program import (
     Program,
     walk_closures,
 )
-from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.torch_symbols import Values, module_at, type_at
 from lazyinline.reuse.ir.types import TensorType
 from lazyinline.reuse.ir.verify import verify

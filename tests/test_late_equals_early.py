@@ -13,6 +13,7 @@ from programs import (
     LeafBuilder,
     binary_leaf,
     closure_depth,
+    inline_calls,
     merge_leaves,
     random_arguments,
     random_program,
@@ -40,7 +41,6 @@ from lazyinline.reuse.ir.program import (
     Value,
     count_calls,
 )
-from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.types import StructType, TensorType
 from lazyinline.reuse.ir.verify import verify
 

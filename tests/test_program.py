@@ -12,6 +12,7 @@ from programs import (
     SCALAR,
     VECTOR,
     LeafBuilder,
+    inline_calls,
     random_program,
 )
 from torch import nn
@@ -36,7 +37,6 @@ from lazyinline.reuse.ir.program import (
     Value,
     walk_closures,
 )
-from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.types import StructType, TensorType
 
 aten = torch.ops.aten

@@ -11,6 +11,7 @@ from programs import (
     SCALAR,
     LeafBuilder,
     binary_leaf,
+    inline_calls,
     random_program,
     remove_unused_packs,
     unary_leaf,
@@ -18,7 +19,6 @@ from programs import (
 
 from lazyinline.reuse.errors import VerifyError
 from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, UserInput, Value
-from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ printer        programs as text: the same bytes for the same program; text that 
 parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
-rewrite        each leaf rewritten once; calls replaced by bodies (the early inliner); no structs
+rewrite        each different leaf rewritten once; programs without struct values
 rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs and read from text
