@@ -376,20 +376,24 @@ def measure(
         if not execute:
             compiled = partial(_compiled, model, args, kwargs or {}, train, micro_batches)
             return found(compiled(late), compiled(early))
-        sides = {"late": work(options=late), "early": work(options=early)}
-        for side in sides.values():
-            gc.collect()  # so that no side pays for what was there before
-            _seeded(side)  # compiles
-        reports = {name: side.run.last_report for name, side in sides.items()}
-        ways = {"eager": work()} | sides
-        _seeded(ways["eager"])  # the first step makes what later ones reuse, the second counts
-        results = {name: _seeded(way) for name, way in ways.items()}
-        # Before more steps: they write their gradients where these lie.
-        off = {name: errors(results[name], results["eager"]) for name in sides}
-        steps = _timed({name: way.step for name, way in ways.items()})
+        return found(*_compared(work(), {"late": work(options=late), "early": work(options=early)}))
+
+
+def _compared(eager: Workload, sides: Mapping[str, Workload]) -> tuple[Any, ...]:
+    """Returns the reports of the sides, the times of all steps, and how far sides are off eager."""
+    for side in sides.values():
+        gc.collect()  # so that no side pays for what was there before
+        _seeded(side)  # compiles
+    reports = {name: side.run.last_report for name, side in sides.items()}
+    ways = {"eager": eager, **sides}
+    _seeded(eager)  # the first step makes what later ones reuse, the second counts
+    results = {name: _seeded(way) for name, way in ways.items()}
+    # Before more steps: they write their gradients where these lie.
+    off = {name: errors(results[name], results["eager"]) for name in sides}
+    steps = _timed({name: way.step for name, way in ways.items()})
     again = {name for name, side in sides.items() if side.run.last_report is not reports[name]}
     assert not again, f"{again}: compiled again for the same inputs, which is not a step"
-    return found(reports["late"], reports["early"], steps, off)
+    return *reports.values(), steps, off
 
 
 def warm_up_compiler(*, backend: BackendName, train: bool) -> None:

@@ -121,8 +121,21 @@ class PlannedProgram:
         self._capture: Capture = capture_graph
         is_on_gpu = any(t.device.type == "cuda" for flat in flats for t in flat.slot_types)
         self.why_no_graph = "memory is not planned" if self.allocates_all and is_on_gpu else ""
+        self._writers = self._writers_of(num_results)
+        self._codes = [writer(ranges="offered").write() for writer in self._writers]
+        # Compiled once; each arena executes the code again, in a scope with its own views.
+        self._compiled: list[CodeType] = [
+            compile(code.source, "<lazyinline program>", "exec") for code in self._codes
+        ]
+        self._addresses: list[int] = []
+        self._pool: list[Lease] = []
+        self._use = _Use()
+        self._lock = ProcessLock()  # collecting garbage inside may give a lease back
+
+    def _writers_of(self, num_results: Sequence[int]) -> list[partial[CodeWriter]]:
+        """Returns what writes the function of each part."""
         handed = (*handed_on(self.layout), *self.overlay.hosts)
-        self._writers = [
+        return [
             partial(
                 CodeWriter,
                 self.layout,
@@ -136,15 +149,6 @@ class PlannedProgram:
             )
             for index, part in enumerate(self.layout.parts)
         ]
-        self._codes = [writer(ranges="offered").write() for writer in self._writers]
-        # Compiled once; each arena executes the code again, in a scope with its own views.
-        self._compiled: list[CodeType] = [
-            compile(code.source, "<lazyinline program>", "exec") for code in self._codes
-        ]
-        self._addresses: list[int] = []
-        self._pool: list[Lease] = []
-        self._use = _Use()
-        self._lock = ProcessLock()  # collecting garbage inside may give a lease back
 
     @property
     def native(self) -> torch_native.NativeLibrary | None:
