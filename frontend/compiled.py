@@ -36,7 +36,7 @@ class CompiledProgram:
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused, of which
-    ``unused_outputs`` knows the graphs. ``gradients`` compiles its gradients as a program of their
+    ``unused_outputs`` finds the graphs. ``gradients`` compiles its gradients as a program of their
     own, with a backward, for ``create_graph=True``. ``linker`` links it for another shape, where
     sizes are symbols.
     """
@@ -45,7 +45,7 @@ class CompiledProgram:
     runtime: Runtime
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
-    unused_outputs: MissingCotangents | None = None
+    unused_outputs: Callable[[], MissingCotangents | None] = lambda: None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients] | None = None
     linker: Relinking | None = None

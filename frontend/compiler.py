@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -206,7 +206,6 @@ class Linker:
         lowered: the compile up to link, of which it holds no tensor of the model.
         settled: which symbols had turned out to be others, or numbers, when it was compiled.
         watched_inputs: see :class:`CompiledProgram`.
-        unused_outputs: the same; shapes share it.
         backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
     """
 
@@ -214,13 +213,20 @@ class Linker:
     lowered: Compilation
     settled: tuple[Any, ...]
     watched_inputs: tuple[int, ...]
-    unused_outputs: MissingCotangents | None
     backwards: dict[Closure, Compilation] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Any:
         """The symbols, and what the compile took for granted of them."""
         return self.lowered.captured.sizes
+
+    @cached_property
+    def unused_outputs(self) -> MissingCotangents | None:
+        """Makes backwards for losses that leave outputs unused; shapes share it."""
+        derivative, kind = self.lowered.derivative, self.lowered.goal.kind
+        if derivative is None or kind == "step":
+            return None
+        return MissingCotangents(derivative)
 
     @classmethod
     def of(cls, compiler: Compiler, state: Compilation) -> Linker:
@@ -230,10 +236,8 @@ class Linker:
         # leaves outputs unused, they are not kept.
         lowered = state.symbolic or replace(state, flats={}, request=None)
         watched: tuple[int, ...] = ()
-        unused = None
         if lowered.derivative is not None and state.goal.kind != "step":
             watched = saved_inputs(lowered.programs[PARTS[0]])
-            unused = MissingCotangents(lowered.derivative)
         lowered = replace(
             lowered,
             subject=None,
@@ -243,7 +247,7 @@ class Linker:
             runs=None,
         )
         settled = sizes.settled if sizes is not None else ()
-        return cls(compiler, lowered, settled, watched, unused)
+        return cls(compiler, lowered, settled, watched)
 
     def result(self, state: Compilation) -> Compiled:
         """Returns the compiled program or step of a finished compile or link."""
@@ -262,7 +266,7 @@ class Linker:
             state.runs,
             derivative,
             self.watched_inputs,
-            self.unused_outputs,
+            lambda: self.unused_outputs,
             partial(self.without_outputs, state.values, state.report),
             partial(self.compile_gradients, state.values, state.report),
             linker,

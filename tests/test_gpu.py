@@ -22,11 +22,11 @@ from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
 import lazyinline
-from lazyinline.backend.gpu.targets import TARGETS, Place
+from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import TritonKernel, triton_kernel
 from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.launches.kernel_list import View
-from lazyinline.backend.link.placement import check_tensors_aligned
+from lazyinline.backend.link.placement import Place, check_tensors_aligned
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

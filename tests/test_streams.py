@@ -35,12 +35,12 @@ from lazyinline.backend.gpu.roofline import (
     on_two_streams,
     with_streams,
 )
-from lazyinline.backend.gpu.targets import Place, target_named
+from lazyinline.backend.gpu.targets import target_named
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel, read_only_arguments
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.launches.kernel_list import BufferInfo, KernelList, Launch, View
 from lazyinline.backend.link.link import FlatProgram, link
-from lazyinline.backend.link.placement import Tools
+from lazyinline.backend.link.placement import Place, Tools
 from lazyinline.backend.run.planned import PlannedProgram, Runtime
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 

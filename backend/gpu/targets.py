@@ -1,4 +1,4 @@
-"""GPUs that programs are compiled for, in one small table, and the place where a program runs.
+"""GPUs that programs are compiled for, in one small table; streams on one, and CUDA graphs.
 
 The numbers are those of the SXM boards. Of the throughputs the dense ones are given: data sheets
 also print those with structured sparsity, which are twice as high.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +17,6 @@ import torch
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates
-from .torch_triton import TritonKernel
 
 GIB = 2**30
 PCIE_4, PCIE_5 = 32e9, 64e9
@@ -137,44 +136,6 @@ def target_named(name: str) -> Target:
     )
 
 
-Loader: TypeAlias = Callable[[TritonKernel], Callable[..., Any]]
-"""Makes a kernel something that takes tensors and sizes, and launches it."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The memory that a program runs in, and who launches its kernels.
-
-    Attributes:
-        device: of the memory.
-        load: makes GPU kernels something to launch.
-        graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
-        missing: the device that it is not, where a program only is compiled for that; or "".
-        target: what is known of the GPU; None on a CPU, and on a GPU that the table does not have.
-        others: further devices that the program works on, each with an arena of its own.
-    """
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    load: Loader = lambda kernel: kernel
-    graphs: Literal["captured", "none"] = "none"
-    missing: str = ""
-    target: Target | None = None
-    others: tuple[torch.device, ...] = ()
-
-    @property
-    def launches(self) -> Literal["native", "python"]:
-        """Whether the native loop, which is of the CPU, may run launches there."""
-        return "python" if self.missing or self.device.type != "cpu" else "native"
-
-    def check_is_here(self) -> None:
-        """Raises PlanError if there is nothing to run on."""
-        if self.missing:
-            raise PlanError(
-                f"This was compiled for {self.missing}, which is not here, so nothing was run. "
-                "last_report has the plan; without target= it runs on what is here."
-            )
-
-
 Run: TypeAlias = Callable[[], list[torch.Tensor]]
 Capture: TypeAlias = Callable[[Run, torch.device], Run]
 """Returns what runs the same and writes its results anew; runs nothing itself."""
@@ -241,7 +202,3 @@ class _InOrder:
 
     def wait_event(self, event: None) -> None:
         """Does nothing: there is nothing to wait for."""
-
-
-HERE = Place()
-"""The CPU, where everything can run."""

@@ -9,7 +9,8 @@ tensor that shares its memory with nothing.
 Everything is planned as one address space, so that one proof covers it and one cache keeps it: the
 arena first, then the gradients, each with its guests inside.
 
-Last, whether the operands of GPU kernels lie where the kernels were compiled to find them.
+Last, whether the operands of GPU kernels lie where the kernels were compiled to find them; and the
+place where a program runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -25,8 +27,8 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, IntArray, lower_bound, lowest_gap
-from ..gpu.targets import HERE, Place
-from ..gpu.torch_triton import aligned_arguments
+from ..gpu.targets import Target
+from ..gpu.torch_triton import TritonKernel, aligned_arguments
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList, View
 from ..launches.torch_native import exact_search, first_fit
@@ -55,6 +57,48 @@ class Overlay:
 
     hosts: dict[int, int] = field(default_factory=dict)
     guests: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+Loader: TypeAlias = Callable[[TritonKernel], Callable[..., Any]]
+"""Makes a kernel something that takes tensors and sizes, and launches it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The memory that a program runs in, and who launches its kernels.
+
+    Attributes:
+        device: of the memory.
+        load: makes GPU kernels something to launch.
+        graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
+        missing: the device that it is not, where a program only is compiled for that; or "".
+        target: what is known of the GPU; None on a CPU, and on a GPU that the table does not have.
+        others: further devices that the program works on, each with an arena of its own.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    load: Loader = lambda kernel: kernel
+    graphs: Literal["captured", "none"] = "none"
+    missing: str = ""
+    target: Target | None = None
+    others: tuple[torch.device, ...] = ()
+
+    @property
+    def launches(self) -> Literal["native", "python"]:
+        """Whether the native loop, which is of the CPU, may run launches there."""
+        return "python" if self.missing or self.device.type != "cpu" else "native"
+
+    def check_is_here(self) -> None:
+        """Raises PlanError if there is nothing to run on."""
+        if self.missing:
+            raise PlanError(
+                f"This was compiled for {self.missing}, which is not here, so nothing was run. "
+                "last_report has the plan; without target= it runs on what is here."
+            )
+
+
+HERE = Place()
+"""The CPU, where everything can run."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...reuse.ir.types import HOST
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
 from ..gpu.roofline import with_streams
-from ..gpu.targets import Capture, Place, Run, capture_graph, run_before_capture
+from ..gpu.targets import Capture, Run, capture_graph, run_before_capture
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
@@ -39,6 +39,7 @@ from ..link.layout import (
 from ..link.link import FlatProgram
 from ..link.placement import (
     TOOLS,
+    Place,
     Tools,
     check_aligned,
     check_tensors_aligned,

@@ -121,7 +121,7 @@ class Backwards:
         Autograd then lets one follow the other without ``retain_graph``.
         """
         with one_at_a_time():
-            known = self._compiled.unused_outputs
+            known = self._compiled.unused_outputs()
             if known is None:
                 return False
             needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]

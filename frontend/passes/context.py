@@ -15,7 +15,7 @@ from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...autodiff.training_program import GradientPrograms
 from ...backend.cache.results import CompileCache
-from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_named
+from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
 from ...backend.kernels.lower import (
     Backend,
     GpuBackend,
@@ -31,7 +31,7 @@ from ...backend.launches.kernel_list import KernelList
 from ...backend.link.control import record_control
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
-from ...backend.link.placement import Tools
+from ...backend.link.placement import Place, Tools
 from ...backend.run.planned import closures_run
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
