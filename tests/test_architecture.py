@@ -31,8 +31,9 @@ ADAPTER = "torch_*.py"
 # Public by name, but torch promises nothing about them.
 UNSTABLE = ("torch.fx.experimental",)
 
-# Private by name, but part of every saved and subclassed module since the first release.
-STABLE = {"_buffers", "_modules", "_parameters"}
+# Private by name, but part of every saved and subclassed module since the first release, and of
+# every named tuple.
+STABLE = {"_buffers", "_modules", "_parameters", "_fields"}
 
 DYNAMIC_IMPORTS = {"import_module", "__import__", "find_spec"}
 ATTRIBUTE_CALLS = {"getattr", "hasattr", "setattr", "delattr", "object"}  # of mock.patch

@@ -16,6 +16,8 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "reuse": (8_300, 30),
     "autodiff": (6_610, 26),
     "recompute": (1_300, 7),
+    "autodiff": (6_610, 26),
+    "recompute": (1_300, 7),
     "pipeline_parallel": (2_910, 10),
     "backend": (12_220, 42),
 }
