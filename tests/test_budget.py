@@ -12,14 +12,12 @@ from link_tree import ROOT
 # +50), fused boundaries (reuse +350, frontend +60), comments that give reasons (frontend +20, reuse
 # +10).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_560, 90),
-    "reuse": (8_300, 30),
-    "autodiff": (6_610, 26),
-    "recompute": (1_300, 7),
+    "frontend": (23_540, 90),
+    "reuse": (7_710, 29),
     "autodiff": (6_610, 26),
     "recompute": (1_300, 7),
     "pipeline_parallel": (2_910, 10),
-    "backend": (12_220, 42),
+    "backend": (11_870, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
