@@ -121,7 +121,7 @@ def pytest_collection_finish() -> None:
     # Each capture asks for it, and Python counts by walking all of them.
     num_frozen = gc.get_freeze_count()
     mock.patch.object(gc, "get_freeze_count", lambda: num_frozen).start()
-    gc.set_threshold(10_000)
+    gc.set_threshold(10_000, 20, 100)  # tests make much that lives on: it is walked rarely
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:
