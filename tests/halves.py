@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ class Halves:
         return results, interpret(backward, [saved, *self.handed(args, results, seeds)])
 
 
+@functools.cache
 def differentiated(seed: int) -> Halves:
     """Returns the first random program from a seed on in which a gradient flows."""
     for candidate in range(seed, seed + 20_000, 1000):

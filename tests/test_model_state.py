@@ -220,7 +220,8 @@ def in_groups(names: Sequence[str]) -> list[Any]:
 def assert_noticed(names: Sequence[str], backend: str) -> None:
     changes = {**ON_MEMORY, **CHANGES}
     scene = ["", "", *(f"model.zero_grad()\nb = model.blocks\n{changes[n]}" for n in names), ""]
-    outcome = assert_as_eager(HELPERS, NET, scene=scene, backend=backend, tolerance=1e-4)
+    options: dict[str, Any] = {"backend": backend, "tolerance": 1e-4, "grad": names[0] in ON_MEMORY}
+    outcome = assert_as_eager(HELPERS, NET, scene=scene, **options)
     before = outcome.seen[1]["outputs"]
     for name, seen in zip(names, outcome.seen[2:], strict=False):
         now = seen["outputs"]
@@ -302,7 +303,7 @@ SHARED = model.w
 def test_a_change_of_what_else_a_forward_reads_is_noticed(names: list[str]) -> None:
     text = READING.replace("EACH", ", ".join(READ[name][0] for name in names))
     changes = [change for name in names for change in READ[name][1:]]
-    assert_as_eager(text, scene=["", "", *changes, ""])
+    assert_as_eager(text, scene=["", "", *changes, ""], grad=False)
 
 
 # ---- parameters that are held in two places ------------------------------------------------------

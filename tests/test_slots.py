@@ -139,7 +139,8 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
-USUAL = ["updates", "in place", "the first", "names", "deletes", "shares", "replaces"]
+USUAL = ["updates", "writes in place", "reads the first", "counts in"]
+USUAL += ["names", "deletes", "shares", "replaces"]
 
 
 @pytest.mark.parametrize("act", ACTS)

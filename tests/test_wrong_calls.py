@@ -30,7 +30,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 8)
-        self.body = nn.Sequential(*(Block(8, norm=True) for _ in range(3)))
+        self.body = nn.Sequential(Block(8), Block(8))
         self.head = nn.Linear(8, 4)
 
     def forward(self, ids: Tensor, scale: Any = 1.0, table: Any = None) -> Tensor:
