@@ -2,7 +2,7 @@
 
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
-marks                ``lazy_inline``, ``recompute``, ``stage``: marks on classes and modules
+marks                ``lazy_inline``, ``recompute``, ``stage``, ``shard``: marks on modules
 placement            parts of a model on devices of their own
 compiler             the one list of passes, and the compiler that runs them
 options              the options of a compile, checked
@@ -28,6 +28,7 @@ func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
+parallel             ``parallelize(model, args, mesh=...)``
 measure              ``measure`` and ``lazyinline bench``
 advise               ``advise(model)``
 commands             what the commands do

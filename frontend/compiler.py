@@ -38,6 +38,7 @@ from .compiled import (
 from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
+from .passes.mesh import shard
 from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
     PARTS,
@@ -95,6 +96,7 @@ PASSES = (
     update_stages,
     reduce_to_primitives,
     decompose,
+    shard,
     lower,
     link_program,
     link_rank,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -24,6 +24,7 @@ DISPATCHER_ATTRIBUTE = "_lazyinline_calls"
 """Attribute of the module that ``compile`` puts around a model."""
 _RECOMPUTE = "_lazy_inline_recompute"
 _SAVE = "save"
+_SHARD = "_lazyinline_shard"
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -142,6 +143,41 @@ def stage(module: nn.Module, number: int) -> nn.Module:
         raise PipelineError(f"stage {number}: stages are counted from 0.")
     module.__dict__[STAGE_MARK] = number
     return module
+
+
+def shard(target: Target, parameters: Mapping[str, Any], *, output: Any = None) -> Target:
+    """Pins how a module, or all modules of a class, is split by :func:`parallelize`.
+
+    What is not pinned follows. Numbers never depend on it.
+
+    Args:
+        target: a module, or a class.
+        parameters: placements on the mesh's dimension of tensor parallel, by the name of a
+            parameter in the module.
+        output: how the result lies, for a Linear or an Embedding.
+
+    Returns:
+        The target.
+
+    Raises:
+        ReuseError: if the target is neither a module nor a class of modules.
+
+    Example:
+        >>> lazyinline.shard(model.up, {"weight": Shard(0), "bias": Shard(0)})
+    """
+    if isinstance(target, nn.Module):
+        target.__dict__[_SHARD] = (dict(parameters), output)
+    elif isinstance(target, type) and issubclass(target, nn.Module):
+        setattr(target, _SHARD, (dict(parameters), output))
+    else:
+        raise ReuseError(f"shard marks a module or a subclass of nn.Module, not {target!r}.")
+    return target
+
+
+def shard_mark(module: nn.Module) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns what is pinned of a module: placements of parameters, and of its result."""
+    own: tuple[Mapping[str, Any], Any] | None = module_state(module).get(_SHARD)
+    return own or getattr(type(module), _SHARD, None)
 
 
 def recompute_mark(module: nn.Module) -> RecomputeMark:

@@ -9,6 +9,7 @@ plan              the plan of a pipeline: stages, costs, memory, and a step of i
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
 steps             the steps that a schedule asks of a stage, and their counts
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
+mesh              a step over a device mesh, data and tensor parallel
 
 It imports ``reuse`` and ``autodiff`` only.
 """

@@ -143,19 +143,30 @@ class Ranks:
 
     def check_same(self, program: Program, table: ActionTable) -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
+        asked = {
+            "schedule": table.schedule,
+            "num_stages": table.num_stages,
+            "micro_batches": table.num_micro_batches,
+        }
+        self.check_same_program(program, asked, "so their stages would not fit together")
+
+    def check_same_program(self, program: Program, asked: Mapping[str, Any], why: str) -> None:
+        """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {
             "torch": torch.__version__,
             "lazyinline": _own_version(),
             "Python": ".".join(platform.python_version_tuple()[:2]),
-            "schedule": table.schedule,
-            "num_stages": table.num_stages,
-            "micro_batches": table.num_micro_batches,
+            **asked,
             # A digest, for the text of a large model is megabytes, and all ranks send it to all.
             "model (its captured program)": hashlib.sha256(
                 text_to_compare(program).encode()
             ).hexdigest()[:12],
         }
-        self._compare(own, "Ranks do not agree, so their stages would not fit together")
+        self._compare(own, f"Ranks do not agree, {why}")
+
+    def check_same_values(self, tensors: Mapping[str, Tensor], text: str) -> None:
+        """Raises PipelineError on every rank if tensors of this name differ."""
+        self._compare({n: _digest(t) for n, t in tensors.items()}, text)
 
     def check_same_tensors(
         self, shared: Mapping[str, Tensor], replicated: Mapping[str, Tensor]

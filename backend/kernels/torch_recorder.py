@@ -322,9 +322,12 @@ class _Recorder(TorchDispatchMode):
         if not new:
             self._launch(name, func, args, kwargs)
             return
-        if func in _OUT_FORMS:
+        # Collectives of ours all have one.
+        is_own = getattr(func, "namespace", "") == "lazyinline"
+        out_form = func.overloadpacket.out if is_own else _OUT_FORMS.get(func)
+        if out_form is not None:
             self._add_buffer(new[0], "private")
-            self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
+            self._launch(name, out_form, args, {**kwargs, "out": new[0]})
             return
         if func is torch.ops.aten._to_copy.default and args[0].device != new[0].device:
             self._add_buffer(new[0], "private")

@@ -19,10 +19,11 @@ import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
 from lazyinline.frontend.inspection import capture
-from lazyinline.frontend.marks import lazy_inline, recompute, stage
+from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
+from lazyinline.frontend.parallel import ParallelStep, parallelize
 from lazyinline.frontend.pipeline import Pipeline, pipeline
 from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
@@ -56,6 +57,7 @@ __all__ = [
     "ExportReport",
     "LazyInlineError",
     "MeasureReport",
+    "ParallelStep",
     "Pipeline",
     "PipelineError",
     "PlanError",
@@ -75,9 +77,11 @@ __all__ = [
     "last_report",
     "lazy_inline",
     "measure",
+    "parallelize",
     "pipeline",
     "place",
     "primitives",
     "recompute",
+    "shard",
     "stage",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
+from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...reuse.ir.program import Composite, Program
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
@@ -32,6 +33,19 @@ GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
 @dataclass(frozen=True)
+class OnMesh:
+    """Where a step runs, if on a mesh.
+
+    Attributes:
+        mesh: a ``DeviceMesh``.
+        planner: says what lies where, of a step that is decomposed and of global shapes.
+    """
+
+    mesh: Any
+    planner: Callable[[StepProgram], MeshPlan]
+
+
+@dataclass(frozen=True)
 class Goal:
     """Says what programs are compiled for. Passes ask it, so that there is one list of them.
 
@@ -45,6 +59,7 @@ class Goal:
         gradients: those that are to be differentiated.
         opset: version of the operators in a file.
         updates: of a step, how groups of parameters are updated in it.
+        on_mesh: of a step, the mesh that it is split over.
     """
 
     kind: GoalKind = "module"
@@ -53,6 +68,7 @@ class Goal:
     gradients: GradientRequest | None = None
     opset: int = 0
     updates: tuple[UpdateGroup, ...] = ()
+    on_mesh: OnMesh | None = None
 
 
 def step_goal(batching: Batching, updates: tuple[UpdateGroup, ...] = ()) -> Goal:
@@ -96,6 +112,7 @@ class Compilation:
         symbolic: the same before numbers took the place of symbols: a further shape begins here.
         unplanned: why memory is not planned, if that is known.
         runs: what runs the parts.
+        mesh_plan: what lies where, of a step over a mesh.
     """
 
     context: Context
@@ -114,6 +131,7 @@ class Compilation:
     symbolic: Compilation | None = None
     unplanned: Unplanned | None = None
     runs: Runnable | None = None
+    mesh_plan: MeshPlan | None = None
 
     @property
     def captured(self) -> CapturedModel:

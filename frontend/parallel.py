@@ -1,0 +1,387 @@
+"""``parallelize(model, args, mesh=...)``: a training step that is split over a device mesh."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..autodiff.flows import Draws
+from ..backend.kernels.lower import BackendName
+from ..backend.run.planned import Lease, PlannedProgram
+from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ..pipeline_parallel.process_groups import Ranks
+from ..reuse import torch_pytree
+from ..reuse.errors import PlanError, door
+from ..reuse.evidence.module_state import walk_modules
+from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.program import ModelTensor, tensor_type
+from ..reuse.ir.transfer import in_own_storage
+from .autograd.torch_engine import have_hooks
+from .capture.blocks import Reuse
+from .checks.refusals import check_example, check_leaves, check_runnable
+from .checks.torch_state import mode_around
+from .compiler import PASSES, Compiler, made_by
+from .guards.guard import Guard
+from .marks import shard_mark
+from .options import Batching, Options
+from .passes.programs import PARTS, tensor_name
+from .passes.state import Compilation, OnMesh, Subject, between, run, step_goal
+from .pipeline import Batch
+from .training_step import LossFunction, LossModel
+
+
+@door
+def parallelize(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    plan: Mapping[str, Any] | None = None,
+    micro_batches: int = 1,
+    loss_fn: LossFunction | None = None,
+    reuse: Reuse = "auto",
+    backend: BackendName = "inductor",
+) -> ParallelStep:
+    """Compiles a training step that a device mesh runs; every rank calls it in the same way.
+
+    The model's parameters become DTensors in place, with the values of rank 0: make the optimizer
+    afterwards. Numbers are those of one process, whatever the plan, random draws included.
+
+    Args:
+        model: the whole model, the same on every rank. Returns a scalar loss, or an output with
+            ``.loss``.
+        args: an example of the whole batch; only layouts matter.
+        kwargs: its keyword inputs.
+        mesh: a ``DeviceMesh`` of all ranks. Its dimensions are named by what they are for:
+            ``"data"`` (or ``dp``, ``dp_replicate``) splits the batch, ``"fsdp"`` (``dp_shard``) the
+            batch and, between uses, parameters, ``"tensor"`` (``tp``) what the plan says.
+        plan: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` of
+            ``torch.distributed.tensor.parallel`` by patterns of module paths, as torchtitan has
+            them; :func:`.marks.shard` pins more. What is not pinned follows by DTensor's rules.
+        micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
+        loss_fn: computes the scalar loss from the model's output.
+        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
+        backend: ``"inductor"`` or ``"eager"``.
+
+    Raises:
+        PlanError: if the model cannot be split so.
+        PipelineError: if ranks differ in model or versions.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        >>> parallel = lazyinline.parallelize(model, (ids, targets), mesh=mesh, plan=plan)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> loss = parallel.step(ids, targets)
+        >>> optimizer.step()
+    """
+    check_example("parallelize", model, args)
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            "A mesh is of several processes, and torch.distributed is not initialized. Start the "
+            "script with torchrun --nproc-per-node N script.py and call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
+        )
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ..pipeline_parallel.mesh.given import Pins, check_mesh, given_plan
+
+    check_mesh(mesh)
+    _check_devices(model, mesh)
+    check_runnable(model)
+    batch = Batch((args, kwargs or {}), micro_batches)
+    first = batch.first_micro_batch()
+    leaves, _ = torch_pytree.flatten(first)
+    modules = [(path, module) for path, module in walk_modules(model)]
+    marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
+    made = given_plan(modules, mesh, plan or {}, marks, leaves)
+    options = Options(reuse=reuse, backend=backend, recompute=None, cache="disk", target=None)
+    goal = step_goal(Batching(micro_batches, "forward_first"))
+    goal = replace(goal, on_mesh=OnMesh(mesh, lambda step: made))
+    compiler = Compiler(options)
+    state = compiler.started(Subject(LossModel(model, loss_fn), *first), goal)
+    return ParallelStep(model, batch, state)
+
+
+def _check_devices(model: nn.Module, mesh: Any) -> None:
+    """Raises PlanError if model and mesh do not fit together."""
+    num_ranks = dist.get_world_size()
+    if mesh.size() != num_ranks:
+        raise PlanError(
+            f"The mesh has {mesh.size()} ranks, and there are {num_ranks} processes. A step is "
+            "split over all of them."
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if hasattr(tensor, "placements"):
+            raise PlanError(
+                f"{name} is a DTensor: the model is parallelized already, by parallelize, "
+                "fully_shard or parallelize_module. Build it anew."
+            )
+        if tensor.device.type != mesh.device_type:
+            raise PlanError(
+                f"{name} is on {tensor.device}, and the mesh is of {mesh.device_type} devices. "
+                f'Move the model there first: model.to("{mesh.device_type}").'
+            )
+
+
+class ParallelStep:
+    """One rank's part of a step over a mesh. Made by :func:`parallelize`.
+
+    Attributes:
+        plan: what lies where, and what is moved; ``print(parallel.plan)``.
+        last_report: what the compile did.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, state: Compilation) -> None:
+        assert state.goal.on_mesh is not None
+        assert state.subject is not None
+        self._model, self._batch = model, batch
+        self._mesh = state.goal.on_mesh.mesh
+        self._num_parts = state.goal.batching.micro_batches
+        everyone = tuple(range(dist.get_world_size()))
+        device = torch.device(self._mesh.device_type)
+        self._ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
+        state = self._compiled(state)
+        assert isinstance(state.runs, PlannedProgram)
+        assert state.mesh_plan is not None
+        from ..pipeline_parallel.mesh.traffic import ShardedStep, collectives_of
+
+        self.last_report, self._runner, self._step = state.report, state.runs, state.step
+        self._layout_of = state.mesh_plan
+        self.plan = ShardedStep(state.mesh_plan, collectives_of(self._step.program))
+        self._draws = bool(Draws().of(self._step.program.calls))
+        sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
+        names = [tensor_name(s.name) for s in sources]
+        gradients = [names[i] for i in self._step.gradients]
+        check_leaves([(names[i], sources[i].tensor) for i in self._step.gradients])
+        assert state.subject is not None
+        subject = state.subject
+        flat = torch_pytree.flatten((subject.args, subject.kwargs))
+        self._guard = Guard(subject.model, state.captured, *flat)
+        self._parameters = _Parameters(model, self._mesh, self._layout_of)
+        self._own = [
+            self._parameters.of(name, s.tensor) for name, s in zip(names, sources, strict=True)
+        ]
+        self._trained = [self._own[i] for i in self._step.gradients]
+        self._layouts = [self._layout_of.parameters[name] for name in gradients]
+        self._lease: Lease | None = None
+        self._staged: list[Tensor] = []
+        self._given: list[Tensor] = []
+        self._is_checked = False
+        seed = tensor_type(self._step.program.inputs[-1])
+        self._seed = torch.full((), 1.0 / self._num_parts, dtype=seed.dtype, device=device)
+
+    def _compiled(self, state: Compilation) -> Compilation:
+        state = run(between(PASSES, "capture", "derive"), state)
+        asked = {"mesh": str(self._mesh.mesh.tolist()), "micro_batches": self._num_parts}
+        why = "so their parts would not fit together"
+        self._ranks.check_same_program(state.programs[PARTS[0]], asked, why)
+        # Ranks that share a cache compile in turn: the others find what the first one built.
+        place = state.context.cache_place
+        with self._ranks.leader_first(place), state.context.cached(state.report):
+            state = run(between(PASSES, "autodiff", "link"), state)
+        state.report.made = made_by(state)
+        return state
+
+    @without_autocast()
+    @door
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs one training step; every rank calls it with the whole batch.
+
+        ``.grad`` of each parameter is set to this rank's part of the gradient of the mean loss, a
+        DTensor that lies as the parameter does.
+
+        Returns:
+            The mean loss of the micro-batches, the same on every rank.
+
+        Raises:
+            PlanError: if the batch does not fit, the model changed, or a rank failed.
+        """
+        if mode := mode_around():
+            raise PlanError(
+                f"{mode} is active, and the kernels of a compiled step bypass it. Call the step "
+                "outside."
+            )
+        parts = self._batch.split(args, kwargs)
+        self._parameters.check_present()
+        with self._parameters.as_captured():
+            fits = self._guard.accepts(list(parts[0]), self._batch.tree)
+        if not fits:
+            raise PlanError(
+                "The batch or the model no longer fits what this step was compiled for (shapes, "
+                "dtypes, train/eval mode, attributes that forward reads). Parallelize it anew."
+            )
+        self._check_agreement(parts)
+        with torch.no_grad():
+            self._take(parts)
+            outputs = self._leased().runners[0]([])
+            self._write(outputs)
+            self._hand_out(outputs)
+            return torch.stack(list(outputs[: self._num_parts])).mean()
+
+    def _check_agreement(self, parts: Sequence[Sequence[Any]]) -> None:
+        if not self._is_checked:
+            flat = enumerate(x for leaves in parts for x in leaves if isinstance(x, Tensor))
+            text = "Ranks were given different batches; every rank passes the whole batch"
+            self._ranks.check_same_values({f"tensor {i}": t for i, t in flat}, text)
+            self._is_checked = True
+        if self._draws:
+            text = "Ranks would draw different random numbers; seed them alike"
+            self._ranks.check_same_values({"random state": torch.get_rng_state()}, text)
+
+    def _take(self, parts: Sequence[Sequence[Any]]) -> None:
+        """Copies this rank's rows of the batch in."""
+        users = [
+            (leaves[u], self._layout_of.batch[u])
+            for leaves, row in zip(parts, self._step.batch, strict=True)
+            for u in row
+        ]
+        own = [_part_of(tensor, self._mesh, layout) for tensor, layout in users]
+        if not self._staged:
+            types = [tensor_type(v) for v in self._step.program.inputs]
+            self._staged = [
+                torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device)
+                for t in types[: len(own)]
+            ]
+        for staged, tensor in zip(self._staged, own, strict=True):
+            staged.copy_(tensor)
+
+    def _leased(self) -> Lease:
+        """Keeps one lease, for as long as the parameters stay where they are."""
+        tensors = [*self._staged, *map(_local, self._own), self._seed]
+        if self._lease is None or not self._lease.is_bound_to(tensors):
+            self._lease, self._given = None, []  # released before another one is made
+            self._lease = self._runner.lease(tensors)
+        return self._lease
+
+    def _write(self, outputs: Sequence[Tensor]) -> None:
+        """Changes the model's buffers as its forward does."""
+        states = outputs[len(outputs) - len(self._step.writes) :]
+        for index, state in zip(self._step.writes, states, strict=True):
+            _local(self._own[index]).copy_(state)
+
+    def _hand_out(self, outputs: Sequence[Tensor]) -> None:
+        if have_hooks(self._trained):
+            raise PlanError(
+                "A parameter has a hook, and a step over a mesh runs none. Do that between the "
+                "step and the optimizer's."
+            )
+        from torch.distributed.tensor import DTensor
+
+        gradient: Tensor
+        if not self._given:
+            made = outputs[self._num_parts : self._num_parts + len(self._trained)]
+            for local, parameter, layout in zip(made, self._trained, self._layouts, strict=True):
+                gradient = DTensor.from_local(
+                    in_own_storage(local),
+                    self._mesh,
+                    layout,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                self._given.append(gradient)
+        for parameter, gradient in zip(self._trained, self._given, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
+    """Returns this rank's part of a tensor that it has whole."""
+    coordinate = mesh.get_coordinate()
+    for index, placement in enumerate(layout):
+        if placement.is_shard():
+            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
+
+    tables: tuple[tuple[dict[str, Any], str], ...]
+    captured: Tensor
+    own: Tensor
+
+
+class _Parameters:
+    """The model's parameters as DTensors, and stand-ins for what was captured."""
+
+    def __init__(self, model: nn.Module, mesh: Any, plan: MeshPlan) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        names: dict[int, str] = {}
+        tensors: dict[int, Tensor] = {}
+        for path, module in walk_modules(model):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(id(parameter), []).append((module._parameters, name))
+                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+                    tensors[id(parameter)] = parameter
+        self._held: dict[int, _Held] = {}
+        for key, tensor in tensors.items():
+            layout = plan.parameters[names[key]]
+            whole = distribute_tensor(tensor.detach(), mesh, layout)
+            own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
+            _put(held.tables, own)
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns what took the place of a captured tensor; buffers stay."""
+        held = self._held.get(id(tensor))
+        return tensor if held is None else held.own
+
+    def as_captured(self) -> _AsCaptured:
+        """Within it modules hold what looks like the parameters they were captured with."""
+        return _AsCaptured(self._held.values())
+
+    def check_present(self) -> None:
+        """Raises PlanError if a parameter was replaced."""
+        for held in self._held.values():
+            for table, name in held.tables:
+                if table.get(name) is not held.own:
+                    raise PlanError(
+                        f"The parameter {name} was replaced since the model was parallelized. "
+                        "Change parameters in place, or parallelize the model anew."
+                    )
+
+
+class _AsCaptured:
+    def __init__(self, held: Iterable[_Held]) -> None:
+        self._held = list(held)
+
+    def __enter__(self) -> None:
+        for one in self._held:
+            _put(one.tables, one.captured)
+
+    def __exit__(self, *error: object) -> None:
+        for one in self._held:
+            _put(one.tables, one.own)
+
+
+def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
+    for table, name in tables:
+        table[name] = tensor
+
+
+def _stand_in(tensor: Tensor) -> nn.Parameter:
+    """Returns a parameter of the same layout, without memory: only its type is compared."""
+    memory = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    memory.untyped_storage().resize_(0)
+    return nn.Parameter(memory, requires_grad=tensor.requires_grad)

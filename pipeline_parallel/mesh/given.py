@@ -1,0 +1,242 @@
+"""A plan by hand: styles of modules, as torchtitan has them, and placements of single parameters.
+
+The dimensions of a mesh say what they are for by their names. Along those of the batch each rank
+has its own rows; ``fsdp`` splits parameters as well, which are gathered before use. Styles and pins
+are for the dimension of tensor parallel.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from ...reuse.errors import PlanError
+from .plan import MeshPlan, Placements
+
+REPLICATED = ("data", "dp", "dp_replicate")
+GATHERED = ("fsdp", "dp_shard")
+TENSOR = ("tensor", "tp")
+
+Styles: TypeAlias = Mapping[str, Any]
+"""Parallel styles by a pattern of module paths."""
+
+# What they do to what goes in or out of a module follows from the layouts that are there.
+_AROUND = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
+_DIMENSIONS: Mapping[tuple[type, type], Mapping[str, int]] = {
+    (ColwiseParallel, nn.Linear): {"weight": 0, "bias": 0},
+    (ColwiseParallel, nn.Embedding): {"weight": 1},
+    (RowwiseParallel, nn.Linear): {"weight": 1},
+    (RowwiseParallel, nn.Embedding): {"weight": 0},
+}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a user fixes for a module.
+
+    Attributes:
+        parameters: placements on the dimension of tensor parallel, by the name in the module.
+        output: how its result lies.
+    """
+
+    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    output: Placement | None = None
+
+
+def check_mesh(mesh: Any) -> DeviceMesh:
+    """Returns a mesh whose dimensions say what they are for.
+
+    Raises:
+        PlanError: if it is none, or a name is not known.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            f"mesh= takes a DeviceMesh, not {type(mesh).__name__}. Make one with "
+            'torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).'
+        )
+    known = (*REPLICATED, *GATHERED, *TENSOR)
+    names = mesh.mesh_dim_names or ()
+    if not names or set(names) - set(known) or sum(n in TENSOR for n in names) > 1:
+        raise PlanError(
+            f"The dimensions of the mesh are named {names}. Each needs a name that says what it "
+            f"is for: {', '.join(REPLICATED)} (each rank has its own rows of the batch), "
+            f"{', '.join(GATHERED)} (the same, and parameters are split for memory), or one of "
+            f"{', '.join(TENSOR)} (tensor parallel)."
+        )
+    return mesh
+
+
+def given_plan(
+    modules: Sequence[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    styles: Styles,
+    marks: Iterable[tuple[str, Pins]],
+    batch: Sequence[Any],
+) -> MeshPlan:
+    """Returns the plan that styles and marks say.
+
+    Args:
+        modules: all of the model, by path.
+        mesh: checked.
+        styles: of modules.
+        marks: by the path of a module.
+        batch: the arguments of one micro-batch, flat.
+
+    Raises:
+        PlanError: if a pattern matches nothing, or something cannot be split as asked.
+    """
+    by_path = dict(modules)
+    pins = _of_styles(by_path, styles)
+    for path, pin in marks:
+        pins.setdefault(path, []).append(pin)
+    axes = _axes(mesh)
+    tensor = next((i for i, (name, _) in enumerate(axes) if name in TENSOR), None)
+    if pins and tensor is None:
+        raise PlanError(
+            f"The plan splits {min(pins) or 'the model'} for tensor parallel, and no dimension of "
+            f"the mesh {dict(axes)} is named {' or '.join(map(repr, TENSOR))}."
+        )
+    dims: dict[int, Placement] = {}
+    outputs: dict[str, Placements] = {}
+    for path, found in pins.items():
+        for pin in found:
+            _apply(path, by_path[path], pin, dims)
+            if pin.output is not None:
+                outputs[path] = _at(axes, tensor, pin.output)
+    parameters = {}
+    for path, module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            whole_name = f"{path}.{name}" if path else name
+            parameters[whole_name] = _layout(
+                whole_name, parameter, axes, tensor, dims.get(id(parameter))
+            )
+    gathered = frozenset(i for i, (name, _) in enumerate(axes) if name in GATHERED)
+    rows = tuple(_rows(leaf, axes) for leaf in batch)
+    return MeshPlan(axes, parameters, rows, outputs, gathered)
+
+
+def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    names = mesh.mesh_dim_names or ()
+    return tuple((name, mesh.size(i)) for i, name in enumerate(names))
+
+
+def _at(axes: Sequence[Any], axis: int | None, placement: Placement) -> Placements:
+    return tuple(placement if i == axis else Replicate() for i in range(len(axes)))
+
+
+def _of_styles(modules: Mapping[str, nn.Module], styles: Styles) -> dict[str, list[Pins]]:
+    pins: dict[str, list[Pins]] = {}
+    for pattern, style in styles.items():
+        found = [path for path in modules if _matches(path, pattern)]
+        if not found:
+            known = ", ".join([p for p in modules if p][:8])
+            raise PlanError(
+                f"{pattern!r} in the plan matches no module. The model has {known} and others."
+            )
+        for path in found:
+            pins.setdefault(path, []).append(_of_style(path, modules[path], style))
+    return pins
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, patterns = path.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _of_style(path: str, module: nn.Module, style: Any) -> Pins:
+    if isinstance(style, _AROUND):
+        return Pins()
+    for (kind, of), names in _DIMENSIONS.items():
+        if isinstance(style, kind) and isinstance(module, of):
+            own = dict(module.named_parameters(recurse=False))
+            return Pins({n: Shard(d) for n, d in names.items() if n in own}, _output(style))
+    raise PlanError(
+        f"The plan has {type(style).__name__} for {path}, which is {type(module).__name__}. "
+        "ColwiseParallel and RowwiseParallel are for Linear and Embedding; for others pin "
+        'parameters: lazyinline.shard(module, {"weight": Shard(0)}).'
+    )
+
+
+def _output(style: Any) -> Placement | None:
+    """Returns how the result is to lie, where that does not follow anyway."""
+    layouts = style.output_layouts
+    layout = layouts[0] if isinstance(layouts, (tuple, list)) else layouts
+    usual = Replicate() if isinstance(style, RowwiseParallel) else Shard(-1)
+    return None if layout == usual else layout
+
+
+def _apply(path: str, module: nn.Module, pin: Pins, dims: dict[int, Placement]) -> None:
+    own = dict(module.named_parameters(recurse=False))
+    for name, placement in pin.parameters.items():
+        if name not in own:
+            raise PlanError(
+                f"{path or 'The model'} ({type(module).__name__}) has no parameter {name!r}; it "
+                f"has {', '.join(own) or 'none'}."
+            )
+        before = dims.setdefault(id(own[name]), placement)
+        if before != placement:
+            raise PlanError(
+                f"{path}.{name} is pinned as {placement}, and as {before} under another name."
+            )
+
+
+def _layout(
+    name: str,
+    parameter: torch.Tensor,
+    axes: Sequence[tuple[str, int]],
+    tensor: int | None,
+    pinned: Placement | None,
+) -> Placements:
+    """Returns how a parameter is stored."""
+    layout: list[Placement] = [Replicate() for _ in axes]
+    shape = list(parameter.shape)
+    if tensor is not None and pinned is not None and pinned.is_shard():
+        dim = pinned.dim % max(len(shape), 1)  # type: ignore[attr-defined]
+        axis, size = axes[tensor]
+        if dim >= len(shape) or shape[dim] % size:
+            raise PlanError(
+                f"Dimension {dim} of {name} has {shape[dim] if dim < len(shape) else 0} entries, "
+                f"which cannot be split evenly over the {size} ranks of {axis!r}."
+            )
+        layout[tensor] = Shard(dim)
+        shape[dim] = 1  # not split a second time: gathering it would then reorder rows
+    for index, (axis, size) in enumerate(axes):
+        if axis not in GATHERED:
+            continue
+        dim = next((d for d, n in enumerate(shape) if n > 1 and n % size == 0), None)
+        if dim is not None:
+            layout[index] = Shard(dim)
+            shape[dim] = 1
+    return tuple(layout)
+
+
+def _rows(leaf: Any, axes: Sequence[tuple[str, int]]) -> Placements:
+    """Returns how a tensor of the batch is split."""
+    split = [i for i, (name, _) in enumerate(axes) if name not in TENSOR]
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        return tuple(Replicate() for _ in axes)
+    ranks = 1
+    for index in split:
+        ranks *= axes[index][1]
+    if leaf.shape[0] % ranks:
+        raise PlanError(
+            f"A batch tensor of shape {tuple(leaf.shape)} cannot be split evenly over the {ranks} "
+            "ranks that have rows of their own. Change the batch size, micro_batches or the mesh."
+        )
+    return tuple(Shard(0) if i in split else Replicate() for i in range(len(axes)))

@@ -1,0 +1,128 @@
+"""The plan of a step over a mesh: how parameters, the batch and the tensors of closures lie.
+
+A layout is a tuple of ``torch.distributed.tensor`` placements, one for each dimension of the mesh.
+Whoever makes a plan, by hand or by search, makes these objects; whoever shards a program reads
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch.fx
+
+from ...reuse.ir.program import Call
+
+if TYPE_CHECKING:  # importing it takes as long as importing all of lazyinline
+    from torch.distributed.tensor.placement_types import Placement
+
+Placements: TypeAlias = "tuple[Placement, ...]"
+"""How one tensor lies: a placement for each dimension of the mesh."""
+
+
+@dataclass(frozen=True)
+class NodeLayouts:
+    """The layouts of one operator.
+
+    Attributes:
+        inputs: of each tensor operand, in the order of ``node.all_input_nodes``; None leaves it to
+            DTensor's propagation.
+        outputs: of each tensor that it returns, after which it is brought to it.
+    """
+
+    inputs: tuple[Placements | None, ...] = ()
+    outputs: tuple[Placements | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """The layouts of a leaf's call, whose tensors are flat.
+
+    Attributes:
+        inputs: of each operand; None takes it as it comes.
+        outputs: of each result; None leaves it as it is made.
+        nodes: of operators; those left out follow DTensor's propagation.
+    """
+
+    inputs: tuple[Placements | None, ...] = ()
+    outputs: tuple[Placements | None, ...] = ()
+    nodes: Mapping[torch.fx.Node, NodeLayouts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The layouts of a step.
+
+    Attributes:
+        axes: name and size of each dimension of the mesh.
+        parameters: how each parameter and buffer lies between steps, by its name in the model.
+        batch: how each tensor of the batch is split, in the order of the flattened arguments.
+        results: how the result of a module lies, by its path, where that is fixed.
+        gathered: dimensions along which parameters are split for memory alone: they are made whole
+            before a leaf computes with them.
+        calls: of calls of leaves in the decomposed step; what is left out follows what its operands
+            are. Calls of one leaf with an equal plan become calls of one sharded leaf.
+        whole: operators that every rank runs on whole tensors, as it turned out.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    parameters: Mapping[str, Placements] = field(default_factory=dict)
+    batch: tuple[Placements, ...] = ()
+    results: Mapping[str, Placements] = field(default_factory=dict)
+    gathered: frozenset[int] = frozenset()
+    calls: Mapping[Call, LeafPlan] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+
+    def used(self, held: Placements) -> Placements | None:
+        """Returns how a parameter that lies so is computed with; None if as it lies."""
+        # Imported late, and only where there is something to be split.
+        from torch.distributed.tensor import Replicate
+
+        gathered = tuple(Replicate() if i in self.gathered else p for i, p in enumerate(held))
+        return None if gathered == held else gathered
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        product = 1
+        for _, size in self.axes:
+            product *= size
+        return product
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.axes)
+        groups: dict[str, list[str]] = {}
+        for name, placements in self.parameters.items():
+            groups.setdefault(self.layout_text(placements), []).append(name)
+        lines = [f"mesh: {mesh}"]
+        batch = dict.fromkeys(self.layout_text(p) for p in self.batch)
+        lines += [f"batch: {'; '.join(batch)}"] if batch else []
+        for layout, names in groups.items():
+            lines.append(f"{layout}: {', '.join(merged_names(names))}")
+        return "\n".join(lines)
+
+    def layout_text(self, placements: Placements) -> str:
+        """Returns a layout in words: ``dimension 0 split over tensor`` for ``Shard(0)`` there."""
+        texts = [
+            f"{placement_text(placement)} over {name}"
+            for (name, _), placement in zip(self.axes, placements, strict=True)
+            if not placement.is_replicate()
+        ]
+        return ", ".join(texts) or "whole on each rank"
+
+
+def placement_text(placement: Placement) -> str:
+    """Returns a placement in words."""
+    if placement.is_replicate():
+        return "whole"
+    if placement.is_partial():
+        return "a part of the sum"
+    return f"dimension {placement.dim} split"  # type: ignore[attr-defined]
+
+
+def merged_names(names: Sequence[str]) -> list[str]:
+    """Returns names with ``*`` in place of numbers, each once."""
+    merged = (".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names)
+    return list(dict.fromkeys(merged))

@@ -1,0 +1,452 @@
+"""Adapter: a leaf of global shapes becomes a graph of local shapes, by PyTorch's DTensor.
+
+The leaf's graph runs once on DTensors over fake local tensors, under a trace. DTensor's own rules
+say how each operator's results lie and what is moved first, so the trace holds local operators and
+functional collectives, and no DTensor is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ...autodiff.traces.torch_make_fx import Decompositions, fake_tensor, new_fake_mode, traced
+from ...reuse.errors import PlanError
+from ...reuse.ir.leaf import flat_types, without_autocast
+from ...reuse.ir.operators import is_mutable
+from ...reuse.ir.program import Leaf, input_nodes, outputs_of
+from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
+from ...reuse.torch_names import RESHAPES
+from .plan import LeafPlan, Placements
+
+_ATEN = torch.ops.aten
+# A sum that is still to be taken may go through these first.
+_VIEWS = frozenset(
+    {
+        *RESHAPES,
+        *(_ATEN.permute.default, _ATEN.t.default, _ATEN.transpose.int),
+        *(_ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.reshape.default),
+    }
+)
+_LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATEN.clone.default})
+_DROPOUT = _ATEN.native_dropout.default
+_EMBEDDING, _GATHER = _TABLES = _ATEN.embedding.default, _ATEN.gather.default
+_ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
+# Where DTensor keeps its rules, in the versions there are.
+_RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+# Each row and head of attention is computed alone: sharded along these, it is a local operator.
+_ATTENTION: dict[Any, int] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 2,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
+}
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """A leaf's graph on local tensors.
+
+    Attributes:
+        module: takes and returns local tensors.
+        input_types: of what it takes.
+        output_layouts: how the results lie.
+        whole: the operators that every rank runs on whole tensors, since no rule splits them.
+    """
+
+    module: torch.fx.GraphModule
+    input_types: tuple[TensorType, ...]
+    output_layouts: tuple[Placements, ...]
+    whole: tuple[str, ...]
+
+
+def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
+    """Returns the type of this rank's part of a tensor; it keeps the order of axes."""
+    if not any(p.is_shard() for p in layout):
+        return type_
+    shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
+    shape = tuple(int(size) for size in shape)
+    order = sorted(range(len(shape)), key=lambda d: (-type_.stride[d], d))
+    packed = contiguous_stride(tuple(shape[d] for d in order))
+    stride = tuple(packed[order.index(d)] for d in range(len(shape)))
+    return TensorType(type_.dtype, shape, stride, type_.device)
+
+
+def replicated(mesh: DeviceMesh) -> Placements:
+    """Returns the layout of what is whole on each rank."""
+    return (Replicate(),) * mesh.ndim
+
+
+@without_autocast()
+def local_graph(
+    leaf: Leaf,
+    mesh: DeviceMesh,
+    input_types: Sequence[TensorType],
+    layouts: Sequence[Placements],
+    plan: LeafPlan,
+    partial_outputs: frozenset[int],
+    decompositions: Decompositions,
+) -> LocalGraph:
+    """Makes the local graph of a leaf.
+
+    Args:
+        leaf: of global shapes.
+        mesh: where it runs.
+        input_types: of this rank's parts of the inputs.
+        layouts: how the inputs lie.
+        plan: what is planned for it.
+        partial_outputs: results whose sums over ranks somebody else takes.
+        decompositions: of the local operators.
+    """
+    mode = new_fake_mode(leaf.module)
+    locals_ = [fake_tensor(mode, t) for t in input_types]
+    runs: list[_Sharding] = []
+
+    def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        parts = zip(flat, flat_types(leaf.input_types), layouts, strict=True)
+        given = [_distributed(local, mesh, lies, type_) for local, type_, lies in parts]
+        runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs))
+        return runs[-1].local_results(given)
+
+    with mode, torch.no_grad():
+        module = traced(run, [locals_], (), decompositions)
+    (sharding,) = runs
+    for node in module.graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and is_mutable(node.target)):
+            raise PlanError(
+                f"@{leaf.name} cannot be split over the mesh as planned: DTensor's rules change "
+                f"something in place or hold a constant ({node.target}). Split other parameters."
+            )
+    layouts_made = tuple(sharding.output_layouts)
+    return LocalGraph(module, tuple(input_types), layouts_made, tuple(sharding.whole))
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, layout: Placements, type_: TensorType | torch.Tensor
+) -> DTensor:
+    shape = torch.Size(type_.shape)
+    stride = tuple(type_.stride() if isinstance(type_, torch.Tensor) else type_.stride)
+    return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=stride)
+
+
+class _Sharding(torch.fx.Interpreter):
+    """Runs a graph on DTensors: brings operands to the layouts of the plan, and sums when needed.
+
+    A sum over ranks is taken where a value is first used by what is not linear, once: all later
+    readers find the sum.
+    """
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        mesh: DeviceMesh,
+        plan: LeafPlan,
+        partial_outputs: frozenset[int],
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self._mesh, self._plan = mesh, plan
+        self._partial_outputs = partial_outputs
+        self._replicated = replicated(mesh)
+        self.output_layouts: list[Placements] = []
+        self.whole: dict[str, None] = {}
+
+    def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
+        """Runs the graph; returns this rank's parts of the results."""
+        planned = self._plan.inputs or (None,) * len(given)
+        for node, tensor, layout in zip(input_nodes(self.module), given, planned, strict=True):  # type: ignore[arg-type]
+            self.env[node] = self._at(tensor, layout)
+        for node in self.module.graph.nodes:  # type: ignore[union-attr]
+            if node.op not in ("placeholder", "output"):
+                self.env[node] = self._run(node)
+        return tuple(self._results())
+
+    def _results(self) -> list[torch.Tensor]:
+        nodes = outputs_of(self.module)  # type: ignore[arg-type]
+        planned = self._plan.outputs or (None,) * len(nodes)
+        made = []
+        for index, (node, layout) in enumerate(zip(nodes, planned, strict=True)):
+            if layout is None and index not in self._partial_outputs:
+                self._summed(node)
+            tensor = self._at(self._wrapped(self.env[node]), layout)
+            self.output_layouts.append(tuple(tensor.placements))
+            made.append(tensor.to_local())
+        return made
+
+    def _run(self, node: torch.fx.Node) -> Any:
+        layouts = self._plan.nodes.get(node)
+        if layouts is not None:
+            pairs = zip(node.all_input_nodes, layouts.inputs)  # noqa: B905  (may say less)
+            for operand, layout in pairs:
+                if layout is not None:
+                    self.env[operand] = self._at(self._wrapped(self.env[operand]), layout)
+        self._sum_operands(node)
+        # Results that PyTorch remembers may lie on an equal mesh of other process groups.
+        result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
+        if layouts is None or not layouts.outputs:
+            return result
+        if isinstance(result, DTensor):
+            return self._at(result, layouts.outputs[0])
+        return tuple(map(self._at, result, layouts.outputs))
+
+    def _on_own_mesh(self, tensor: DTensor) -> DTensor:
+        if tensor.device_mesh is self._mesh:
+            return tensor
+        layout = tuple(tensor.placements)
+        return _distributed(tensor.to_local(), self._mesh, layout, _without_data(tensor))
+
+    def _sum_operands(self, node: torch.fx.Node) -> None:
+        """Sums over ranks what the operator cannot take in parts."""
+        held = [self.env[n] for n in node.all_input_nodes]
+        if not any(isinstance(t, DTensor) and _is_partial(t) for t in held):
+            return
+        if node.target in _VIEWS:
+            return
+        layouts = {tuple(t.placements) for t in held if isinstance(t, DTensor)}
+        tensors = all(isinstance(a, (torch.fx.Node, int)) for a in node.args)
+        if node.target in _LINEAR and len(layouts) == 1 and tensors and not node.kwargs:
+            return
+        for operand in node.all_input_nodes:
+            self._summed(operand, node)
+
+    def _summed(self, node: torch.fx.Node, reader: torch.fx.Node | None = None) -> None:
+        """Takes the sum of a value over ranks: of what it is a view of, so that all views share."""
+        tensor = self.env[node]
+        if not isinstance(tensor, DTensor) or not _is_partial(tensor):
+            return
+        chain = [node]
+        while chain[-1].target in _VIEWS and _is_partial(self.env[chain[-1].all_input_nodes[0]]):
+            chain.append(chain[-1].all_input_nodes[0])
+        if len(chain) > 1:
+            self._summed(chain[-1])
+            for view in reversed(chain[:-1]):
+                self.env[view] = self._call(view)
+            return
+        layout = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
+        self.env[node] = self._at(tensor, layout)
+
+    def _call(self, node: torch.fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if node.op != "call_function":
+            return getattr(self, node.op)(node.target, args, kwargs)
+        flat = [self.env[n] for n in node.all_input_nodes]
+        target: Any = node.target
+        if not any(isinstance(t, DTensor) for t in flat):
+            return target(*args, **kwargs)  # made of nothing: the same on each rank
+        if not isinstance(target, torch._ops.OpOverload):
+            return target(*args, **kwargs)  # an item of a tuple
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_operand)  # type: ignore[misc]
+        if target in _ATTENTION and (made := self._attention(node, args, kwargs)) is not None:
+            return made
+        if target in _TABLES and (made := self._looked_up(target, args)) is not None:
+            return made
+        if target is _DROPOUT and (made := self._dropout(args)) is not None:
+            return made
+        if target is _ADD_ROWS and (made := self._rows_added(node, args)) is not None:
+            return made
+        if torch.Tag.nondeterministic_seeded in target.tags or not has_rule(target):
+            return self._call_whole(node, args, kwargs)
+        if target in RESHAPES:
+            return self._reshaped(args, kwargs)
+        return target(*args, **kwargs)
+
+    def _reshaped(self, args: Any, kwargs: Any) -> DTensor:
+        """Reshapes; gathers first what would be split in strides, which few rules can take."""
+        made: DTensor = _ATEN.reshape.default(*args, **kwargs)
+        strided = [isinstance(p, _StridedShard) for p in made.placements]
+        if not any(strided):
+            return made
+        layout = tuple(
+            Replicate() if is_strided else p
+            for p, is_strided in zip(args[0].placements, strided, strict=True)
+        )
+        made = _ATEN.reshape.default(self._at(args[0], layout), *args[1:], **kwargs)
+        return made
+
+    def _call_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on whole tensors on each rank, which draw the same numbers."""
+        self.whole[str(node.target).removesuffix(".default")] = None
+
+        def whole(value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            made = self._at(value, self._replicated).to_local()
+            # Some read memory, or draw in its order: it is laid out as in one process.
+            return _laid_out(made, value.stride())
+
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), whole)  # type: ignore[misc]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._wrapped, result)
+
+    def _dropout(self, args: Any) -> Any:
+        """Drops by the mask of the whole tensor, of which each rank takes its part."""
+        tensor, p, train = args
+        if not any(placement.is_shard() for placement in tensor.placements) or not train:
+            return None if train else (tensor, torch.ones_like(tensor, dtype=torch.bool))
+        if p in (0, 1):
+            return None
+        if not is_dense(tuple(tensor.shape), tuple(tensor.stride())):
+            return None
+        # Numbers are drawn in the order of memory.
+        order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+        shape = [tensor.shape[d] for d in order]
+        ones = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+        ones = ones.permute([order.index(d) for d in range(tensor.dim())])
+        mask = self._at(self._wrapped(_DROPOUT(ones, p, True)[1]), tuple(tensor.placements))
+        return tensor * mask * (1.0 / (1.0 - p)), mask
+
+    def _looked_up(self, target: Any, args: Any) -> Any:
+        """Looks ids up in this rank's part of a table: a part of the sum; None if it has all."""
+        table, ids, dim = (*args[:2], 0) if target is _EMBEDDING else (args[0], args[2], args[1])
+        dim %= table.dim()
+        split = [p.is_shard(dim) for p in table.placements]
+        if not any(split):
+            return None
+        held = tuple(table.placements) if target is _GATHER else self._replicated
+        own = tuple(p if s else h for p, s, h in zip(table.placements, split, held, strict=True))
+        layout = own if target is _GATHER else tuple(ids.placements)
+        layout = tuple(Replicate() if s else p for p, s in zip(layout, split, strict=True))
+        part = self._at(table, own).to_local()
+        found = self._in_own_part(
+            self._at(ids, layout).to_local(), part.shape[dim], split, table.shape[dim]
+        )
+        if found is None:
+            return None
+        rows, inside = found
+        if target is _EMBEDDING:
+            made, inside = _EMBEDDING(part, rows), inside.unsqueeze(-1)
+        else:
+            made = _GATHER(part, dim, rows)
+        parts = tuple(Partial() if s else p for p, s in zip(layout, split, strict=True))
+        shape = ids.shape if target is _GATHER else (*ids.shape, table.shape[1])
+        whole = torch.empty(shape, device="meta")
+        return _distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
+
+    def _in_own_part(
+        self, ids: torch.Tensor, num_rows: int, split: Sequence[bool], num_all: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns ids counted from where this rank's rows begin, 0 for others, and which they are.
+
+        None where rows are not split evenly.
+        """
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None
+        place, num_parts = 0, 1
+        for axis in (i for i, is_split in enumerate(split) if is_split):
+            place = place * self._mesh.size(axis) + coordinate[axis]
+            num_parts *= self._mesh.size(axis)
+        if num_rows * num_parts != num_all:
+            return None
+        rows = ids - place * num_rows
+        # An id of no rank's stays where it is, on the first or the last one: that is an error.
+        inside = rows >= 0 if place else torch.ones_like(rows, dtype=torch.bool)
+        if place + 1 < num_parts:
+            inside = inside & (rows < num_rows)
+        return rows * inside, inside
+
+    def _rows_added(self, node: torch.fx.Node, args: Any) -> Any:
+        """Adds this rank's rows to zeros: a part of the sum; None where it is not that."""
+        zeros, mask, indices, values = args
+        base: Any = node.args[0]
+        is_zero = base.target is _ATEN.full.default and base.args[1] == 0
+        lead = tuple(values.placements)
+        if (
+            not is_zero
+            or len(indices) != 1
+            or not all(p.is_replicate() or p.is_shard(0) for p in lead)
+        ):
+            return None
+        parts = [self._at(t, lead).to_local() for t in (mask, indices[0], values)]
+        made = _ADD_ROWS(zeros.to_local(), parts[0], [parts[1]], parts[2])
+        layout = tuple(Partial() if p.is_shard() else p for p in lead)
+        return _distributed(made, self._mesh, layout, zeros)
+
+    def _attention(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        """Runs attention on this rank's rows and heads; None where they are not split so."""
+        mask = kwargs.get("attn_mask")
+        tensors = [a for a in args if isinstance(a, DTensor)]
+        lead, dims = tensors[0].placements, _ATTENTION[node.target]
+        if not all(p.is_replicate() or 0 <= _split_dim(p) < dims for p in lead):
+            return None
+        if any(t.shape[:dims] != tensors[0].shape[:dims] for t in tensors):
+            return None
+        if isinstance(mask, DTensor) and mask.dim() not in (2, 4):
+            return None
+
+        def local(value: Any) -> Any:
+            if not isinstance(value, DTensor):
+                return value
+            own = value is mask  # which says the same of all rows or heads, where it has one
+            layout = (
+                Replicate() if own and p.is_shard() and _is_single(value, _split_dim(p)) else p
+                for p in lead
+            )
+            return self._at(value, tuple(layout)).to_local()
+
+        target: Any = node.target
+        own_args, own_kwargs = torch.fx.node.map_aggregate((args, kwargs), local)  # type: ignore[misc]
+        made = target(*own_args, **own_kwargs)
+        # What one process would get says how large the whole results are.
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc]
+        whole = target(*args, **kwargs)
+        return tuple(
+            _distributed(t, self._mesh, tuple(lead), w) for t, w in zip(made, whole, strict=True)
+        )
+
+    def _as_operand(self, value: Any) -> Any:
+        return self._wrapped(value) if isinstance(value, torch.Tensor) else value
+
+    def _wrapped(self, tensor: Any) -> Any:
+        """Returns a tensor that is the same on each rank as a DTensor."""
+        if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
+            return tensor
+        return DTensor.from_local(tensor, self._mesh, self._replicated, run_check=False)
+
+    def _at(self, tensor: DTensor, layout: Placements | None) -> DTensor:
+        if layout is None:
+            return tensor
+        layout = tuple(
+            Shard(p.dim % tensor.dim()) if isinstance(p, Shard) and p.dim < 0 else p for p in layout
+        )
+        if tuple(tensor.placements) == layout:
+            return tensor
+        return tensor.redistribute(self._mesh, layout)
+
+
+def _split_dim(placement: Any) -> int:
+    """Returns the dimension that a placement splits; -1 where it splits none."""
+    return placement.dim if isinstance(placement, Shard) else -1
+
+
+def _is_single(tensor: DTensor, dim: int) -> bool:
+    return tensor.dim() == 2 or tensor.shape[dim] == 1
+
+
+def _is_partial(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether DTensor says how an operator is split."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return any(operator in getattr(propagator, name, ()) for name in _RULES)
+
+
+def _without_data(value: Any) -> Any:
+    """Returns a tensor of a DTensor's whole shape that has no memory."""
+    if not isinstance(value, DTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    if tuple(tensor.stride()) == tuple(stride):
+        return tensor
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return torch.ops.aten.copy.default(made, tensor)

@@ -1,0 +1,135 @@
+"""A small Llama-like decoder whose projections are separate, and what trains it over a mesh."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comparing import relative_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import lazyinline
+
+VOCABULARY = 32
+
+MEGATRON = {
+    "layers.*.attention.[qkv]": ColwiseParallel(),
+    "layers.*.attention.out": RowwiseParallel(),
+    "layers.*.gate": ColwiseParallel(),
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention, self.dropout = Attention(width, heads), nn.Dropout(dropout)
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x)))
+        h = self.norm_2(x)
+        y: Tensor = x + self.down(self.dropout(F.silu(self.gate(h)) * self.up(h)))
+        return y
+
+
+class TinyLlama(nn.Module):
+    """Returns the loss of the next tokens; embedding and head may be one tensor."""
+
+    def __init__(
+        self, layers: int = 2, *, width: int = 16, dropout: float = 0.0, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Layer(width, 4, dropout) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def tiny(layers: int = 2, **options: Any) -> TinyLlama:
+    """A model in float64, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    model = TinyLlama(layers, **options).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def tokens(seed: int = 0, rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Tokens, and those that follow; a few targets do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, 9), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[0, :3] = -100  # so that rows have different numbers of losses
+    return ids[:, :-1].contiguous(), targets
+
+
+def mesh_of(**axes: int) -> Any:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def far_off(
+    model: nn.Module,
+    mesh: Any,
+    plan: Mapping[str, Any] | None,
+    batches: Callable[[int], Sequence[Any] | Mapping[str, Any]] = tokens,
+    **options: Any,
+) -> list[str]:
+    """Trains a model over a mesh and alone, five steps; says where numbers differ."""
+    alone, wrong = copy.deepcopy(model), []
+    args, kwargs = _arguments(batches(0))
+    parallel = lazyinline.parallelize(model, args, kwargs, mesh=mesh, plan=plan, **options)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
+    for step in range(5):
+        args, kwargs = _arguments(batches(step))
+        torch.manual_seed(step)
+        loss = parallel.step(*args, **kwargs)
+        torch.manual_seed(step)
+        theirs.zero_grad()
+        output = alone(*args, **kwargs)
+        expected = output if isinstance(output, Tensor) else output.loss
+        expected.backward()
+        if relative_error(loss, expected.detach()) > 1e-5:
+            wrong.append(f"step {step}: the loss is {loss}, not {expected}")
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert q.grad is not None
+            error = relative_error(p.grad.full_tensor(), q.grad)
+            if error > 1e-5:
+                wrong.append(f"step {step}: the gradient of {name} is off by {error:.1e}")
+        ours.step()
+        theirs.step()
+    return wrong
+
+
+def _arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    return ((), batch) if isinstance(batch, Mapping) else (batch, {})

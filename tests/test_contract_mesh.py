@@ -1,0 +1,89 @@
+"""Contract with DTensor and its collectives: what ``pipeline_parallel/mesh/torch_*.py`` rely on.
+
+When a new torch breaks one of these, those two files are the ones to look at.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import mesh_of
+from rank_threads import one_of_many, run_in_threads
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from lazyinline.autodiff.traces.torch_make_fx import new_fake_mode, traced
+from lazyinline.pipeline_parallel.mesh.torch_collectives import (
+    COLLECTIVES,
+    axes_of,
+    with_own_collectives,
+)
+from lazyinline.pipeline_parallel.mesh.torch_sharding import has_rule
+
+pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore::FutureWarning")]
+_ATEN = torch.ops.aten
+
+
+def test_rules_are_found_where_they_are_looked_for() -> None:
+    ruled = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.view.default, _ATEN.add.Tensor)
+    assert all(map(has_rule, ruled))
+    assert not has_rule(_ATEN.as_strided.default)
+
+
+def test_a_trace_of_redistributions_holds_functional_collectives_alone() -> None:
+    def move(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        (local,) = inputs
+        parts = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+        rows = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        targets = (parts, Replicate()), (parts, Shard(0)), (rows, Replicate())
+        return [t.redistribute(mesh, [to]).to_local() for t, to in targets]
+
+    with one_of_many(2):
+        mesh = mesh_of(tensor=2)
+        axes = axes_of(mesh)
+        mode = new_fake_mode()
+        with mode, torch.no_grad():
+            module = traced(move, [[torch.empty(4, 4)]], (), {})
+        own = with_own_collectives(module, axes)
+    targets = [n.target for n in own.graph.nodes if n.op == "call_function"]
+    assert [t for t in targets if t in COLLECTIVES] == [
+        torch.ops.lazyinline.all_reduce.default,
+        torch.ops.lazyinline.reduce_scatter.default,
+        torch.ops.lazyinline.all_gather.default,
+    ]
+    assert not [t for t in targets if "functional" in str(t) or "wait" in str(t)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str) -> None:
+    operator: Any = getattr(torch.ops.lazyinline, name)
+
+    def run(rank: int) -> torch.Tensor:
+        axes = axes_of(mesh_of(tensor=2))
+        ((group, axis),) = axes.items()
+        x = torch.arange(8.0).reshape(4, 2) + 10 * rank
+        own: tuple[Any, ...] = {"all_gather": (2,), "reduce_scatter": ("sum", 2)}.get(
+            name, ("sum",)
+        )
+        made: torch.Tensor = operator(x, *own, group, axis)
+        out = operator.out(x, *own, group, axis, out=torch.zeros_like(made))
+        predicted = operator(x.to("meta"), *own, group, axis)
+        assert torch.equal(made, out)
+        assert predicted.shape == made.shape
+        return made
+
+    first, second = run_in_threads(2, run)
+    both = torch.arange(8.0).reshape(4, 2), torch.arange(8.0).reshape(4, 2) + 10
+    expected = {
+        "all_reduce": [sum(both)] * 2,
+        "all_gather": [torch.cat(both)] * 2,
+        "reduce_scatter": list(torch.chunk(both[0] + both[1], 2)),
+    }[name]
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1])
+
+
+def test_groups_of_a_mesh_have_names() -> None:
+    with one_of_many(4):
+        axes = axes_of(mesh_of(data=2, tensor=2))
+    assert list(axes.values()) == ["data", "tensor"]
+    assert all(isinstance(name, str) for name in axes)

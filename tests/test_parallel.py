@@ -1,0 +1,220 @@
+"""``parallelize``: a step over a mesh, all ranks as threads of one process."""
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens
+from rank_threads import one_of_many, run_in_threads
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+import lazyinline
+from lazyinline.pipeline_parallel.mesh import torch_collectives
+from lazyinline.pipeline_parallel.mesh.plan import MeshPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+MESHES: dict[str, dict[str, int]] = {
+    "tensor": {"tensor": 2},
+    "data": {"data": 2},
+    "fsdp": {"fsdp": 2},
+    "data x tensor": {"data": 2, "tensor": 2},
+    "fsdp x tensor": {"fsdp": 2, "tp": 2},
+    "data x fsdp": {"dp_replicate": 2, "dp_shard": 2},
+}
+SEQUENCE = {
+    **MEGATRON,
+    "embed": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.norm_?": SequenceParallel(),
+    "layers.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep=["eager-tensor", "eager-fsdp x tensor", "inductor-data x tensor"])
+def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None:
+    axes = MESHES[name]
+
+    def train(rank: int) -> list[str]:
+        plan = MEGATRON if {"tensor", "tp"} & axes.keys() else None
+        return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
+
+    world = torch.Size(axes.values()).numel()
+    assert run_in_threads(world, train) == [[]] * world
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
+def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(backend: Any) -> None:
+    def train(rank: int) -> list[str]:
+        return far_off(tiny(), mesh_of(tensor=2), SEQUENCE, backend=backend)
+
+    assert run_in_threads(2, train) == [[], []]
+
+
+def test_micro_batches_and_tied_weights_give_what_one_process_gives() -> None:
+    def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
+        ids, _ = tokens(seed)
+        return ids, ids
+
+    def train(rank: int) -> list[str]:
+        model = tiny(tied=True)
+        mesh = mesh_of(fsdp=2)
+        return far_off(model, mesh, None, batch, backend="eager", micro_batches=2)
+
+    assert run_in_threads(2, train) == [[], []]
+
+
+def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[int] = []
+    sums: Any = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any) -> Any:
+        if threading.current_thread().name == "counted":
+            moved.append(tensor.numel() * tensor.element_size())
+        return sums(tensor, *args)
+
+    def train(rank: int) -> Any:
+        parallel = lazyinline.parallelize(
+            tiny(3), tokens(), mesh=mesh_of(tensor=2), plan=MEGATRON, backend="eager"
+        )
+        parallel.step(*tokens())
+        if rank == 0:
+            threading.current_thread().name = "counted"
+        parallel.step(*tokens())
+        return parallel.plan
+
+    monkeypatch.setattr(torch_collectives.dist, "all_reduce", counted)
+    plan, _ = run_in_threads(2, train)
+    text = str(plan)
+    assert "Layer.forward: 2 all_reduce over tensor, 8,192 bytes (each of 3 calls)" in text
+    assert "Layer.backward: 2 all_reduce over tensor, 8,192 bytes (each of 3 calls)" in text
+    assert {one.kind for one in plan.collectives} == {"all_reduce"}
+    assert sum(moved) == plan.num_bytes
+    assert len(moved) == len(plan.collectives) == 12
+
+
+def test_gradients_of_split_parameters_are_scattered_and_parameters_gathered() -> None:
+    def kinds(rank: int) -> Any:
+        parallel = lazyinline.parallelize(
+            tiny(), tokens(), mesh=mesh_of(fsdp=2), plan=None, backend="eager"
+        )
+        parallel.step(*tokens())
+        layer = parallel._model.layers[0].up.weight  # type: ignore[attr-defined]
+        assert layer.placements == layer.grad.placements == (Shard(0),)
+        assert layer.to_local().shape == (16, 16)
+        return {one.kind for one in parallel.plan.collectives}
+
+    assert run_in_threads(2, kinds) == [{"all_gather", "reduce_scatter"}] * 2
+
+
+def test_pins_of_parameters_split_what_styles_do_not_know() -> None:
+    def train(rank: int) -> list[str]:
+        model = tiny()
+        for layer in model.layers:
+            lazyinline.shard(layer.up, {"weight": Shard(0), "bias": Shard(0)})  # type: ignore[arg-type]
+            lazyinline.shard(layer.gate, {"weight": Shard(0)}, output=Replicate())  # type: ignore[arg-type]
+        return far_off(model, mesh_of(tp=2), None, backend="eager")
+
+    assert run_in_threads(2, train) == [[], []]
+
+
+def test_an_id_outside_of_a_split_vocabulary_is_an_error() -> None:
+    def look_up(rank: int) -> None:
+        plan = {"embed": RowwiseParallel()}
+        parallel = lazyinline.parallelize(
+            tiny(), tokens(), mesh=mesh_of(tensor=2), plan=plan, backend="eager"
+        )
+        ids, targets = tokens()
+        ids[0, 0] = VOCABULARY
+        parallel.step(ids, targets)
+
+    with pytest.raises(IndexError, match="out of range"):
+        run_in_threads(2, look_up)
+
+
+def refused(model: nn.Module, batch: Any = None, *, mesh: Any = None, plan: Any = None) -> str:
+    """What ``parallelize`` says against it."""
+    with pytest.raises(lazyinline.PlanError) as error:
+        lazyinline.parallelize(
+            model, batch or tokens(), mesh=mesh or mesh_of(tensor=4), plan=plan, backend="eager"
+        )
+    return str(error.value)
+
+
+def test_what_cannot_be_split_is_refused_with_numbers() -> None:
+    with one_of_many(4):
+        odd = nn.ModuleDict({"linear": nn.Linear(6, 10)})
+        said = refused(odd, plan={"linear": ColwiseParallel()})
+        assert "Dimension 0 of linear.weight has 10 entries" in said and "4 ranks" in said
+        assert "'layer.*.up' in the plan matches no module" in refused(
+            tiny(), plan={"layer.*.up": ColwiseParallel()}
+        )
+        assert "which is RMSNorm" in refused(tiny(), plan={"norm": ColwiseParallel()})
+        marked = lazyinline.shard(tiny(), {"wait": Shard(0)})
+        assert "has no parameter 'wait'" in refused(marked)
+        rows = refused(tiny(), tokens(rows=6), mesh=mesh_of(data=4))
+        assert "(6, 8) cannot be split evenly over the 4 ranks" in rows
+        assert "named ('x',)" in refused(tiny(), mesh=mesh_of(x=4))
+        assert "no dimension of the mesh {'data': 4} is named" in refused(
+            tiny(), mesh=mesh_of(data=4), plan=MEGATRON
+        )
+        assert "takes a DeviceMesh, not str" in refused(tiny(), mesh="tensor")
+        assert "on meta, and the mesh is of cpu" in refused(tiny().to("meta"))
+    with pytest.raises(lazyinline.PlanError, match="not initialized"):
+        lazyinline.parallelize(tiny(), tokens(), mesh=None)
+
+
+def test_a_step_notices_what_changed_since() -> None:
+    def change(rank: int) -> list[str]:
+        model = tiny()
+        mesh = mesh_of(tensor=2)
+        parallel = lazyinline.parallelize(
+            model, tokens(), mesh=mesh, plan=MEGATRON, backend="eager"
+        )
+        said = []
+
+        def noted(*batch: Any) -> None:
+            with pytest.raises(lazyinline.PlanError) as error:
+                parallel.step(*batch)
+            said.append(str(error.value))
+
+        with pytest.raises(lazyinline.PlanError, match="parallelized already"):
+            lazyinline.parallelize(model, tokens(), mesh=mesh, plan=MEGATRON)
+        noted(*tokens(rows=2))
+        model.eval()
+        noted(*tokens())
+        model.train()
+        model.norm.weight = nn.Parameter(model.norm.weight.detach())
+        noted(*tokens())
+        return said
+
+    for said in run_in_threads(2, change):
+        assert "no longer fits" in said[0] and "no longer fits" in said[1]
+        assert "The parameter weight was replaced" in said[2]
+
+
+def test_a_plan_says_in_words_what_lies_where() -> None:
+    axes = (("data", 2), ("tensor", 4))
+    parameters = {
+        "layers.0.up": (Replicate(), Shard(0)),
+        "layers.1.up": (Replicate(), Shard(0)),
+        "norm": (Replicate(), Replicate()),
+    }
+    plan = MeshPlan(axes, parameters, ((Shard(0), Replicate()),))
+    assert plan.num_ranks == 8
+    assert re.sub(r"\s+", " ", str(plan)) == (
+        "mesh: data 2 x tensor 4 batch: dimension 0 split over data "
+        "dimension 0 split over tensor: layers.*.up whole on each rank: norm"
+    )

@@ -1,0 +1,176 @@
+"""``parallelize`` between real gloo processes."""
+
+import pathlib
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import selected
+from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from ranks import LIMIT_S, run_ranks, started
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import lazyinline
+
+HERE = "test_parallel_processes"
+
+
+def train_in_kernels(rank: int, folder: pathlib.Path) -> list[str]:
+    return far_off(tiny(), mesh_of(tensor=2), MEGATRON)
+
+
+def draw_as_one_process(rank: int, folder: pathlib.Path) -> list[str]:
+    """Dropout of what is whole, and of what is split over ranks."""
+    return far_off(tiny(dropout=0.4), mesh_of(tensor=2), MEGATRON, backend="eager") + far_off(
+        tiny(dropout=0.4), mesh_of(data=2), None, backend="eager"
+    )
+
+
+def save_and_load_on_another_mesh(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    first, second = tiny(), tiny()
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    options: Any = {"backend": "eager"}
+    lazyinline.parallelize(first, tokens(), mesh=mesh_of(tensor=2), plan=MEGATRON, **options)
+    parallel = lazyinline.parallelize(second, tokens(), mesh=mesh_of(fsdp=2), **options)
+    dcp.save(first.state_dict(), checkpoint_id=folder / "checkpoint")
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    second.load_state_dict(state)
+    for (name, p), q in zip(tiny().named_parameters(), second.parameters(), strict=True):
+        if not torch.equal(p, q.full_tensor()):  # type: ignore[operator]
+            wrong.append(f"{name} is another after loading")
+    loss, expected = parallel.step(*tokens()), tiny()(*tokens())
+    return wrong if torch.isclose(loss, expected) else [*wrong, f"{loss}, not {expected}"]
+
+
+def disagree(rank: int, folder: pathlib.Path) -> list[str]:
+    """Other models, other batches, and other random numbers on each rank."""
+    mesh, said = mesh_of(tensor=2), []
+    options: Any = {"mesh": mesh, "plan": MEGATRON, "backend": "eager"}
+    with pytest.raises(lazyinline.PipelineError) as error:
+        lazyinline.parallelize(tiny(1 + rank), tokens(), **options)
+    said.append(str(error.value))
+    parallel = lazyinline.parallelize(tiny(1, dropout=0.5), tokens(), **options)
+    with pytest.raises(lazyinline.PipelineError) as error:
+        parallel.step(*tokens(rank))
+    said.append(str(error.value))
+    torch.manual_seed(rank)
+    with pytest.raises(lazyinline.PipelineError) as error:
+        parallel.step(*tokens())
+    return [*said, str(error.value)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each of two processes says to every task; they are started once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "task").write_text(" ".join(selected(request, "task")))
+    return run_ranks(folder, f"{HERE}.everything")
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    tasks = (train_in_kernels, draw_as_one_process, save_and_load_on_another_mesh, disagree)
+    wanted = (folder / "task").read_text().split()
+    return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "task", ["train_in_kernels", "draw_as_one_process", "save_and_load_on_another_mesh"]
+)
+def test_two_processes_give_what_one_gives(
+    task: str, two_ranks: list[dict[str, list[str]]]
+) -> None:
+    assert [said[task] for said in two_ranks] == [[], []]
+
+
+@pytest.mark.parametrize("task", ["disagree"])
+def test_ranks_that_differ_are_noticed(task: str, two_ranks: list[dict[str, list[str]]]) -> None:
+    for said in two_ranks:
+        model, batch, draws = said[task]
+        assert "model (its captured program)" in model and "rank(s) [1]" in model
+        assert "different batches" in batch and "tensor 0" in batch
+        assert "different random numbers" in draws
+
+
+def train_until_killed(rank: int, folder: pathlib.Path) -> None:
+    parallel = lazyinline.parallelize(
+        tiny(), tokens(), mesh=mesh_of(tensor=2), plan=MEGATRON, backend="eager"
+    )
+    parallel.step(*tokens())
+    (folder / f"ready{rank}").touch()
+    while True:
+        parallel.step(*tokens())
+
+
+@pytest.mark.sweep
+def test_a_killed_rank_ends_the_other_with_an_error_that_names_the_collective(
+    tmp_path: pathlib.Path,
+) -> None:
+    with started(tmp_path, f"{HERE}.train_until_killed") as ranks:
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
+            time.sleep(0.2)
+        ranks[1].kill()
+        output, _ = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode != 0
+    last = output.strip().splitlines()[-1]
+    said = "PlanError: Rank 0 stopped in an all-reduce of 4,096 bytes over 'tensor' (ranks 0, 1)"
+    assert said in last, output[-3000:]
+
+
+def hugging_face(name: str, backend: Any, **axes: int) -> list[str]:
+    """Trains a small model of transformers, its feed-forward layers (and heads) split."""
+    from hugging_face import VOCABULARY, example
+
+    model, _ = example(name, layers=2)
+    model = model.train().double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    plan: dict[str, Any] = {}
+    if name == "llama":
+        columns = ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj")
+        plan = {f"model.layers.*.{path}": ColwiseParallel() for path in columns}
+        rows = ("self_attn.o_proj", "mlp.down_proj")
+        plan |= {f"model.layers.*.{path}": RowwiseParallel() for path in rows}
+    else:  # its layers are no Linear, and keep their weights the other way round
+        for block in model.transformer.h:  # type: ignore[operator, union-attr]
+            lazyinline.shard(block.mlp.c_fc, {"weight": Shard(1), "bias": Shard(0)})
+            lazyinline.shard(block.mlp.c_proj, {"weight": Shard(0)})
+
+    def batch(seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, VOCABULARY, (4, 8), generator=generator)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    return far_off(model, mesh_of(**axes), plan, batch, backend=backend)
+
+
+def train_large(rank: int, folder: pathlib.Path) -> list[str]:
+    two: dict[str, Any] = {"data": 2, "tensor": 2}
+    wrong = [f"own: {text}" for text in far_off(tiny(dropout=0.3), mesh_of(**two), MEGATRON)]
+    wrong += far_off(tiny(tied=True), mesh_of(fsdp=2, tensor=2), MEGATRON)
+    for backend in ("eager", "inductor"):
+        for name in ("llama", "gpt2"):
+            found = hugging_face(name, backend, **two)
+            wrong += [f"{name}, {backend}: {text}" for text in found]
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_four_processes_give_what_one_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_large", world=4) == [[]] * 4
