@@ -127,7 +127,10 @@ def fuse_boundaries(state: State) -> State:
     program = rotate(state.programs[PARTS[0]])
     state.report.fused_boundaries = [
         f"{num} of {name}" for name, num in seams_of(program).items()
-    ] or ["none: a chain needs three calls on one block that hand on one tensor, unmarked"]
+    ] or [
+        "none: it takes three equal blocks in a row, without marks, that hand one tensor on and "
+        "begin and end with what kernels can fuse"
+    ]
     if state.captured.sizes is None:
         program = state.context.known(program)
     seen = replace(state.captured, program=program)
