@@ -344,8 +344,9 @@ class GpuRecord:
         given_bytes: parameters, buffers and inputs, which are the user's.
         arena_bytes: activations, gradients and scratch, as planned.
         outside_bytes: most bytes at one time in what launches allocate themselves.
-        workspace_bytes: what cuBLAS works in.
+        workspace_bytes: what cuBLAS works in: one place for each stream with products.
         allocating: names of those launches, each once.
+        num_beside: launches on a second stream.
         prediction: of one run.
     """
 
@@ -358,6 +359,7 @@ class GpuRecord:
     outside_bytes: int
     workspace_bytes: int
     allocating: Sequence[str]
+    num_beside: int
     prediction: Prediction
 
     @property
@@ -386,6 +388,8 @@ class GpuRecord:
             f"  {predicted.num_launches} launches: {predicted.num_triton} of {self.num_kernels} "
             f"Triton kernels, {others} of PyTorch's"
         )
+        if self.num_beside:
+            yield f"  {self.num_beside} launches on a second stream, in parallel with others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
         yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"
@@ -428,6 +432,7 @@ def gpu_record(
         outside_bytes=program.outside_bytes - program.workspace_bytes,
         workspace_bytes=program.workspace_bytes,
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
+        num_beside=program.num_beside,
         prediction=predict(lists, backend.target),
     )
 

@@ -17,7 +17,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_610, 26),
     "recompute": (1_300, 7),
     "pipeline_parallel": (4_420, 17),
-    "backend": (11_870, 42),
+    "backend": (12_220, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -1,4 +1,4 @@
-"""GPUs that programs are compiled for, in one small table; a program as one CUDA graph.
+"""GPUs that programs are compiled for, in one small table; streams on one, and CUDA graphs.
 
 The numbers are those of the SXM boards. Of the throughputs the dense ones are given: data sheets
 also print those with structured sparsity, which are twice as high.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -144,7 +146,7 @@ def run_before_capture(run: Run, device: torch.device) -> list[torch.Tensor]:
     if device.type == "cpu":
         return run()
     with torch.cuda.device(device):
-        stream = _stream(device)
+        stream = _stream(device, "capture")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             results = run()
@@ -164,7 +166,7 @@ def capture_graph(run: Run, device: torch.device) -> Run:
     """
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=_stream(device)):
+        with torch.cuda.graph(graph, stream=_stream(device, "capture")):
             results = run()
 
     def replay() -> list[torch.Tensor]:
@@ -175,7 +177,28 @@ def capture_graph(run: Run, device: torch.device) -> Run:
     return replay
 
 
+def streams_on(device: torch.device) -> dict[str, Any]:
+    """Returns what a generated function calls for two streams; a CPU has one, which is both."""
+    if device.type == "cpu":
+        return {"current_stream": _InOrder, "second": _InOrder(), "beside": nullcontext}
+    return {
+        "current_stream": partial(torch.cuda.current_stream, device),
+        "second": _stream(device, "second"),
+        "beside": torch.cuda.stream,
+    }
+
+
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns one stream for all captures: for each PyTorch keeps memory that cuBLAS works in."""
+def _stream(device: torch.device, use: Literal["second", "capture"]) -> torch.cuda.Stream:
+    """Returns one stream for all programs: for each PyTorch keeps memory that cuBLAS works in."""
     return torch.cuda.Stream(device)
+
+
+class _InOrder:
+    """Stands for a stream where launches run as they are called."""
+
+    def record_event(self) -> None:
+        """Does nothing: all that was launched has run."""
+
+    def wait_event(self, event: None) -> None:
+        """Does nothing: there is nothing to wait for."""

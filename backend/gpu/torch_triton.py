@@ -103,6 +103,15 @@ def triton_kernel(value: Any) -> Callable[..., None] | None:
     return None
 
 
+def read_only_arguments(function: object) -> frozenset[int]:
+    """Returns which arguments a Triton kernel of Inductor's only reads: none, of anything else."""
+    if not isinstance(function, (TritonKernel, LoadedKernel)):
+        return frozenset()
+    # Inductor's names: what is written is ``out_ptr0`` or ``in_out_ptr0``.
+    names = enumerate(function.argument_names)
+    return frozenset(position for position, name in names if name.startswith("in_ptr"))
+
+
 def aligned_arguments(function: object) -> frozenset[int]:
     """Returns which arguments a Triton kernel loads several elements of at once: none, otherwise.
 

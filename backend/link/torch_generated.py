@@ -20,6 +20,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
+from ..gpu.targets import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list, torch_native
 from ..launches.torch_native import no_address
@@ -45,6 +46,7 @@ class GeneratedCode:
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
         arenas: further device -> slot of the arena that is there.
+        num_beside: launches on the second stream.
         num_slots: size of that table; what is known only in a run comes last.
     """
 
@@ -59,6 +61,7 @@ class GeneratedCode:
     regions: dict[int, int] = field(default_factory=dict)
     arenas: dict[torch.device, int] = field(default_factory=dict)
     num_slots: int = 1
+    num_beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Memory:
             for name, value in code.constants.items()
         }
         scope.update(_bind_device(self.arena.device))
+        if code.num_beside:
+            scope.update(streams_on(self.arena.device))
         scope.update(self._bind_arenas(code.arena_views))
         scope.update(_bind_model(code.model_views, self.tensors))
         if code.words:

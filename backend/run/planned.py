@@ -24,6 +24,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import HOST
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
+from ..gpu.roofline import with_streams
 from ..gpu.targets import Capture, Run, capture_graph, run_before_capture
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
@@ -94,6 +95,10 @@ class PlannedProgram:
         roots: Sequence[object] = (),
     ) -> None:
         self._names = names
+        target = tools.place.target
+        if target is not None:
+            leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
+            kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = layout_of(
             flats,
             kernel_lists,
@@ -105,8 +110,8 @@ class PlannedProgram:
             tools.place.others,
         )
         check_aligned(self.layout, kernel_lists)
-        if tools.place.target is not None:
-            add_workspaces(self.layout, tools.place.target)
+        if target is not None:
+            add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
         found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
@@ -164,6 +169,11 @@ class PlannedProgram:
     def num_launches(self) -> int:
         """Kernel launches in one run of all parts."""
         return sum(len(part.launches) for part in self.layout.parts)
+
+    @property
+    def num_beside(self) -> int:
+        """Those of them that are on a second stream."""
+        return sum(p.launch.stream == "second" for x in self.layout.parts for p in x.launches)
 
     @property
     def is_native(self) -> bool:
