@@ -547,6 +547,7 @@ def test_symbols_of_equal_hints_stay_apart_and_their_questions_are_kept() -> Non
         assert config.backed_size_oblivious
 
 
+@contract("torch.utils._sympy.functions")
 def test_a_symbol_has_the_number_that_an_environment_gives_it() -> None:
     class Named(resolve(f"{SYMBOLS}.ShapeEnv")):  # type: ignore[misc]
         def _generate_unique_id(self, source_name: str) -> int:

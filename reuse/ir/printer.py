@@ -11,8 +11,8 @@
       return %h1
     }
 
-All but comments (``//``) is part of the program, and tests read it. What a text does not hold is
-the numbers of the model's tensors, the Python containers of the output, and source lines.
+``parser.py`` reads the text: all but comments (``//``) is part of the program. What a text does not
+hold is the numbers of the model's tensors, the Python containers of the output, and source lines.
 """
 
 from __future__ import annotations
