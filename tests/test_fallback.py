@@ -635,7 +635,7 @@ def told(run: Callable[..., Any], num_calls: int, inputs: Iterable[Tensor] = ())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("layers, share", [((0, 3), ""), ((1, 30), "with 8 of its 38 layers")])
+@pytest.mark.parametrize("layers, share", [((0, 3), ""), ((1, 12), "with 8 of its 20 layers")])
 @pytest.mark.sweep(keep=["[layers0", "layers-False]"])
 def test_a_model_of_which_most_runs_eagerly_says_so_once(
     layers: tuple[int, int], share: str, in_place: bool
