@@ -90,7 +90,7 @@ def test_a_compiled_model_has_eagers_numbers_and_copies_what_it_says(way: str) -
 
 def test_placed_blocks_share_a_closure() -> None:
     model, _, args = placed("two blocks")
-    compiled = lazyinline.compile(model, fallback="error")
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
     compiled(*args)
     shared = {d.path: d.shared for d in compiled.last_report.decisions}
     assert shared == {"blocks.0": False, "blocks.1": False, "blocks.2": True}
@@ -152,7 +152,7 @@ def test_a_placed_part_may_be_moved_back() -> None:
     model, twin, args = placed("embedding")
     lazyinline.place(model.embedding, "cpu")
     assert not model.embedding._forward_hooks and not model.embedding._forward_pre_hooks
-    compiled = lazyinline.compile(model, fallback="error")
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
     torch.testing.assert_close(compiled(*args), twin(*args))
     assert compiled.last_report.devices == ()
 

@@ -250,9 +250,8 @@ STATE += "QUEUE.qsize(), os.environ.pop('LAZYINLINE_T', ''), EVENT.is_set(), LOC
 STATE += "'more' in sys.argv and sys.argv.pop(), torch.get_default_dtype()]"
 
 
-def play(*texts: str, calls: int = 3, backend: str = "eager") -> list[str]:
-    scene = [""] * calls
-    outcome = assert_as_eager(*texts, scene=scene, state=STATE, tolerance=2e-5, backend=backend)
+def play(*texts: str, calls: int = 3, **options: Any) -> list[str]:
+    outcome = assert_as_eager(*texts, scene=[""] * calls, state=STATE, tolerance=2e-5, **options)
     torch.set_grad_enabled(True)
     return outcome.eagerly
 
@@ -283,7 +282,7 @@ SWEPT += ["map inside", "ask for the time"]
 @pytest.mark.sweep(keep=[f"[{name}]" for name in REFUSED if name not in SWEPT])
 def test_what_no_program_repeats_is_run_and_refused_where_it_cannot_be(name: str) -> None:
     forward, reason = REFUSED[name]
-    assert play(*net(forward), calls=2), "it was compiled"
+    assert play(*net(forward), calls=2, grad="grad" in name + forward), "it was compiled"
     text = assert_refused(*net(forward), state=STATE)
     assert not reason or any(part in text for part in reason.split("|")), text
 
@@ -372,6 +371,7 @@ WARNING = {
 
 @pytest.mark.parametrize("action", ["default", "always", "module", "once", "ignore"])
 @pytest.mark.parametrize("name", WARNING)
+@pytest.mark.sweep(keep=["[once a line-", "-default]"])
 def test_a_warning_is_given_as_often_as_eager_gives_it(name: str, action: str) -> None:
     given = []
     for is_compiled in (False, True):

@@ -90,6 +90,7 @@ def test_a_gpu_program_that_updates_equals_fused_with_each_learning_rate(
     assert "a number that a program for a GPU holds changes" in found["after"]
 
 
+@pytest.mark.sweep  # that of a CPU with a host is in test_recompute.py
 @pytest.mark.parametrize("how", ["offloading"])
 @pytest.mark.parametrize("case", ["own decoder"])
 def test_what_waits_on_the_host_of_a_gpu_comes_back(cases: Any, case: str, how: str) -> None:

@@ -24,7 +24,10 @@ class Pair(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("cases", ["not (options or kept or inside)", "options or kept or inside"])
+SWEPT = "options or kept or inside or step_trains and inductor"
+
+
+@pytest.mark.parametrize("cases", [f"not ({SWEPT})", SWEPT])
 @pytest.mark.sweep(keep="not")
 def test_models_on_two_devices_have_eagers_numbers(cases: str) -> None:
     # A process has one device of its own for users, for as long as it lives.

@@ -22,7 +22,7 @@ import lazyinline
 from lazyinline import CaptureError, CompiledModule
 
 _EXAMPLES = int(os.environ.get("LAZYINLINE_EXAMPLES", "0"))
-_USUAL = 24
+_USUAL = 16
 
 
 @dataclass

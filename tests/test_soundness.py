@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from values import COUNTING, HELPERS, HIDDEN, MOVING, RARE, ROWS, SHOWN, TENSORS, USUAL, Row
+from values import COUNTING, HELPERS, MOVING, ROWS, TENSORS, USUAL, Row
 from ways import ANYWHERE, AROUND, ASKED, HOLDING, INSIDE, OF_TENSORS, OUTSIDE, Way
 from worlds import Outcome, assert_as_eager, assert_refused
 
@@ -23,7 +23,7 @@ from lazyinline.backend.run.planned import Runtime
 
 NUMBER = Row("1.0", "2.0", "v")
 # What few models hold is asked in turns; freezing and snapshots of all of it are in test_values.py.
-OFTEN = [*SHOWN, *[*RARE, *HIDDEN][::3]]
+OFTEN = [*USUAL, *[kind for kind in ROWS if kind not in USUAL][::3]]
 KINDS = ROWS | TENSORS
 WAYS = INSIDE | OF_TENSORS
 
