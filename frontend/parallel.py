@@ -156,6 +156,9 @@ class ParallelStep:
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
         self.plan = ShardedStep(state.mesh_plan, collectives_of(self._step.program))
+        text = "Ranks have different plans, so their collectives would not meet"
+        plan = torch.frombuffer(bytearray(str(self.plan).encode()), dtype=torch.uint8)
+        self._ranks.check_same_values({"plan": plan}, text)
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]

@@ -176,6 +176,19 @@ def test_what_cannot_be_split_is_refused_with_numbers() -> None:
         lazyinline.parallelize(tiny(), tokens(), mesh=None)
 
 
+def test_ranks_with_different_plans_are_noticed_before_anything_is_moved() -> None:
+    def differ(rank: int) -> str:
+        plan = MEGATRON if rank else {}
+        with pytest.raises(lazyinline.PipelineError) as error:
+            lazyinline.parallelize(
+                tiny(1), tokens(), mesh=mesh_of(tensor=2), plan=plan, backend="eager"
+            )
+        return str(error.value)
+
+    for said in run_in_threads(2, differ):
+        assert "Ranks have different plans" in said and "rank(s) [1]" in said
+
+
 def test_a_step_notices_what_changed_since() -> None:
     def change(rank: int) -> list[str]:
         model = tiny()

@@ -191,9 +191,10 @@ class _Sharding(torch.fx.Interpreter):
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
         if layouts is None or not layouts.outputs:
             return result
-        if isinstance(result, DTensor):
-            return self._at(result, layouts.outputs[0])
-        return tuple(map(self._at, result, layouts.outputs))
+        if isinstance(result, torch.Tensor):
+            return self._at(self._wrapped(result), layouts.outputs[0])
+        made = zip(map(self._wrapped, result), layouts.outputs, strict=True)
+        return tuple(t if t is None else self._at(t, layout) for t, layout in made)
 
     def _on_own_mesh(self, tensor: DTensor) -> DTensor:
         if tensor.device_mesh is self._mesh:
