@@ -11,7 +11,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
@@ -249,3 +249,18 @@ def begin_range(name: str) -> Any:
 def end_range(shown: Any) -> None:
     """Ends a range. One that is dropped, after an error, ends as well."""
     shown.__exit__(None, None, None)
+
+
+def profiled(writer: Callable[..., Any], memory: Memory, names: Mapping[str, Any]) -> Runner:
+    """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
+
+    @cache  # written when a profiler runs for the first time
+    def written() -> Runner:
+        shown = begin_range("lazyinline: a program is bound for the profiler")
+        code = writer(ranges="shown").write()
+        compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
+        runner = memory.runner(code, compiled, begin=begin_range, end=end_range, **names)
+        end_range(shown)
+        return runner
+
+    return lambda inputs: written()(inputs)

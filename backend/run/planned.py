@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
@@ -50,7 +50,7 @@ from ..link.placement import (
     planned_overlaid,
 )
 from ..link.program_writer import CodeWriter, host_base
-from ..link.torch_generated import Memory, Runner, as_predicted, begin_range, end_range
+from ..link.torch_generated import Memory, Runner, as_predicted, profiled
 
 _MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
 _NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
@@ -359,7 +359,7 @@ class PlannedProgram:
         # Closures may return something on any device, and not only on that of an arena.
         names = {"as_predicted": as_predicted} if self.allocates_all else {}
         runners = [
-            memory.runner(code, compiled, profiled=_profiled(writer, memory, names), **names)
+            memory.runner(code, compiled, profiled=profiled(writer, memory, names), **names)
             for writer, code, compiled in zip(
                 self._writers, self._codes, self._compiled, strict=True
             )
@@ -410,29 +410,6 @@ def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:
         return kept
 
     return run
-
-
-def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> Runner:
-    """Returns what runs a flat program of closures that allocate what they return."""
-    program = PlannedProgram([flat], kernel_lists, [], [len(flat.outputs)], results="allocated")
-    return program.lease([]).runners[0]
-
-
-def _profiled(
-    writer: Callable[..., CodeWriter], memory: Memory, names: Mapping[str, Any]
-) -> Runner:
-    """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
-
-    @functools.cache  # written when a profiler runs for the first time
-    def written() -> Runner:
-        shown = begin_range("lazyinline: a program is bound for the profiler")
-        code = writer(ranges="shown").write()
-        compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
-        runner = memory.runner(code, compiled, begin=begin_range, end=end_range, **names)
-        end_range(shown)
-        return runner
-
-    return lambda inputs: written()(inputs)
 
 
 class _Use:

@@ -1,4 +1,4 @@
-"""The parts of a pipeline rank's stages without a plan of memory: closures allocate."""
+"""Programs, and the stages of a pipeline rank, without a plan of memory: closures allocate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
+from ..link.link import FlatProgram
+from ..link.torch_generated import Runner
 from ..link.unit_layout import PartSpec, Source
-from .planned import closures_run
+from .planned import PlannedProgram
+
+
+def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> Runner:
+    """Returns what runs a flat program of closures that allocate what they return."""
+    program = PlannedProgram([flat], kernel_lists, [], [len(flat.outputs)], results="allocated")
+    return program.lease([]).runners[0]
 
 
 class UnplannedRank:
