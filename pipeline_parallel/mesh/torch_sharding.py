@@ -40,6 +40,8 @@ _LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATE
 _DROPOUT = _ATEN.native_dropout.default
 _EMBEDDING, _GATHER = _TABLES = _ATEN.embedding.default, _ATEN.gather.default
 _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
+_LOSSES = _ATEN.nll_loss_forward.default, _ATEN.nll_loss_backward.default
+_MEAN, _SUM = 1, 2
 # Where DTensor keeps its rules, in the versions there are.
 _RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 # Each row and head of attention is computed alone: sharded along these, it is a local operator.
@@ -247,6 +249,8 @@ class _Sharding(torch.fx.Interpreter):
             return made
         if target in _TABLES and (made := self._looked_up(target, args)) is not None:
             return made
+        if target in _LOSSES and (made := self._loss(target, args)) is not None:
+            return made
         if target is _DROPOUT and (made := self._dropout(args)) is not None:
             return made
         if target is _ADD_ROWS and (made := self._rows_added(node, args)) is not None:
@@ -350,6 +354,30 @@ class _Sharding(torch.fx.Interpreter):
         if place + 1 < num_parts:
             inside = inside & (rows < num_rows)
         return rows * inside, inside
+
+    def _loss(self, target: Any, args: Any) -> Any:
+        """Divides the sum of all ranks' losses by what counts on all: ranks may ignore targets.
+
+        None where it is no mean of rows; rules of PyTorch 2.13 take the mean of ranks' means.
+        """
+        is_forward = target is _LOSSES[0]
+        scores, targets, weight, reduction, *others = args if is_forward else args[1:]
+        is_split = any(p.is_shard() for p in scores.placements)
+        if reduction != _MEAN or scores.dim() != 2 or not is_split:
+            return None
+        lead = tuple(p if p.is_shard(0) else Replicate() for p in scores.placements)
+        own: list[Any] = [self._at(t, lead).to_local() for t in (scores, targets)]
+        own.append(weight if weight is None else self._at(weight, self._replicated).to_local())
+        if is_forward:
+            layout = tuple(Partial() if p.is_shard() else p for p in lead)
+            sums = target(*own, _SUM, *others)
+            number = torch.empty((), device="meta")
+            parts = (_distributed(t, self._mesh, layout, number) for t in sums)
+            total, num_counted = (self._at(part, self._replicated) for part in parts)
+            return total / num_counted, num_counted
+        gradient, count = (self._at(t, self._replicated).to_local() for t in (args[0], args[-1]))
+        made = target(gradient, *own, reduction, *others[:-1], count)
+        return _distributed(made, self._mesh, lead, _without_data(scores))
 
     def _rows_added(self, node: torch.fx.Node, args: Any) -> Any:
         """Adds this rank's rows to zeros: a part of the sum; None where it is not that."""
