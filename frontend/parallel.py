@@ -19,7 +19,7 @@ from ..pipeline_parallel.process_groups import Ranks
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.transfer import in_own_storage
 from .autograd.torch_engine import have_hooks
@@ -193,7 +193,7 @@ class ParallelStep:
         state.report.made = made_by(state)
         return state
 
-    @without_autocast()
+    @called_without_autocast
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs one training step; every rank calls it with the whole batch.

@@ -24,7 +24,7 @@ from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
 from ..reuse.ir.costs import CPU, CUDA
-from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.torch_names import is_lazy
 from .autograd.torch_engine import have_hooks, pass_through_autograd
@@ -477,7 +477,7 @@ class Pipeline:
         return {s.derived.stage.index: s.counts for s in self._steps}
 
     @door
-    @without_autocast()
+    @called_without_autocast
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs one training step; every rank calls it with the whole batch.
 

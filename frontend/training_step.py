@@ -20,7 +20,7 @@ from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
@@ -359,7 +359,7 @@ class _StepEntry:
         """Copies the batch in, runs the program, hands out the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
-    @without_autocast()
+    @called_without_autocast
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Does the same, but a backward of the loss hands out the gradients."""
         with torch.no_grad():
@@ -371,7 +371,7 @@ class _StepEntry:
             handed = self._handed_of(outputs)
         return handed.as_graph_of(loss)
 
-    @without_autocast()
+    @called_without_autocast
     def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._run(leaves)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.leaf import called_without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import HOST
 from ...reuse.process import ProcessLock
@@ -530,7 +530,7 @@ class Runtime:
         native = self.program.native
         return native.hold if native else None
 
-    @without_autocast()
+    @called_without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns what the user receives, and the flight."""
         if self.program.allocates_all:
@@ -545,7 +545,7 @@ class Runtime:
             lease.release()
         return outputs[: self._num_results], flight
 
-    @without_autocast()
+    @called_without_autocast
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:

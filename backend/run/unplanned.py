@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.leaf import called_without_autocast
 from ...reuse.ir.program import Leaf
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
@@ -80,7 +80,7 @@ class UnplannedRank:
         self._inboxes: dict[tuple[int, str, int], list[torch.Tensor]] = {}
         self._outboxes: dict[tuple[int, str, int], list[torch.Tensor]] = {}
 
-    @without_autocast()
+    @called_without_autocast
     def run(
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

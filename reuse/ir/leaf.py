@@ -11,6 +11,7 @@ every other way of running a program with it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -68,6 +69,19 @@ def without_autocast() -> Iterator[None]:
         for device in active:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def called_without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function that each step calls run so; without autocast it costs no context."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            return function(*args, **kwargs)
+        with without_autocast():
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 LaidOut = Callable[[Any, torch.fx.Node], Any]
