@@ -1,0 +1,250 @@
+"""A step program folded: each different closure once, with the tensors that its calls share.
+
+The plan of a closure is the same for all its calls, so what flows between calls is one *slot*: all
+tensors that one output of a closure gives, and all those that the calls which take them have in
+the same place. A parameter, what the forward and the backward get of it, and its gradient are one
+slot too. The size of what is planned does not depend on the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+import torch.fx
+
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.types import StructType, TensorType
+
+Kind = Literal["parameter", "batch", "buffer", "result", "saved", "passed"]
+"""What a slot holds: parameters and their gradients; the batch; further inputs of the program, and
+its results but for gradients, which are whole on each rank; what a forward leaves for a backward;
+or what one call hands to the next."""
+
+
+class Port(NamedTuple):
+    """A flat input or output of a role's closure."""
+
+    role: int
+    is_output: bool
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """Calls of one closure that get one plan.
+
+    Attributes:
+        leaf: the closure.
+        calls: those calls, each once.
+        count: how often they run in a step.
+        name: for the printed plan.
+    """
+
+    leaf: Leaf
+    calls: tuple[Call, ...]
+    count: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Tensors that are laid out in the same way.
+
+    Attributes:
+        type: of each.
+        kind: what they are.
+        ports: where closures take and give them.
+        held: how many of them a rank holds at once.
+        names: of the parameters.
+        inputs: positions among the program's inputs.
+    """
+
+    type: TensorType
+    kind: Kind
+    ports: tuple[Port, ...]
+    held: int
+    names: tuple[str, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A step, folded.
+
+    Attributes:
+        roles: the different closures, in the order of their first call.
+        slots: what flows between them.
+        slot_of: the slot of each port.
+    """
+
+    roles: tuple[Role, ...]
+    slots: tuple[Slot, ...]
+    slot_of: Mapping[Port, int]
+
+
+@dataclass
+class _Flat:
+    """The calls of a program's leaves, in order, with the tensors they take and give."""
+
+    calls: list[tuple[Call, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    types: list[TensorType] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+
+    def new(self, value: Value) -> tuple[int, ...]:
+        first = len(self.types)
+        self.types += flat_types([value.type])
+        made = tuple(range(first, len(self.types)))
+        if isinstance(value.type, StructType):
+            self.saved.update(made)
+        return made
+
+    def run(self, program: Program, operands: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Notes the calls of a program on these tensors; returns those of its outputs."""
+        env = dict(zip(program.inputs, operands, strict=True))
+        for call in program.calls:
+            args = [env[a] for a in call.args]
+            flat = tuple(t for a in args for t in a)
+            closure = call.closure
+            results: list[tuple[int, ...]]
+            if isinstance(closure, Composite):
+                results = self.run(closure.program, args)
+            elif isinstance(closure, Pack):
+                self.saved.update(flat)
+                results = [flat]
+            elif isinstance(closure, Unpack):
+                results, start = [], 0
+                for result in call.results:
+                    end = start + len(flat_types([result.type]))
+                    results.append(flat[start:end])
+                    start = end
+            else:
+                results = [self.new(result) for result in call.results]
+                self.calls.append((call, flat, tuple(t for r in results for t in r)))
+            env.update(zip(call.results, results, strict=True))
+        return [env[o] for o in program.outputs]
+
+
+class _Sets:
+    """Disjoint sets of numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, one: int) -> int:
+        while self._parent[one] != one:
+            self._parent[one] = self._parent[self._parent[one]]
+            one = self._parent[one]
+        return one
+
+    def join(self, members: Iterable[int]) -> None:
+        roots = [self.find(one) for one in members]
+        for root in roots[1:]:
+            self._parent[root] = self.find(roots[0])
+
+
+def fold(
+    program: Program,
+    parameters: Mapping[int, str],
+    gradients: Mapping[int, int],
+    batch: Collection[int],
+) -> Folded:
+    """Folds a step.
+
+    Args:
+        program: after ``decompose``.
+        parameters: names of the inputs that are parameters.
+        gradients: for outputs that are gradients, the input that each belongs to.
+        batch: the inputs that are the user's.
+    """
+    flat = _Flat()
+    inputs = [flat.new(value) for value in program.inputs]
+    flat.saved.clear()
+    outputs = flat.run(program, inputs)
+    input_ids = {t: i for i, ids in enumerate(inputs) for t in ids}
+    roles = _roles(flat)
+    number: dict[Closure, int] = {leaf: i for i, leaf in enumerate(roles)}
+    sets = _Sets(len(flat.types))
+    by_port: dict[Port, list[int]] = defaultdict(list)
+    for call, taken, given in flat.calls:
+        for is_output, tensors in ((False, taken), (True, given)):
+            for place, one in enumerate(tensors):
+                by_port[Port(number[call.closure], is_output, place)].append(one)
+    for alike in by_port.values():
+        sets.join(alike)
+    for output, target in gradients.items():
+        sets.join((*outputs[output], *inputs[target]))
+    members: dict[int, list[int]] = defaultdict(list)
+    for one in range(len(flat.types)):
+        members[sets.find(one)].append(one)
+    ports: dict[int, list[Port]] = defaultdict(list)
+    for port, alike in by_port.items():
+        ports[sets.find(alike[0])].append(port)
+    held = _held(flat, set(input_ids))
+    results = {t for i, ids in enumerate(outputs) if i not in gradients for t in ids}
+    slots, slot_of = list[Slot](), dict[Port, int]()
+    for root, own in members.items():
+        given_as = tuple(input_ids[t] for t in own if t in input_ids)
+        names = tuple(parameters[i] for i in given_as if i in parameters)
+        kind, count = _kind(own, given_as, results, flat, batch), held(own)
+        if names:
+            kind, count = "parameter", len(names)
+        slot_of.update(dict.fromkeys(ports[root], len(slots)))
+        slots.append(Slot(flat.types[root], kind, tuple(ports[root]), count, names, given_as))
+    return Folded(tuple(roles.values()), tuple(slots), slot_of)
+
+
+def _kind(
+    ids: Collection[int],
+    given_as: Collection[int],
+    results: set[int],
+    flat: _Flat,
+    batch: Collection[int],
+) -> Kind:
+    if given_as:
+        return "batch" if all(i in batch for i in given_as) else "buffer"
+    if not results.isdisjoint(ids):
+        return "result"
+    return "saved" if not flat.saved.isdisjoint(ids) else "passed"
+
+
+def _roles(flat: _Flat) -> dict[Leaf, Role]:
+    calls: dict[Leaf, list[Call]] = defaultdict(list)
+    for call, _, _ in flat.calls:
+        assert isinstance(call.closure, Leaf)
+        calls[call.closure].append(call)
+    return {
+        leaf: Role(leaf, tuple(dict.fromkeys(of)), len(of), leaf.name) for leaf, of in calls.items()
+    }
+
+
+def _held(flat: _Flat, given: set[int]) -> Callable[[Sequence[int]], int]:
+    """Returns what counts how many of some tensors live at once."""
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, (_, taken, results) in enumerate(flat.calls):
+        made.update(dict.fromkeys(results, number))
+        last.update(dict.fromkeys(taken, number))
+
+    def count(ids: Sequence[int]) -> int:
+        changes: Counter[int] = Counter()
+        for one in ids:
+            if one in flat.saved and one not in given and one in last:
+                changes[made[one]] += 1
+                changes[last[one] + 1] -= 1
+        most = present = 0
+        for number in sorted(changes):
+            present += changes[number]
+            most = max(most, present)
+        return most
+
+    return count
+
+
+def example(type_: TensorType) -> torch.Tensor:
+    """Returns a tensor without data of a type."""
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")

@@ -1,0 +1,132 @@
+"""Finds the plan of a step over a mesh: a layout for every tensor, without a mark of the user's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...autodiff.training_program import StepProgram
+from ...reuse.ir.costs import Rates
+from .choices import Choices, Group
+from .folding import Folded, fold
+from .layouts import Axis, Layouts, Moves
+from .plan import MeshPlan
+from .problem import Problem
+from .table import format_plan
+from .taken import Collective, Taken
+
+STATES_PER_PARAMETER = 4
+"""Tensors of a parameter's size that a rank holds: itself, its gradient, two of the optimizer."""
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan with what it costs. ``print(found)`` shows it operator by operator.
+
+    Attributes:
+        plan: the layouts.
+        seconds: of a step, by the costs that it was chosen by.
+        bound_s: less than which no plan with equal layers takes by these costs.
+        held_bytes: of a rank: parameters, gradients, optimizer state, what is saved for backward.
+        collectives: that a step runs.
+        whole: operators without a rule, which every rank computes whole.
+        table: what was chosen for each operator.
+    """
+
+    plan: MeshPlan
+    seconds: float
+    bound_s: float
+    held_bytes: int
+    collectives: tuple[Collective, ...]
+    whole: tuple[str, ...]
+    table: str
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all collectives of a step, each by the larger of what a rank puts and gets."""
+        return sum(one.step.num_bytes * one.count for one in self.collectives)
+
+    def __str__(self) -> str:
+        return self.table
+
+
+def find_plan(
+    step: StepProgram,
+    axes: Sequence[Axis],
+    rates: Rates,
+    *,
+    memory_bytes_per_rank: int | None = None,
+    strided: bool = True,
+) -> FoundPlan:
+    """Finds the plan that takes the least time by the costs of a device and of a mesh.
+
+    Every different closure is planned once, forward and backward together, so the number of layers
+    does not matter. Layers of one closure get one plan.
+
+    Args:
+        step: after ``decompose``, of global shapes; its tensors may be on the meta device.
+        axes: of the mesh.
+        rates: of a rank's device.
+        memory_bytes_per_rank: what parameters, gradients, optimizer state and what is saved for
+            backward may take; activations within one closure are not counted.
+        strided: lets a dimension that consists of several parts be split part by part.
+
+    Raises:
+        PlanError: if nothing fits the memory.
+    """
+    folded = folded_step(step)
+    moves = Moves(axes)
+    choices = Choices(folded, axes, rates, strided=strided)
+    memory = _memory(choices, axes)
+    solution = Problem(choices, moves, memory, memory_bytes_per_rank).solve()
+    taken = Taken(choices, moves, solution)
+    plan = MeshPlan(
+        tuple((axis.name, axis.size) for axis in axes),
+        taken.parameters(),
+        taken.batch(step),
+        calls={c: p for r in range(len(folded.roles)) for c, p in taken.leaf_plans(r).items()},
+    )
+    return FoundPlan(
+        plan,
+        solution.seconds,
+        solution.bound_s,
+        solution.held_bytes,
+        taken.collectives(),
+        tuple(choices.unknown),
+        format_plan(taken, axes),
+    )
+
+
+def folded_step(step: StepProgram) -> Folded:
+    """Returns a step folded: each different closure once."""
+    num_batch = sum(map(len, step.batch))
+    num_losses = len(step.batch)
+    names = {
+        num_batch + i: source.name
+        for i, source in enumerate(step.model)
+        if source.tensor.requires_grad
+    }
+    gradients = {num_losses + i: num_batch + at for i, at in enumerate(step.gradients)}
+    return fold(step.program, names, gradients, range(num_batch))
+
+
+def _memory(choices: Choices, axes: Sequence[Axis]) -> dict[Group, Any]:
+    """Returns the bytes that a rank holds of each slot, for each of its options."""
+    found = {}
+    for item in choices.slots:
+        slot = item.slot
+        assert slot is not None
+        times = {"parameter": STATES_PER_PARAMETER * slot.held, "saved": slot.held}
+        if num_bytes := times.get(slot.kind, 0) * slot.type.num_bytes:
+            layouts = item.group.layouts(item, 0, is_output=True)
+            found[item.group] = np.array([num_bytes * _share(one, axes) for one in layouts])
+    return found
+
+
+def _share(layouts: Layouts, axes: Sequence[Axis]) -> float:
+    pairs = zip(axes, layouts, strict=True)
+    return 1 / math.prod(axis.size for axis, one in pairs if one.is_split)

@@ -1,0 +1,251 @@
+"""The choice of an option for each group, as a linear program.
+
+A variable for each option of a group, one of which is taken; and for each edge one for each pair
+of layouts between which the tensor may have to be brought, tied to the options at both ends. The
+optimum of the relaxation is nearly always whole; where it is not, HiGHS branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
+
+from ...reuse.errors import PlanError
+from .choices import Choices, Edge, Group, Item
+from .layouts import Layouts, Moves
+
+PREFETCHED = 0.5
+"""How much of a move counts that can run beside other work: of a parameter, of its gradient."""
+_UNIT_S = 1e-6
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An option for each group.
+
+    Attributes:
+        options: of each group.
+        seconds: of a step by the costs that were chosen by.
+        held_bytes: of a rank: parameters, gradients, optimizer state, what is saved.
+        bound_s: less than which no plan takes.
+    """
+
+    options: Mapping[Group, int]
+    seconds: float
+    held_bytes: int
+    bound_s: float = 0.0
+
+
+class Problem:
+    """The linear program of some choices.
+
+    Args:
+        choices: what there is to choose.
+        moves: costs of bringing tensors to other layouts.
+        memory: bytes that a rank holds, for each option of each group that counts.
+        limit_bytes: what it may hold.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        moves: Moves,
+        memory: Mapping[Group, Any],
+        limit_bytes: int | None,
+    ) -> None:
+        self._choices, self._moves = choices, moves
+        self._memory, self._limit = memory, limit_bytes
+        self._costs: list[float] = []
+        self._rows: list[tuple[int, int, float]] = []
+        self._right: list[float] = []
+        self._below: list[tuple[int, int, float]] = []
+        self._num_below = 0
+        self._first: dict[Group, int] = {}
+        for group in choices.groups:
+            self._first[group] = len(self._costs)
+            self._costs += list(group.seconds)
+            self._equal([(self._first[group] + i, 1.0) for i in range(len(group))], 1.0)
+        self.num_options = len(self._costs)
+        self._columns: dict[tuple[Item, int, bool], dict[Layouts, list[int]]] = {}
+        for edges in sharing(choices.edges):
+            self._add(edges)
+
+    def solve(self) -> Solution:
+        """Returns the cheapest choice.
+
+        Raises:
+            PlanError: if no choice fits the memory.
+        """
+        rows, columns, values = zip(*self._rows, strict=True)
+        shape = (len(self._right), len(self._costs))
+        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
+        costs = np.array(self._costs) / _UNIT_S
+        upper, bound = below = self._upper()
+        found = linprog(
+            costs,
+            A_ub=upper,
+            b_ub=bound,
+            A_eq=matrix,
+            b_eq=np.array(self._right),
+            bounds=(0, None),
+            method="highs",
+        )
+        if found.x is None:
+            raise PlanError(
+                f"No plan holds at most {self._limit} bytes per rank. Allow more, or use more "
+                "ranks."
+            )
+        if self._is_whole(found.x):
+            return self._solution(found.x, found.fun)
+        # What the relaxation takes whole is taken; the few others are branched over.
+        settled = [found.x[i] > 1 - _TOLERANCE for i in range(self.num_options)]
+        for fixed in (settled, [False] * self.num_options):
+            tried = self._branched(costs, matrix, below, fixed)
+            if tried is not None:
+                return self._solution(tried, found.fun)
+        raise PlanError(f"No plan was found that holds at most {self._limit} bytes per rank.")
+
+    def _branched(
+        self, costs: Any, matrix: Any, below: tuple[Any, Any], fixed: Sequence[bool]
+    ) -> Any:
+        """Returns whole values, of which some are given; None if there are none."""
+        lower, whole = np.zeros(len(costs)), np.zeros(len(costs))
+        whole[: self.num_options] = 1
+        lower[: self.num_options] = fixed
+        right = np.array(self._right)
+        constraints = [LinearConstraint(matrix, right, right)]
+        if below[0] is not None:
+            constraints.append(LinearConstraint(below[0], -np.inf, below[1]))
+        return milp(
+            costs,
+            integrality=whole,
+            bounds=Bounds(lower, np.inf),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-3},
+        ).x
+
+    def _solution(self, values: Any, bound: float) -> Solution:
+        options = {
+            group: int(np.argmax(values[first : first + len(group)]))
+            for group, first in self._first.items()
+        }
+        made = evaluated(self._choices, self._moves, self._memory, options)
+        return replace(made, bound_s=bound * _UNIT_S)
+
+    def _is_whole(self, values: Any) -> bool:
+        taken = values[: self.num_options]
+        return bool(np.all(np.minimum(taken, abs(1 - taken)) < _TOLERANCE))
+
+    def _upper(self) -> tuple[Any, Any]:
+        """Returns the rows that may be less than their right side, the memory's among them."""
+        rows, number = list(self._below), self._num_below
+        right = [0.0] * number
+        if self._limit is not None:
+            for group, held in self._memory.items():
+                first = self._first[group]
+                rows += [(number, first + i, one / self._limit) for i, one in enumerate(held)]
+            right.append(1.0)
+        if not right:
+            return None, None
+        lines, columns, values = zip(*rows, strict=True)
+        shape = (len(right), len(self._costs))
+        return coo_array((values, (lines, columns)), shape=shape).tocsr(), np.array(right)
+
+    def _equal(self, terms: Sequence[tuple[int, float]], right: float) -> None:
+        number = len(self._right)
+        self._rows += [(number, column, value) for column, value in terms]
+        self._right.append(right)
+
+    def _tie(self, options: Sequence[int], flows: Sequence[int]) -> None:
+        self._equal([(o, 1.0) for o in options] + [(f, -1.0) for f in flows], 0.0)
+
+    def _by_layout(self, item: Item, number: int, *, is_output: bool) -> dict[Layouts, list[int]]:
+        key = (item, number, is_output)
+        if key not in self._columns:
+            first, table = self._first[item.group], defaultdict[Layouts, list[int]](list)
+            layouts = item.group.layouts(item, number, is_output=is_output)
+            for option, one in enumerate(layouts):
+                table[one].append(first + option)
+            self._columns[key] = table
+        return self._columns[key]
+
+    def _new(self, cost: float) -> int:
+        self._costs.append(cost)
+        return len(self._costs) - 1
+
+    def _add(self, edges: Sequence[Edge]) -> None:
+        """Adds edges that share what they move a tensor to."""
+        made: dict[tuple[Layouts, Layouts], list[int]] = defaultdict(list)
+        for edge in edges:
+            before = self._by_layout(edge.source, edge.output, is_output=True)
+            after = self._by_layout(edge.target, edge.operand, is_output=False)
+            into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
+            for given, options in before.items():
+                out = []
+                for taken, flows in into.items():
+                    if math.isfinite(move_s(edge, self._moves, given, taken)):
+                        out.append(self._new(0.0))
+                        flows.append(out[-1])
+                        made[given, taken].append(out[-1])
+                self._tie(options, out)
+            for taken, flows in into.items():
+                self._tie(after[taken], flows)
+        for (given, taken), flows in made.items():
+            seconds = move_s(edges[0], self._moves, given, taken)
+            if len(flows) == 1 or not seconds:
+                self._costs[flows[0]] = seconds
+                continue
+            once = self._new(seconds)
+            for flow in flows:
+                self._below += [(self._num_below, flow, 1.0), (self._num_below, once, -1.0)]
+                self._num_below += 1
+
+
+def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
+    """Returns edges in parts; within one, a tensor is brought to each layout once."""
+    parts: dict[tuple[Item, int, int], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        role = edge.target.role if edge.source.role < 0 else edge.source.role
+        parts[edge.source, edge.output, role].append(edge)
+    return list(parts.values())
+
+
+def move_s(edge: Edge, moves: Moves, before: Layouts, after: Layouts) -> float:
+    """Returns the seconds that an edge takes in a step between two layouts."""
+    if before == after:
+        return 0.0
+    seconds = edge.count * moves.seconds(before, after, edge.num_bytes)
+    return seconds * PREFETCHED if edge.prefetches else seconds
+
+
+def evaluated(
+    choices: Choices,
+    moves: Moves,
+    memory: Mapping[Group, Any],
+    options: Mapping[Group, int],
+) -> Solution:
+    """Returns a choice with its costs."""
+    seconds = sum(float(group.seconds[option]) for group, option in options.items())
+    held = sum(int(row[options[group]]) for group, row in memory.items())
+    for edges in sharing(choices.edges):
+        for between in {layouts_at(edge, options) for edge in edges}:
+            seconds += move_s(edges[0], moves, *between)
+    return Solution(options, seconds, held)
+
+
+def layouts_at(edge: Edge, options: Mapping[Group, int]) -> tuple[Layouts, Layouts]:
+    """Returns the layouts at both ends of an edge."""
+    source, target = edge.source, edge.target
+    given = source.group.ways(options[source.group])[source.group.items.index(source)]
+    taken = target.group.ways(options[target.group])[target.group.items.index(target)]
+    before = tuple(way.outputs[edge.output] for way in given)
+    after = tuple(way.inputs[edge.operand] for way in taken)
+    return before, after  # type: ignore[return-value]

@@ -1,0 +1,271 @@
+"""Adapter: DTensor's rules, asked for one operator and one axis of a mesh.
+
+PyTorch keeps them in two tables: newer rules name placements of all operands and results for one
+axis; older ones are asked with the layouts that operands may have. Views are among the older.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.node import map_arg
+
+from ...reuse.ir.costs import tensors_of
+from .layouts import SUM, WHOLE, Layout, split
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_ADD_ROWS = torch.ops.aten._unsafe_masked_index_put_accumulate.default
+_FULL = torch.ops.aten.full.default
+
+
+class Way(NamedTuple):
+    """One way to compute an operator on one axis.
+
+    Attributes:
+        inputs: layouts of ``node.all_input_nodes``; None for what is no tensor.
+        outputs: of its results that are tensors.
+    """
+
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout, ...]
+
+
+Factors = tuple[tuple[int, int], ...]
+"""Sizes of dimensions that may be split as several parts, and how many."""
+
+
+def placement(layout: Layout) -> Placement:
+    """Returns a layout as DTensor's placement."""
+    if layout.kind == "whole":
+        return Replicate()
+    if layout.is_partial:
+        return Partial("max" if layout.kind == "max" else "sum")
+    if layout.factor > 1:
+        return _StridedShard(layout.dim, split_factor=layout.factor)
+    return Shard(layout.dim)
+
+
+def layout_of(one: Any) -> Layout | None:
+    """Returns DTensor's placement as a layout; None for one that is not planned with."""
+    if isinstance(one, _StridedShard):
+        return split(one.dim, int(one.split_factor))
+    if isinstance(one, (Shard, _ShardingPlaceholder)):
+        return split(one.dim)
+    if isinstance(one, Replicate):
+        return WHOLE
+    if type(one) is Partial:
+        return Layout(one.reduce_op) if one.reduce_op in ("sum", "max") else None
+    return Layout("masked") if isinstance(one, Partial) else None
+
+
+class Rules:
+    """Ways of operators on one axis; each different operator is asked once.
+
+    Args:
+        size: ranks of the axis.
+        factors: further ways to split dimensions.
+
+    Attributes:
+        unknown: names of operators without a rule: each rank computes them whole.
+    """
+
+    def __init__(self, size: int, factors: Factors = ()) -> None:
+        self.unknown: set[str] = set()
+        self._size = size
+        self._factors = factors
+        self._mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+        self._known: dict[Any, list[Way]] = {}
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        # Older versions have one table only.
+        self._new = getattr(propagator, "op_single_dim_strategy_funcs", {})
+        self._old = propagator.op_strategy_funcs
+
+    def ways(self, node: torch.fx.Node) -> list[Way]:
+        """Returns the ways to compute a node, the one with whole tensors first."""
+        operands = [n for n in node.all_input_nodes]
+        places = {n: i for i, n in enumerate(operands)}
+        key = (
+            node.target,
+            repr(map_arg((node.args, node.kwargs), lambda n: places[n])),
+            tuple(tuple((t.shape, t.dtype) for t in tensors_of(n)) for n in (*operands, node)),
+        )
+        if key not in self._known:
+            self._known[key] = self._found(node, operands)
+        return self._known[key]
+
+    def layouts(self, tensor: torch.Tensor) -> list[Layout]:
+        """Returns the layouts that a tensor can have as a whole or split."""
+        found = [WHOLE, *map(split, range(tensor.dim()))]
+        found += [
+            split(dim, factor)
+            for dim, length in enumerate(tensor.shape)
+            for size, factor in self._factors
+            if size == length
+        ]
+        return [one for one in found if self.fits(tensor, one)]
+
+    def fits(self, tensor: torch.Tensor, layout: Layout) -> bool:
+        """Whether each rank gets equally much of a tensor."""
+        if not layout.is_split:
+            return True
+        if layout.dim >= tensor.dim():
+            return False
+        length = tensor.shape[layout.dim]
+        if layout.factor > 1 and (length, layout.factor) not in self._factors:
+            return False
+        return length % (self._size * layout.factor) == 0
+
+    def _found(self, node: torch.fx.Node, operands: Sequence[torch.fx.Node]) -> list[Way]:
+        occurrences = _tensor_arguments(node)
+        results = tensors_of(node)
+        rows = self._rows(node, occurrences, len(results))
+        tensors = [t[0] if (t := tensors_of(n)) else None for n in operands]
+        whole = Way(tuple(None if t is None else WHOLE for t in tensors), (WHOLE,) * len(results))
+        found = {whole: None}
+        for outputs, inputs in rows:
+            by_node: dict[torch.fx.Node, Layout] = {}
+            for operand, one in zip(occurrences, inputs, strict=True):
+                if one is None or by_node.setdefault(operand, one) != one:
+                    break
+            else:
+                made = tuple(one for one in outputs if one is not None)
+                if len(made) < len(outputs):
+                    continue
+                way = Way(tuple(by_node.get(n) for n in operands), made)
+                pairs = [*zip(tensors, way.inputs, strict=True)]
+                pairs += zip(results, way.outputs, strict=True)
+                if all(t is None or one is None or self.fits(t, one) for t, one in pairs):
+                    found[way] = None
+        return list(found)
+
+    def _rows(
+        self, node: torch.fx.Node, occurrences: Sequence[torch.fx.Node], num_results: int
+    ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
+        """Yields layouts of results and of operands, as the tables have them."""
+        if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
+            for dim in (0, 1):  # as for other devices: by sequence or by head
+                full = [len(tensors_of(n)[0].shape) >= 3 for n in occurrences]
+                masks = [n is node.kwargs.get("attn_mask") for n in occurrences]
+                inputs = [
+                    split(dim) if f and not m else WHOLE for f, m in zip(full, masks, strict=True)
+                ]
+                yield [split(dim)] * num_results, list(inputs)
+        elif node.target is _ADD_ROWS and _is_zero(node.args[0]):
+            # The gradient of an embedding: each rank adds up the rows that it has.
+            yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
+        elif not occurrences:
+            return  # a constant is the same on each rank
+        elif node.target in self._new:
+            yield from self._new_rows(node, num_results)
+        elif node.target in self._old:
+            yield from self._old_rows(node, occurrences)
+        else:
+            self.unknown.add(str(node.target))
+
+    def _new_rows(
+        self, node: torch.fx.Node, num_results: int
+    ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
+        rule = self._new[node.target]
+        function = getattr(rule, "func", rule)
+        args, kwargs = map_arg((node.args, node.kwargs), _meta)
+        num_operands = len(_tensor_arguments(node))
+        for row in function(node.target, args, dict(kwargs)):
+            outputs, rest = list(row[:-num_operands]), row[-num_operands:]
+            outputs = [one for one in outputs if one is not None][:num_results]
+            # A rule may hold for any number of results (split).
+            outputs += outputs[-1:] * (num_results - len(outputs))
+            layouts = [*map(layout_of, outputs)], [_as_operand(layout_of(one)) for one in rest]
+            yield layouts
+            if any(isinstance(one, _ShardingPlaceholder) for one in row):
+                for _, factor in self._factors:
+                    yield tuple(  # type: ignore[misc]
+                        [_parted(one, factor) for one in part] for part in layouts
+                    )
+
+    def _old_rows(
+        self, node: torch.fx.Node, occurrences: Sequence[torch.fx.Node]
+    ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
+        target: Any = node.target
+        metas = {n: _meta(n) for n in occurrences}
+        candidates = {n: [*self.layouts(tensors_of(n)[0]), SUM] for n in occurrences}
+        # One operand: layout by layout, since a rule refuses some by an error.
+        tries: list[dict[torch.fx.Node, list[Layout]]] = [candidates]
+        if len(occurrences) == 1:
+            tries = [{occurrences[0]: [one]} for one in candidates[occurrences[0]]]
+        for tried in tries:
+            strategies = {
+                n: OpStrategy([self._spec(one, metas[n]) for one in tried[n]]) for n in occurrences
+            }
+            args, kwargs = _with((node.args, node.kwargs), strategies)
+            args = tuple(TupleStrategy(a) if _is_list_of_tensors(a) else a for a in args)
+            try:
+                made = self._old[target](OpSchema(target, args, dict(kwargs)))
+            except Exception:  # a layout that it cannot compute from
+                continue
+            for spec in getattr(made, "strategies", ()):
+                outputs = spec.output_specs
+                if not isinstance(outputs, (tuple, list)):  # one for all
+                    outputs = [outputs] * len(tensors_of(node))
+                inputs = spec.input_specs or [spec.output_specs] * len(occurrences)
+                yield [*map(_first, outputs)], [_as_operand(_first(one)) for one in inputs]
+
+    def _spec(self, layout: Layout, meta: TensorMeta) -> OpSpec:
+        return OpSpec(DTensorSpec(self._mesh, (placement(layout),), tensor_meta=meta))
+
+
+def _with(arguments: Any, values: Mapping[torch.fx.Node, Any]) -> Any:
+    return map_arg(arguments, values.__getitem__)
+
+
+def _is_zero(operand: Any) -> bool:
+    if not isinstance(operand, torch.fx.Node) or operand.target is not _FULL:
+        return False
+    return isinstance(operand.args[1], (int, float)) and operand.args[1] == 0
+
+
+def _first(spec: DTensorSpec | None) -> Layout | None:
+    return None if spec is None else layout_of(spec.placements[0])
+
+
+def _as_operand(layout: Layout | None) -> Layout | None:
+    # Each rank masks the indices that it is given whole.
+    return WHOLE if layout is not None and layout.kind == "masked" else layout
+
+
+def _parted(layout: Layout | None, factor: int) -> Layout | None:
+    return split(layout.dim, factor) if layout is not None and layout.is_split else layout
+
+
+def _tensor_arguments(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the operands that are tensors, each as often as it is given."""
+    found: list[torch.fx.Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return [n for n in found if tensors_of(n)]
+
+
+def _is_list_of_tensors(argument: Any) -> bool:
+    return isinstance(argument, (tuple, list)) and any(isinstance(a, OpStrategy) for a in argument)
+
+
+@functools.cache
+def _type_meta(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+    return TensorMeta(shape, stride, dtype)
+
+
+def _meta(node: torch.fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _type_meta(value.shape, value.stride(), value.dtype)

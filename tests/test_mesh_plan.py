@@ -1,0 +1,272 @@
+"""Plans over a mesh: what is found without a mark, what memory asks for, that it is cheapest."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoders import Decoder, DecoderConfig, GptDecoder
+from models import Block
+from torch import Tensor, nn
+
+from lazyinline import PlanError
+from lazyinline.autodiff.training_program import StepProgram
+from lazyinline.frontend.compiler import PASSES, Compiler
+from lazyinline.frontend.options import Batching, Options
+from lazyinline.frontend.passes.state import Subject, between, run, step_goal
+from lazyinline.pipeline_parallel.mesh.choices import Choices
+from lazyinline.pipeline_parallel.mesh.layouts import (
+    SUM,
+    WHOLE,
+    Axis,
+    AxisRates,
+    Layouts,
+    Moves,
+    split,
+    text,
+)
+from lazyinline.pipeline_parallel.mesh.planner import FoundPlan, find_plan, folded_step
+from lazyinline.pipeline_parallel.mesh.problem import Problem, evaluated
+from lazyinline.reuse.ir.costs import Rates
+
+# Products and links take what they take; memory traffic is nearly free, so the plan is the one of
+# which collectives alone decide.
+RATES = Rates(flops_per_s=4e14, bytes_per_s=1e15)
+LINK = AxisRates(bytes_per_s=3e11, latency_s=1e-5)
+SIZES = {"hidden": 2048, "num_heads": 16, "ffn": 8192, "vocab": 32000, "seq": 1024}
+MODELS = {"llama": Decoder, "gpt": GptDecoder}
+
+
+def step_of(model: nn.Module, *args: Tensor) -> StepProgram:
+    """Returns the decomposed step of a model."""
+    compiler = Compiler(Options())
+    state = compiler.started(Subject(model, args, {}), step_goal(Batching()))
+    state = run(between(PASSES, "capture", "decompose"), state)
+    return replace(state.step, program=state.programs["step"])
+
+
+@functools.cache
+def decoder_step(name: str, *, batch: int = 1, layers: int = 3) -> StepProgram:
+    """Returns the step of a decoder on the meta device: nothing of it has memory."""
+    config = DecoderConfig(layers, batch=batch, **SIZES)
+    with torch.device("meta"):
+        model = MODELS[name](config)
+        ids = torch.zeros(batch, config.seq, dtype=torch.long)
+    return step_of(model, ids, ids)
+
+
+def axis(name: str, size: int) -> Axis:
+    return Axis(name, size, LINK)
+
+
+def kinds(found: FoundPlan, block: str) -> list[str]:
+    """Returns the kinds of a block's collectives."""
+    return sorted(one.step.kind for one in found.collectives if one.block == block)
+
+
+def layouts(found: FoundPlan, ending: str) -> set[str]:
+    """Returns the placements of the parameters of all layers with this name."""
+    return {
+        repr(placements)
+        for name, placements in found.plan.parameters.items()
+        if name.endswith(ending) and "blocks" in name
+    }
+
+
+# ---- what is found ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "block", "names"),
+    [
+        ("llama", "DecoderBlock", ("ffn.gate.weight", "ffn.up.weight", "ffn.down.weight")),
+        ("gpt", "GptBlock", ("up.weight", "up.bias", "down.weight")),
+    ],
+)
+def test_megatrons_plan_is_found_without_a_mark(
+    name: str, block: str, names: tuple[str, ...], size: int
+) -> None:
+    found = find_plan(decoder_step(name), [axis("tensor", size)], RATES)
+    assert kinds(found, f"{block}.forward") == ["all_reduce"] * 2
+    assert layouts(found, "attention.qkv.weight") == {"(_StridedShard(dim=0, sf=3),)"}
+    assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
+    *by_rows, by_columns = names
+    assert all(layouts(found, one) == {"(Shard(dim=0),)"} for one in by_rows)
+    assert layouts(found, by_columns) == {"(Shard(dim=1),)"}
+    assert found.whole == ()
+
+
+def test_tokens_are_split_where_memory_asks_for_it() -> None:
+    step = decoder_step("llama")
+    plain = find_plan(step, [axis("tensor", 4)], RATES)
+    limit = int(plain.held_bytes * 0.66)
+    found = find_plan(step, [axis("tensor", 4)], RATES, memory_bytes_per_rank=limit)
+    assert found.held_bytes <= limit
+    assert found.seconds >= plain.seconds
+    forward = kinds(found, "DecoderBlock.forward")
+    assert forward == ["all_gather"] * 2 + ["reduce_scatter"] * 2, "each all-reduce, in halves"
+
+
+def test_parameters_are_split_over_an_axis_of_the_batch_where_memory_asks_for_it() -> None:
+    step, axes = decoder_step("llama", batch=16), [Axis("data", 4, AxisRates(1e11, 2e-5))]
+    plain = find_plan(step, axes, RATES)
+    assert layouts(plain, "ffn.up.weight") == {"(Replicate(),)"}
+    assert kinds(plain, "DecoderBlock.forward") == []
+    limit = int(plain.held_bytes * 0.6)
+    found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
+    assert found.held_bytes <= limit
+    assert "Shard" in str(layouts(found, "ffn.up.weight"))
+    assert set(kinds(found, "DecoderBlock.forward")) == {"all_gather"}
+    assert "reduce_scatter" in kinds(found, "DecoderBlock.backward")
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(4096) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_data_and_tensor_parallel_are_found_together() -> None:
+    with torch.device("meta"):
+        step = step_of(Layers(), torch.zeros(2002, 4096))
+    axes = [Axis("data", 2, AxisRates(3e10, 2e-5)), axis("tensor", 4)]
+    found = find_plan(step, axes, RATES)
+    by_name = found.plan.parameters
+    (middle,) = (one for name, one in by_name.items() if name.endswith("layers.1.up.weight"))
+    assert repr(middle) == "(Replicate(), Shard(dim=0))"
+    assert ("all_reduce", 1) in {(one.step.kind, one.step.axis) for one in found.collectives}
+    assert found.seconds == pytest.approx(found.bound_s)
+
+
+def test_what_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(PlanError, match="at most 1000 bytes"):
+        find_plan(decoder_step("gpt"), [axis("tensor", 2)], RATES, memory_bytes_per_rank=1000)
+
+
+def test_the_number_of_layers_does_not_count() -> None:
+    few, many = (folded_step(decoder_step("llama", layers=n)) for n in (3, 6))
+    assert [role.name for role in few.roles] == [role.name for role in many.roles]
+    assert len(few.slots) == len(many.slots)
+    assert max(role.count for role in many.roles) == 6
+
+
+def test_a_plan_shows_what_moves_and_what_else_there_was() -> None:
+    printed = str(find_plan(decoder_step("llama"), [axis("tensor", 2)], RATES))
+    assert "@DecoderBlock.forward, 3 calls" in printed
+    assert "all_reduce over axis 0 8 MiB" in printed
+    assert "more, by moves" in printed
+    assert "blocks.*.attention.out.weight" in printed
+
+
+# ---- that it is the cheapest --------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).relu().sum()
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
+def test_no_choice_is_cheaper(bytes_per_s: float) -> None:
+    with torch.device("meta"):
+        step = step_of(Small(), torch.zeros(32, 64))
+    axes = [Axis("ranks", 4, AxisRates(bytes_per_s, 1e-6))]
+    moves = Moves(axes)
+    choices = Choices(folded_step(step), axes, Rates(1e10, 1e10))
+    every = itertools.product(*(range(len(group)) for group in choices.groups))
+    found = Problem(choices, moves, {}, None).solve()
+    options = (dict(zip(choices.groups, pick, strict=True)) for pick in every)
+    cheapest = min(evaluated(choices, moves, {}, picked).seconds for picked in options)
+    assert found.seconds == pytest.approx(cheapest)
+
+
+# ---- rules and moves ----------------------------------------------------------------------------
+
+
+class WithoutRule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        places = torch.searchsorted(torch.linspace(0, 1, 4), h.detach())
+        return (h * places).sum()
+
+
+def test_an_operator_without_a_rule_is_whole_on_each_rank_and_named() -> None:
+    found = find_plan(step_of(WithoutRule(), torch.zeros(8, 8)), [axis("tensor", 2)], RATES)
+    assert found.whole == ("aten.searchsorted.Tensor",)
+    assert "for want of a rule: aten.searchsorted.Tensor" in str(found)
+
+
+class Operators(nn.Module):
+    """Views, attention, softmax, reductions, an embedding, a cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
+        y = F.scaled_dot_product_attention(q, k, v)
+        y = y + torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        y = y.transpose(1, 2).flatten(2)
+        y = y - y.mean(-1, keepdim=True) + y.amax(-1, keepdim=True)
+        return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
+
+
+def test_every_kind_of_operator_can_be_split() -> None:
+    step = step_of(Operators(), torch.zeros(4, 8, dtype=torch.long))
+    axes = [axis("tensor", 2)]
+    choices = Choices(folded_step(step), axes, RATES)
+    assert choices.unknown == []
+    roles = range(len(choices.folded.roles))
+    items = [item for role in roles for item in choices.items_of(role).values()]
+    assert len(items) > 50
+    for item in items:
+        if any(tensor is not None and tensor.dim() for tensor in item.inputs):
+            assert len(item.ways[0]) > 1, item.node
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [
+        ((split(0), WHOLE), (WHOLE, WHOLE), ["all_gather 0 800"]),
+        ((SUM, WHOLE), (WHOLE, WHOLE), ["all_reduce 0 800"]),
+        ((SUM, split(1)), (split(0), split(1)), ["reduce_scatter 0 200"]),
+        (
+            (split(0), split(1)),
+            (split(1), split(0)),
+            ["all_gather 1 400", "all_to_all 0 400", "slice 1 400"],
+        ),
+        (
+            (split(0), split(0)),
+            (WHOLE, split(0)),
+            ["all_gather 1 400", "all_gather 0 800", "slice 1 800"],
+        ),
+        ((split(0, 3), WHOLE), (split(0), WHOLE), ["all_gather 0 800", "slice 0 800"]),
+    ],
+    ids=lambda one: text(one) if isinstance(one, tuple) else "",
+)
+def test_a_tensor_is_brought_to_another_layout(
+    before: Layouts, after: Layouts, steps: list[str]
+) -> None:
+    moves = Moves([Axis("a", 2), Axis("b", 4)])
+    found = moves.steps(before, after, 800)
+    assert [f"{s.kind} {s.axis} {s.num_bytes}" for s in found] == steps
