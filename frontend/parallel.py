@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
+from ..autodiff.training_program import StepProgram
 from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
@@ -19,6 +21,7 @@ from ..pipeline_parallel.process_groups import Ranks
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
+from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.transfer import in_own_storage
@@ -43,7 +46,8 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     mesh: Any,
-    plan: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | Literal["auto"] | None = None,
+    memory_bytes_per_rank: int | None = None,
     micro_batches: int = 1,
     loss_fn: LossFunction | None = None,
     reuse: Reuse = "auto",
@@ -65,6 +69,10 @@ def parallelize(
         plan: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` of
             ``torch.distributed.tensor.parallel`` by patterns of module paths, as torchtitan has
             them; :func:`.marks.shard` pins more. What is not pinned follows by DTensor's rules.
+            ``"auto"`` finds the plan that takes the least time by the costs of the device and of
+            the mesh, whatever its dimensions are named.
+        memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
+            optimizer state (two tensors of a parameter's size) and what is saved for backward.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
@@ -101,13 +109,40 @@ def parallelize(
     leaves, _ = torch_pytree.flatten(first)
     modules = [(path, module) for path, module in walk_modules(model)]
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
-    made = given_plan(modules, mesh, plan or {}, marks, leaves)
+    if plan == "auto":
+        if marks:
+            raise PlanError(
+                f"{marks[0][0] or 'The model'} has a mark of lazyinline.shard, which plan='auto' "
+                "does not take yet. Leave out the marks, or give a plan."
+            )
+        planner = partial(_found, mesh, memory_bytes_per_rank)
+    elif memory_bytes_per_rank is not None:
+        raise PlanError("memory_bytes_per_rank= is for plan='auto'.")
+    else:
+        made = given_plan(modules, mesh, plan or {}, marks, leaves)
+        planner = partial(_given, made)
     options = Options(reuse=reuse, backend=backend, recompute=None, cache="disk", target=None)
     goal = step_goal(Batching(micro_batches, "forward_first"))
-    goal = replace(goal, on_mesh=OnMesh(mesh, lambda step: made))
+    goal = replace(goal, on_mesh=OnMesh(mesh, planner))
     compiler = Compiler(options)
     state = compiler.started(Subject(LossModel(model, loss_fn), *first), goal)
     return ParallelStep(model, batch, state)
+
+
+def _given(plan: MeshPlan, step: StepProgram) -> MeshPlan:
+    return plan
+
+
+def _found(mesh: Any, memory_bytes_per_rank: int | None, step: StepProgram) -> MeshPlan:
+    """Finds the plan of a step."""
+    from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
+
+    rates = CUDA if mesh.device_type == "cuda" else CPU
+    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, mesh.device_type)
+    # What is split in several parts is gathered by what runs the plan, so it is not planned with.
+    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory_bytes_per_rank, strided=False)
+    lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
+    return replace(found.plan, parameters=lies)
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:

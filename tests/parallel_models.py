@@ -101,7 +101,7 @@ def mesh_of(**axes: int) -> Any:
 def far_off(
     model: nn.Module,
     mesh: Any,
-    plan: Mapping[str, Any] | None,
+    plan: Any,
     batches: Callable[[int], Sequence[Any] | Mapping[str, Any]] = tokens,
     **options: Any,
 ) -> list[str]:

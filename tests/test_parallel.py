@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lazyinline
 from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.pipeline_parallel.mesh.plan import MeshPlan
+from lazyinline.reuse.ir.costs import Rates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -50,6 +51,44 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
 
     world = torch.Size(axes.values()).numel()
     assert run_in_threads(world, train) == [[]] * world
+
+
+@pytest.mark.parametrize(("name", "memory"), [("tensor", 190_000), ("data x tensor", None)])
+def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
+    name: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slow ranks and fast links, so that even a tiny model is worth splitting.
+    monkeypatch.setattr(lazyinline.frontend.parallel, "CPU", Rates(2e6, 8e6))
+    made, parallelize = list[Any](), lazyinline.parallelize
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(parallelize(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(lazyinline, "parallelize", noted)
+    axes = MESHES[name]
+
+    def train(rank: int) -> list[str]:
+        options: dict[str, Any] = {"backend": "eager", "memory_bytes_per_rank": memory}
+        return far_off(tiny(), mesh_of(**axes), "auto", **options)
+
+    world = torch.Size(axes.values()).numel()
+    assert run_in_threads(world, train) == [[]] * world
+    said = {one.plan.layouts.moved_bytes for one in made}
+    assert said == {one.plan.num_bytes for one in made}
+    assert min(said) > 0
+    assert "next best" in str(made[0].plan)
+
+
+def test_a_plan_is_found_or_given() -> None:
+    with one_of_many(2):
+        mesh = mesh_of(tensor=2)
+        with pytest.raises(lazyinline.PlanError, match="for plan='auto'"):
+            lazyinline.parallelize(tiny(), tokens(), mesh=mesh, memory_bytes_per_rank=1)
+        model = tiny()
+        lazyinline.shard(model.head, {"weight": Shard(0)})
+        with pytest.raises(lazyinline.PlanError, match="head has a mark"):
+            lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -1,9 +1,17 @@
 """A step over a device mesh, data and tensor parallel, by the rules of PyTorch's DTensor.
 
-plan               what lies where: parameters, the batch, and the tensors of closures
-given              a plan by hand: parallel styles of modules, and pins of parameters
-torch_sharding     adapter: a leaf's graph of local shapes, by a run on DTensors
-torch_collectives  adapter: collectives as operators whose results a plan of memory places
-sharded            a program of local shapes, each different leaf once, split at its collectives
-traffic            the collectives of a step, and the bytes that they move
+plan                  what lies where: parameters, the batch, and the tensors of closures
+given                 a plan by hand: parallel styles of modules, and pins of parameters
+planner               finds a plan: the cheapest by the costs of a device and of a mesh
+folding               a step, each different closure once, with the slots between calls
+layouts               layouts on the axes of a mesh, and what it costs to change them
+torch_sharding_rules  adapter: the ways to split an operator over one axis
+choices               operators in groups, each with its options and their seconds
+problem               the choice of options as a linear program
+taken                 what was chosen, by operator and as a plan
+table                 a found plan as text
+torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
+torch_collectives     adapter: collectives as operators whose results a plan of memory places
+sharded               a program of local shapes, each different leaf once, split at its collectives
+traffic               the collectives of a step, and the bytes that they move
 """

@@ -65,6 +65,8 @@ class MeshPlan:
         calls: of calls of leaves in the decomposed step; what is left out follows what its operands
             are. Calls of one leaf with an equal plan become calls of one sharded leaf.
         whole: operators that every rank runs on whole tensors, as it turned out.
+        table: of a plan that was found, what was chosen for each operator, as text.
+        moved_bytes: of a plan that was found, what it says the collectives of a step move.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -74,6 +76,8 @@ class MeshPlan:
     gathered: frozenset[int] = frozenset()
     calls: Mapping[Call, LeafPlan] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
+    table: str = field(default="", repr=False)
+    moved_bytes: int | None = None
 
     def used(self, held: Placements) -> Placements | None:
         """Returns how a parameter that lies so is computed with; None if as it lies."""

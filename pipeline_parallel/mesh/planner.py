@@ -13,12 +13,13 @@ from ...autodiff.training_program import StepProgram
 from ...reuse.ir.costs import Rates
 from .choices import Choices, Group
 from .folding import Folded, fold
-from .layouts import Axis, Layouts, Moves
+from .layouts import LINKS, Axis, Layouts, Moves
 from .plan import MeshPlan
 from .problem import Problem
 from .table import format_plan
-from .taken import Collective, Taken
+from .taken import PlannedCollective, Taken
 
+RANKS_OF_A_HOST = 8
 STATES_PER_PARAMETER = 4
 """Tensors of a parameter's size that a rank holds: itself, its gradient, two of the optimizer."""
 
@@ -34,24 +35,27 @@ class FoundPlan:
         held_bytes: of a rank: parameters, gradients, optimizer state, what is saved for backward.
         collectives: that a step runs.
         whole: operators without a rule, which every rank computes whole.
-        table: what was chosen for each operator.
     """
 
     plan: MeshPlan
     seconds: float
     bound_s: float
     held_bytes: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[PlannedCollective, ...]
     whole: tuple[str, ...]
-    table: str
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of all collectives of a step, each by the larger of what a rank puts and gets."""
-        return sum(one.step.num_bytes * one.count for one in self.collectives)
 
     def __str__(self) -> str:
-        return self.table
+        return self.plan.table
+
+
+def axes_of_mesh(names: Sequence[str], sizes: Sequence[int], device: str) -> tuple[Axis, ...]:
+    """Returns the axes of a mesh with the rates of a row: the inner ones are within a host."""
+    axes, within = list[Axis](), 1
+    for name, size in reversed(list(zip(names, sizes, strict=True))):
+        within *= size
+        row = "h100-nvlink" if within <= RANKS_OF_A_HOST else "h100-network"
+        axes.append(Axis(name, size, LINKS[row if device == "cuda" else "cpu-gloo"]))
+    return tuple(reversed(axes))
 
 
 def find_plan(
@@ -89,6 +93,8 @@ def find_plan(
         taken.parameters(),
         taken.batch(step),
         calls={c: p for r in range(len(folded.roles)) for c, p in taken.leaf_plans(r).items()},
+        table=format_plan(taken, axes),
+        moved_bytes=sum(one.step.num_bytes * one.count for one in taken.collectives()),
     )
     return FoundPlan(
         plan,
@@ -97,7 +103,6 @@ def find_plan(
         solution.held_bytes,
         taken.collectives(),
         tuple(choices.unknown),
-        format_plan(taken, axes),
     )
 
 

@@ -18,7 +18,7 @@ from .torch_sharding_rules import placement
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Exchanges of a planned step, all of one place in a block.
 
     Attributes:
@@ -101,7 +101,7 @@ class Taken:
         before, after = layouts_at(edge, self.solution.options)
         return [] if before == after else self.moves.steps(before, after, edge.num_bytes)
 
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[PlannedCollective, ...]:
         """Returns the collectives of a step; what several operators share is there once."""
         found = []
         for edges in sharing(self.choices.edges):
@@ -109,7 +109,7 @@ class Taken:
             for edge in by_layout.values():
                 role = self.choices.folded.roles[max(edge.source.role, edge.target.role)]
                 found += [
-                    Collective(role.name, _name(edge.source), step, edge.count)
+                    PlannedCollective(role.name, _name(edge.source), step, edge.count)
                     for step in self.moved(edge)
                     if step.is_collective
                 ]

@@ -25,7 +25,7 @@ from ...reuse.ir.operators import is_mutable
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
 from ...reuse.torch_names import RESHAPES
-from .plan import LeafPlan, Placements
+from .plan import LeafPlan, NodeLayouts, Placements
 
 _ATEN = torch.ops.aten
 # A sum that is still to be taken may go through these first.
@@ -158,6 +158,7 @@ class _Sharding(torch.fx.Interpreter):
         self._replicated = replicated(mesh)
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
+        self._known: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; returns this rank's parts of the results."""
@@ -176,18 +177,35 @@ class _Sharding(torch.fx.Interpreter):
         for index, (node, layout) in enumerate(zip(nodes, planned, strict=True)):
             if layout is None and index not in self._partial_outputs:
                 self._summed(node)
-            tensor = self._at(self._wrapped(self.env[node]), layout)
+            tensor = self._wrapped(self.env[node])
+            if layout is not None:
+                tensor = self._moved(node, layout)
             self.output_layouts.append(tuple(tensor.placements))
             made.append(tensor.to_local())
         return made
 
     def _run(self, node: torch.fx.Node) -> Any:
         layouts = self._plan.nodes.get(node)
+        as_made = {}
         if layouts is not None:
             pairs = zip(node.all_input_nodes, layouts.inputs)  # noqa: B905  (may say less)
             for operand, layout in pairs:
                 if layout is not None:
-                    self.env[operand] = self._at(self._wrapped(self.env[operand]), layout)
+                    as_made[operand] = self.env[operand]
+                    self.env[operand] = self._moved(operand, layout)
+        result = self._computed(node, layouts)
+        # Other readers may want it in another layout, which begins where it was made.
+        self.env.update(as_made)
+        return result
+
+    def _moved(self, node: torch.fx.Node, layout: Placements) -> DTensor:
+        """Returns a value in a layout; brings it there once for all its readers."""
+        key = (node, layout)
+        if key not in self._known:
+            self._known[key] = self._at(self._wrapped(self.env[node]), layout)
+        return self._known[key]
+
+    def _computed(self, node: torch.fx.Node, layouts: NodeLayouts | None) -> Any:
         self._sum_operands(node)
         # Results that PyTorch remembers may lie on an equal mesh of other process groups.
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))

@@ -74,6 +74,8 @@ class ShardedStep:
 
     def __str__(self) -> str:
         lines = [str(self.layouts), traffic_text(self.collectives)]
+        if self.layouts.table:
+            lines += ["", self.layouts.table]
         if self.layouts.whole:
             lines.append(f"on whole tensors on each rank: {', '.join(self.layouts.whole)}")
         return "\n".join(lines)
