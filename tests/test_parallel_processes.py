@@ -3,6 +3,7 @@
 import pathlib
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
+from lazyinline.frontend import parallel
+from lazyinline.reuse.ir.costs import Rates
 
 HERE = "test_parallel_processes"
 
@@ -25,10 +28,19 @@ def train_in_kernels(rank: int, folder: pathlib.Path) -> list[str]:
 
 
 def draw_as_one_process(rank: int, folder: pathlib.Path) -> list[str]:
-    """Dropout of what is whole, and of what is split over ranks."""
-    return far_off(tiny(dropout=0.4), mesh_of(tensor=2), MEGATRON, backend="eager") + far_off(
-        tiny(dropout=0.4), mesh_of(data=2), None, backend="eager"
+    """Dropout of what is whole, and of what is split over ranks, by a given and a found plan."""
+    runs: tuple[Any, ...] = (
+        ({"tensor": 2}, MEGATRON),
+        ({"data": 2}, None),
+        ({"tensor": 2}, "auto"),
     )
+    # Slow ranks and fast links, so that even a tiny model is worth splitting.
+    with mock.patch.object(parallel, "CPU", Rates(2e6, 8e6)):
+        wrong = [
+            far_off(tiny(dropout=0.4), mesh_of(**axes), plan, backend="eager")
+            for axes, plan in runs
+        ]
+    return [text for texts in wrong for text in texts]
 
 
 def save_and_load_on_another_mesh(rank: int, folder: pathlib.Path) -> list[str]:

@@ -154,7 +154,8 @@ class Rules:
         self, node: torch.fx.Node, occurrences: Sequence[torch.fx.Node], num_results: int
     ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
         """Yields layouts of results and of operands, as the tables have them."""
-        if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
+        target: Any = node.target
+        if target in (_ATTENTION, _ATTENTION_BACKWARD):
             for dim in (0, 1):  # as for other devices: by sequence or by head
                 full = [len(tensors_of(n)[0].shape) >= 3 for n in occurrences]
                 masks = [n is node.kwargs.get("attn_mask") for n in occurrences]
@@ -165,8 +166,8 @@ class Rules:
         elif node.target is _ADD_ROWS and _is_zero(node.args[0]):
             # The gradient of an embedding: each rank adds up the rows that it has.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
-        elif not occurrences:
-            return  # a constant is the same on each rank
+        elif not occurrences or torch.Tag.nondeterministic_seeded in target.tags:
+            return  # a constant is the same on each rank, and so are random numbers
         elif node.target in self._new:
             yield from self._new_rows(node, num_results)
         elif node.target in self._old:
