@@ -1,5 +1,6 @@
 """``parallelize``: a step over a mesh, all ranks as threads of one process."""
 
+import copy
 import re
 import threading
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens
 from rank_threads import one_of_many, run_in_threads
 from torch import nn
@@ -168,6 +170,48 @@ def test_pins_of_parameters_split_what_styles_do_not_know() -> None:
         return far_off(model, mesh_of(tp=2), None, backend="eager")
 
     assert run_in_threads(2, train) == [[], []]
+
+
+class Scored(nn.Module):
+    """A loss of a few classes, of which some targets do not count; after a BatchNorm if asked."""
+
+    def __init__(self, *, norm: bool = False, images: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64) if norm else nn.Identity()
+        self.images = images
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.norm(self.linear(x))
+        if self.images:
+            scores, targets = scores.reshape(2, 5, -1), targets.reshape(2, -1)
+        return F.cross_entropy(scores, targets, ignore_index=1)
+
+
+def scored(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (8,), generator=generator)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_a_mean_divides_by_what_counts_on_all_ranks(images: bool) -> None:
+    torch.manual_seed(0)
+    model = Scored(images=images)
+
+    def train(rank: int) -> list[str]:
+        mesh = mesh_of(data=2)
+        return far_off(copy.deepcopy(model), mesh, None, scored, backend="eager")
+
+    assert run_in_threads(2, train) == [[], []]
+
+
+def test_statistics_over_rows_of_several_ranks_are_refused() -> None:
+    def refuse(rank: int) -> str:
+        return refused(Scored(norm=True), scored(), mesh=mesh_of(data=2))
+
+    for said in run_in_threads(2, refuse):
+        assert "statistics of a BatchNorm in training" in said
 
 
 def test_an_id_outside_of_a_split_vocabulary_is_an_error() -> None:

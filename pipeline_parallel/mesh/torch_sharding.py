@@ -21,10 +21,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ...autodiff.traces.torch_make_fx import Decompositions, fake_tensor, new_fake_mode, traced
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
-from ...reuse.ir.operators import is_mutable
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
 from ...reuse.torch_names import RESHAPES
+from ..process_groups import first_line
 from .plan import LeafPlan, NodeLayouts, Placements
 
 _ATEN = torch.ops.aten
@@ -41,6 +42,7 @@ _DROPOUT = _ATEN.native_dropout.default
 _EMBEDDING, _GATHER = _TABLES = _ATEN.embedding.default, _ATEN.gather.default
 _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
 _LOSSES = _ATEN.nll_loss_forward.default, _ATEN.nll_loss_backward.default
+_LOSSES_OF_IMAGES = _ATEN.nll_loss2d_forward.default, _ATEN.nll_loss2d_backward.default
 _MEAN, _SUM = 1, 2
 # Where DTensor keeps its rules, in the versions there are.
 _RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
@@ -116,14 +118,20 @@ def local_graph(
         runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs))
         return runs[-1].local_results(given)
 
-    with mode, torch.no_grad():
-        module = traced(run, [locals_], (), decompositions)
+    try:
+        with mode, torch.no_grad():
+            module = traced(run, [locals_], (), decompositions)
+    except RuntimeError as error:  # a rule of DTensor's that asks for numbers, or has no way
+        raise PlanError(
+            f"@{leaf.name} cannot be split over the mesh as planned: {first_line(error)}. Leave "
+            "what it computes with whole on each rank."
+        ) from error
     (sharding,) = runs
     for node in module.graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and is_mutable(node.target)):
+        if node.op == "get_attr" or mutated_args(node):
             raise PlanError(
-                f"@{leaf.name} cannot be split over the mesh as planned: DTensor's rules change "
-                f"something in place or hold a constant ({node.target}). Split other parameters."
+                f"@{leaf.name} cannot be split over the mesh: {node.target} changes something in "
+                "place (statistics of a BatchNorm in training) or holds a constant."
             )
     layouts_made = tuple(sharding.output_layouts)
     return LocalGraph(module, tuple(input_types), layouts_made, tuple(sharding.whole))
@@ -273,7 +281,8 @@ class _Sharding(torch.fx.Interpreter):
             return made
         if target is _ADD_ROWS and (made := self._rows_added(node, args)) is not None:
             return made
-        if torch.Tag.nondeterministic_seeded in target.tags or not has_rule(target):
+        draws = torch.Tag.nondeterministic_seeded in target.tags
+        if draws or target in _LOSSES_OF_IMAGES or not has_rule(target):
             return self._call_whole(node, args, kwargs)
         if target in RESHAPES:
             return self._reshaped(args, kwargs)
