@@ -39,22 +39,25 @@ SIZES = {"hidden": 2048, "num_heads": 16, "ffn": 8192, "vocab": 32000, "seq": 10
 MODELS = {"llama": Decoder, "gpt": GptDecoder}
 
 
-def step_of(model: nn.Module, *args: Tensor) -> StepProgram:
+def step_of(model: nn.Module, *args: Tensor, micro_batches: int = 1) -> StepProgram:
     """Returns the decomposed step of a model."""
     compiler = Compiler(Options())
-    state = compiler.started(Subject(model, args, {}), step_goal(Batching()))
+    batching = Batching(micro_batches=micro_batches)
+    state = compiler.started(Subject(model, args, {}), step_goal(batching))
     state = run(between(PASSES, "capture", "decompose"), state)
     return replace(state.step, program=state.programs["step"])
 
 
 @functools.cache
-def decoder_step(name: str, *, batch: int = 1, layers: int = 3) -> StepProgram:
+def decoder_step(
+    name: str, *, batch: int = 1, layers: int = 3, micro_batches: int = 1
+) -> StepProgram:
     """Returns the step of a decoder on the meta device: nothing of it has memory."""
     config = DecoderConfig(layers, batch=batch, **SIZES)
     with torch.device("meta"):
         model = MODELS[name](config)
         ids = torch.zeros(batch, config.seq, dtype=torch.long)
-    return step_of(model, ids, ids)
+    return step_of(model, ids, ids, micro_batches=micro_batches)
 
 
 def axis(name: str, size: int) -> Axis:
@@ -97,6 +100,13 @@ def test_megatrons_plan_is_found_without_a_mark(
     assert all(layouts(found, one) == {"(Shard(dim=0),)"} for one in by_rows)
     assert layouts(found, by_columns) == {"(Shard(dim=1),)"}
     assert found.whole == ()
+
+
+def test_micro_batches_have_the_plan_of_one() -> None:
+    found = find_plan(decoder_step("gpt", micro_batches=2), [axis("tensor", 2)], RATES)
+    assert kinds(found, "GptBlock.forward") == ["all_reduce"] * 2
+    assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
+    assert {one.count for one in found.collectives if one.block == "GptBlock.forward"} == {6}
 
 
 def test_tokens_are_split_where_memory_asks_for_it() -> None:

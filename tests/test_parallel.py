@@ -61,6 +61,11 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
 ) -> None:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
     monkeypatch.setattr(lazyinline.frontend.parallel, "CPU", Rates(2e6, 8e6))
+
+    def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
+        ids, _ = tokens(seed)
+        return ids, ids
+
     made, parallelize = list[Any](), lazyinline.parallelize
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -72,7 +77,8 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
 
     def train(rank: int) -> list[str]:
         options: dict[str, Any] = {"backend": "eager", "memory_bytes_per_rank": memory}
-        return far_off(tiny(), mesh_of(**axes), "auto", **options)
+        options["micro_batches"] = 1 if memory is None else 2
+        return far_off(tiny(), mesh_of(**axes), "auto", batch, **options)
 
     world = torch.Size(axes.values()).numel()
     assert run_in_threads(world, train) == [[]] * world

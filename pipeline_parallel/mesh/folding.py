@@ -171,6 +171,9 @@ def fold(
     sets = _Sets(len(flat.types))
     by_port: dict[Port, list[int]] = defaultdict(list)
     for call, taken, given in flat.calls:
+        if call.closure not in number:
+            sets.join((*taken, *given))
+            continue
         for is_output, tensors in ((False, taken), (True, given)):
             for place, one in enumerate(tensors):
                 by_port[Port(number[call.closure], is_output, place)].append(one)
@@ -216,7 +219,10 @@ def _roles(flat: _Flat) -> dict[Leaf, Role]:
     calls: dict[Leaf, list[Call]] = defaultdict(list)
     for call, _, _ in flat.calls:
         assert isinstance(call.closure, Leaf)
-        calls[call.closure].append(call)
+        # What adds up gradients of micro-batches is called for many parameters of equal shape,
+        # which need not lie alike: each sum lies as what it adds.
+        if [node.target for node in call.closure.nodes] != [torch.ops.aten.add.Tensor]:
+            calls[call.closure].append(call)
     return {
         leaf: Role(leaf, tuple(dict.fromkeys(of)), len(of), leaf.name) for leaf, of in calls.items()
     }
