@@ -25,6 +25,7 @@ PREFETCHED = 0.5
 """How much of a move counts that can run beside other work: of a parameter, of its gradient."""
 _UNIT_S = 1e-6
 _TOLERANCE = 1e-4
+_BRANCHING_S = 60
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Problem:
             integrality=whole,
             bounds=Bounds(lower, np.inf),
             constraints=constraints,
-            options={"mip_rel_gap": 1e-3},
+            options={"mip_rel_gap": 1e-3, "time_limit": _BRANCHING_S},
         ).x
 
     def _solution(self, values: Any, bound: float) -> Solution:
