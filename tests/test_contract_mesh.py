@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from contracts import contract
 from parallel_models import mesh_of
 from rank_threads import one_of_many, run_in_threads
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -29,6 +30,12 @@ def test_rules_are_found_where_they_are_looked_for() -> None:
     assert not has_rule(_ATEN.as_strided.default)
 
 
+@contract(
+    "torch.ops._c10d_functional",
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.utils._pytree.tree_map_only",
+)
 def test_a_trace_of_redistributions_holds_functional_collectives_alone() -> None:
     def move(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         (local,) = inputs

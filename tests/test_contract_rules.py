@@ -65,6 +65,9 @@ def test_a_product_and_a_view_are_split_by_the_rules_of_dtensor() -> None:
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     "torch.ops.aten._unsafe_masked_index_put_accumulate.default",
+    "._scaled_dot_product_flash_attention_for_cpu",
+    "._scaled_dot_product_flash_attention_for_cpu_backward",
+    "._unsafe_masked_index_put_accumulate",
 )
 def test_attention_is_split_by_sequence_and_by_head() -> None:
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
