@@ -23,7 +23,7 @@ from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
-from ..reuse.ir.program import ModelTensor, tensor_type
+from ..reuse.ir.program import Leaf, ModelTensor, tensor_type, walk_closures
 from ..reuse.ir.transfer import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .capture.blocks import Reuse
@@ -33,6 +33,7 @@ from .compiler import PASSES, Compiler, made_by
 from .guards.guard import Guard
 from .marks import shard_mark
 from .options import Batching, Options
+from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
 from .passes.state import Compilation, OnMesh, Subject, between, run, step_goal
 from .pipeline import Batch
@@ -137,6 +138,10 @@ def _found(mesh: Any, memory_bytes_per_rank: int | None, step: StepProgram) -> M
     """Finds the plan of a step."""
     from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
 
+    for closure in walk_closures(step.program):
+        # Leaves that came from the cache have no examples, and costs are read off those.
+        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
+            note_examples(closure)
     rates = CUDA if mesh.device_type == "cuda" else CPU
     axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, mesh.device_type)
     # What is split in several parts is gathered by what runs the plan, so it is not planned with.

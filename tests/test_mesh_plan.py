@@ -15,6 +15,7 @@ from lazyinline import PlanError
 from lazyinline.autodiff.training_program import StepProgram
 from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Batching, Options
+from lazyinline.frontend.passes.numbers import note_examples
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
 from lazyinline.pipeline_parallel.mesh.choices import Choices
 from lazyinline.pipeline_parallel.mesh.layouts import (
@@ -30,12 +31,14 @@ from lazyinline.pipeline_parallel.mesh.layouts import (
 from lazyinline.pipeline_parallel.mesh.planner import FoundPlan, find_plan, folded_step
 from lazyinline.pipeline_parallel.mesh.problem import Problem, evaluated
 from lazyinline.reuse.ir.costs import Rates
+from lazyinline.reuse.ir.program import Leaf, walk_closures
 
 # Products and links take what they take; memory traffic is nearly free, so the plan is the one of
 # which collectives alone decide.
 RATES = Rates(flops_per_s=4e14, bytes_per_s=1e15)
 LINK = AxisRates(bytes_per_s=3e11, latency_s=1e-5)
 SIZES = {"hidden": 2048, "num_heads": 16, "ffn": 8192, "vocab": 32000, "seq": 1024}
+TINY = {"hidden": 32, "num_heads": 2, "ffn": 64, "vocab": 61, "seq": 8}
 MODELS = {"llama": Decoder, "gpt": GptDecoder}
 
 
@@ -107,6 +110,17 @@ def test_micro_batches_have_the_plan_of_one() -> None:
     assert kinds(found, "GptBlock.forward") == ["all_reduce"] * 2
     assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
     assert {one.count for one in found.collectives if one.block == "GptBlock.forward"} == {6}
+
+
+def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
+    step = step_of(GptDecoder(DecoderConfig(3, batch=1, **TINY)), *[torch.zeros(1, 8).long()] * 2)
+    new = find_plan(step, [axis("tensor", 2)], RATES)
+    for leaf in walk_closures(step.program):
+        if isinstance(leaf, Leaf):
+            for node in leaf.nodes:
+                node.meta.pop("val", None)  # as the cache reads them
+            note_examples(leaf)
+    assert str(find_plan(step, [axis("tensor", 2)], RATES)) == str(new)
 
 
 def test_tokens_are_split_where_memory_asks_for_it() -> None:

@@ -69,16 +69,21 @@ class AtNumbers:
             self._closures[closure] = made
         return self._closures[closure]
 
-    @without_autocast()
     def _leaf(self, leaf: Leaf) -> Leaf:
         made = self._sizes.leaf(leaf)
         if made is not leaf:
             # The strides of a view depend on sizes, and aliasing is read off these examples.
-            mode = new_fake_mode()
-            inputs = [fake_tensor(mode, t) for t in flat_types(made.input_types)]
-            with mode, torch.no_grad():
-                _Refreshing(made.module).run_flat(inputs)
+            note_examples(made)
         return made
+
+
+@without_autocast()
+def note_examples(leaf: Leaf) -> None:
+    """Notes on each operator of a leaf what it gives, by a run on fake tensors."""
+    mode = new_fake_mode()
+    inputs = [fake_tensor(mode, t) for t in flat_types(leaf.input_types)]
+    with mode, torch.no_grad():
+        _Refreshing(leaf.module).run_flat(inputs)
 
 
 class _Refreshing(ModalInterpreter):
