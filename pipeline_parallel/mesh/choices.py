@@ -102,6 +102,7 @@ class Group:
 
     def finish(self, axes: Sequence[Axis], rates: Rates, counts: Sequence[int]) -> None:
         """Combines the options of all axes; those that ranks cannot hold are left out."""
+        # Rules are for one axis. Axes meet only where two of them split the same dimension.
         chosen = []
         for pick in itertools.product(*map(range, map(len, self.options))):
             combined = [self.options[axis][i] for axis, i in enumerate(pick)]
@@ -154,6 +155,7 @@ class Group:
             table = np.array(rows).reshape(len(options), len(tensors))
             picked = table[self._picks[:, axis]]
             shares *= picked
+            # A product shrinks with its most split tensor: what is whole is read by every rank.
             work *= picked.min(axis=1, initial=1.0)
         moved = shares @ sizes
         if is_elementwise(item.node):  # fused into a neighbour, most often
@@ -244,6 +246,7 @@ class Choices:
         ways = []
         for rules in self._rules:
             layouts = rules.layouts(tensor)
+            # A buffer stays the plain tensor that it is, and the user receives whole results.
             if slot.kind in ("buffer", "result"):
                 layouts = layouts[:1]
             ways.append([Way((one,), (one,)) for one in layouts])
@@ -257,6 +260,7 @@ class Choices:
             made[entry] = self.slots[self.folded.slot_of[Port(number, False, index)]], 0
         for node in role.leaf.nodes:
             if node.target is operator.getitem:
+                # It computes nothing: what it takes is an output of the operator before it.
                 base, _ = made[node.args[0]]  # type: ignore[index]
                 made[node] = base, _place(node)
                 continue
@@ -421,6 +425,7 @@ def _reachable(way: Way, edges: Sequence[Edge], axis: int) -> bool:
 
 def _merge(edges: Sequence[Edge]) -> None:
     """Makes one group of items between which nothing is ever moved."""
+    # A group that grew may have become one with a neighbour, so edges are asked again.
     changed = True
     while changed:
         changed = False

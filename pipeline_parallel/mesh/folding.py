@@ -137,6 +137,7 @@ class _Sets:
 
     def find(self, one: int) -> int:
         while self._parent[one] != one:
+            # Halves the path, or tensors of many layers would be walked one by one each time.
             self._parent[one] = self._parent[self._parent[one]]
             one = self._parent[one]
         return one
@@ -163,6 +164,7 @@ def fold(
     """
     flat = _Flat()
     inputs = [flat.new(value) for value in program.inputs]
+    # Structs that a program is given were not saved by it.
     flat.saved.clear()
     outputs = flat.run(program, inputs)
     input_ids = {t: i for i, ids in enumerate(inputs) for t in ids}
@@ -171,6 +173,7 @@ def fold(
     sets = _Sets(len(flat.types))
     by_port: dict[Port, list[int]] = defaultdict(list)
     for call, taken, given in flat.calls:
+        # What is no role (a sum of gradients) lies as what it takes.
         if call.closure not in number:
             sets.join((*taken, *given))
             continue

@@ -200,6 +200,7 @@ class Moves:
             for kind, reached in _ways(present[axis], target, exchanges=exchanges):
                 if kind == "":
                     return None
+                # A gather moves what it makes and a scatter what it takes: the larger of both.
                 share = self._share(present)
                 present[axis] = reached
                 steps.append((kind, axis, max(share, self._share(present))))

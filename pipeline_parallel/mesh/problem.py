@@ -23,6 +23,7 @@ from .layouts import Layouts, Moves
 
 PREFETCHED = 0.5
 """How much of a move counts that can run beside other work: of a parameter, of its gradient."""
+# HiGHS has absolute tolerances: costs are handed to it in microseconds.
 _UNIT_S = 1e-6
 _TOLERANCE = 1e-4
 _BRANCHING_S = 60
@@ -191,6 +192,7 @@ class Problem:
             into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
             for given, options in before.items():
                 out = []
+                # A pair that no step leads between has no variable: most pairs, on several axes.
                 for taken, flows in into.items():
                     if math.isfinite(move_s(edge, self._moves, given, taken)):
                         out.append(self._new(0.0))

@@ -34,6 +34,7 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
+    # PyTorch's sum is in place, and others may read the operand after it.
     out.copy_(x)
     if not out.is_contiguous():
         raise PlanError("A sum over ranks needs a contiguous result.")
@@ -49,6 +50,7 @@ def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: Any, out: torch.
 
 
 def _reduction(op: str) -> Any:
+    # gloo has no mean: the sum is divided afterwards.
     return getattr(dist.ReduceOp, {"avg": "SUM", "mean": "SUM"}.get(op, op.upper()))
 
 
@@ -100,6 +102,7 @@ def _define(name: str) -> None:
     schema = _SCHEMAS[name]
     _LIBRARY.define(f"{name}({schema}) -> Tensor")
     _LIBRARY.define(f"{name}.out({schema}, *, Tensor(a!) out) -> Tensor(a!)")
+    # No derivative: a program is differentiated before it is sharded.
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)
         _LIBRARY.impl(f"{name}.out", run_into, key)
