@@ -197,7 +197,7 @@ class ParallelStep:
         self._layout_of = state.mesh_plan
         self.plan = ShardedStep(state.mesh_plan, collectives_of(self._step.program))
         text = "Ranks have different plans, so their collectives would not meet"
-        plan = torch.frombuffer(bytearray(str(self.plan).encode()), dtype=torch.uint8)
+        plan = torch.tensor(list(str(self.plan).encode()), dtype=torch.uint8, device="cpu")
         self._ranks.check_same_values({"plan": plan}, text)
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]

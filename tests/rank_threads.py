@@ -1,6 +1,7 @@
 """All ranks in one process: each in a thread, by the process group of PyTorch's own tests."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,10 +50,21 @@ def _threads_as_ranks() -> Iterator[None]:
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
     try:
-        yield
+        with _same_excepthook():
+            yield
     finally:
         threaded._uninstall_threaded_pg()
         isolate(False)
+
+
+@contextlib.contextmanager
+def _same_excepthook() -> Iterator[None]:
+    """Takes out what each init_process_group wraps around ``sys.excepthook``."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
 
 
 @contextlib.contextmanager
@@ -60,8 +72,9 @@ def one_of_many(world: int = 4) -> Iterator[None]:
     """Makes this process rank 0 of a group whose collectives do nothing, for what moves nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with _same_excepthook():
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

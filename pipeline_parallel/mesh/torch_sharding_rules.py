@@ -85,7 +85,8 @@ class Rules:
         self.unknown: set[str] = set()
         self._size = size
         self._factors = factors
-        self._mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+        ranks = torch.arange(size, device="cpu")
+        self._mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
         self._known: dict[Any, list[Way]] = {}
         propagator = DTensor._op_dispatcher.sharding_propagator
         # Older versions have one table only.

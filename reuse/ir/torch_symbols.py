@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate, map_arg
@@ -392,6 +391,8 @@ class ReadSizes:
 
     def symbol(self, name: str) -> Any:
         """Returns the symbol of a name, such as ``s0``."""
+        from torch._dynamo.source import ConstantSource  # it imports Inductor
+
         if self._environment is None:
             self._environment = _NamedSymbols()
             self._mode = FakeTensorMode(shape_env=self._environment, static_shapes=True)
