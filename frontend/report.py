@@ -1,4 +1,4 @@
-"""What is seen of a compile: its progress, and then its report as text and as a page.
+"""Shows a compile: its progress, and then its report as text and as a page.
 
 The report has the nodes held, the seconds of each pass, and why blocks were traced. Progress is a
 bar on a terminal, or a line per pass.

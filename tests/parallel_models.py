@@ -25,26 +25,31 @@ MEGATRON = {
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """Attention; heads of keys and values may be fewer, each for several heads of queries."""
+
+    def __init__(self, width: int, heads: int, key_heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.size = width // heads
+        self.q, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        few = key_heads * self.size
+        self.k, self.v = (nn.Linear(width, few, bias=False) for _ in range(2))
+        self.options: dict[str, Any] = {"enable_gqa": True} if key_heads < heads else {}
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            one(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for one in (self.q, self.k, self.v)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, **self.options)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return y
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, key_heads: int, dropout: float) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention, self.dropout = Attention(width, heads), nn.Dropout(dropout)
+        self.attention, self.dropout = Attention(width, heads, key_heads), nn.Dropout(dropout)
         self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
@@ -59,11 +64,17 @@ class TinyLlama(nn.Module):
     """Returns the loss of the next tokens; embedding and head may be one tensor."""
 
     def __init__(
-        self, layers: int = 2, *, width: int = 16, dropout: float = 0.0, tied: bool = False
+        self,
+        layers: int = 2,
+        *,
+        width: int = 16,
+        key_heads: int = 4,
+        dropout: float = 0.0,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Layer(width, 4, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, 4, key_heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight

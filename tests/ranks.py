@@ -55,7 +55,20 @@ def started(
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()  # closes its pipe, too
+
+
+def said_by_survivor(folder: pathlib.Path, task: str, limit_s: float) -> str:
+    """Kills one of two ranks once both are ready; returns the output of the other, which fails."""
+    with started(folder, task) as ranks:
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(folder.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
+            time.sleep(0.2)
+        ranks[1].kill()
+        output, _ = ranks[0].communicate(timeout=limit_s)
+    assert ranks[0].returncode != 0
+    return output
 
 
 def two_replicas() -> Any:

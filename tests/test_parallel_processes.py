@@ -1,7 +1,6 @@
 """``parallelize`` between real gloo processes."""
 
 import pathlib
-import time
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import selected
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
-from ranks import LIMIT_S, run_ranks, started
+from ranks import run_ranks, said_by_survivor
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -129,14 +128,7 @@ def train_until_killed(rank: int, folder: pathlib.Path) -> None:
 def test_a_killed_rank_ends_the_other_with_an_error_that_names_the_collective(
     tmp_path: pathlib.Path,
 ) -> None:
-    with started(tmp_path, f"{HERE}.train_until_killed") as ranks:
-        deadline = time.monotonic() + LIMIT_S
-        while len(list(tmp_path.glob("ready*"))) < 2:
-            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
-            time.sleep(0.2)
-        ranks[1].kill()
-        output, _ = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode != 0
+    output = said_by_survivor(tmp_path, f"{HERE}.train_until_killed", limit_s=60)
     last = output.strip().splitlines()[-1]
     said = "PlanError: Rank 0 stopped in an all-reduce of 4,096 bytes over 'tensor' (ranks 0, 1)"
     assert said in last, output[-3000:]

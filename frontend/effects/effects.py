@@ -63,7 +63,7 @@ class _Changes:
     """
 
     holder = ""
-    """What a changed object is held by."""
+    """The holder of a changed object."""
 
     def __init__(self, on_holder: Callable[[Any], None]) -> None:
         self.contents = Snapshot(on_holder=on_holder)

@@ -1,4 +1,4 @@
-"""What there is to choose: for each group of operators its options, with seconds and layouts.
+"""Lists the choices: for each group of operators its options, with seconds and layouts.
 
 An item is an operator, or a slot between calls. Items between which nothing would ever be brought
 to another layout are one group: elementwise operators on equal shapes, and views with what makes

@@ -21,9 +21,9 @@ from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, U
 from ...reuse.ir.types import StructType, TensorType
 
 Kind = Literal["parameter", "batch", "buffer", "result", "saved", "passed"]
-"""What a slot holds: parameters and their gradients; the batch; further inputs of the program, and
-its results but for gradients, which are whole on each rank; what a forward leaves for a backward;
-or what one call hands to the next."""
+"""Kinds of slots, by what they hold: parameters and their gradients; the batch; further inputs of
+the program, and its results but for gradients, which are whole on each rank; what a forward leaves
+for a backward; or what one call hands to the next."""
 
 
 class Port(NamedTuple):

@@ -8,6 +8,7 @@ are for the dimension of tensor parallel.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -48,7 +49,7 @@ _DIMENSIONS: Mapping[tuple[type, type], Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Pins:
-    """What a user fixes for a module.
+    """Holds what a user fixes for a module.
 
     Attributes:
         parameters: placements on the dimension of tensor parallel, by the name in the module.
@@ -175,6 +176,7 @@ def _of_style(path: str, module: nn.Module, style: Any) -> Pins:
 
 def _output(style: Any) -> Placement | None:
     """Returns how the result is to lie, where that does not follow anyway."""
+    # Rowwise has a tuple of layouts in some versions, one layout in others.
     layouts = style.output_layouts
     layout = layouts[0] if isinstance(layouts, (tuple, list)) else layouts
     usual = Replicate() if isinstance(style, RowwiseParallel) else Shard(-1)
@@ -189,6 +191,7 @@ def _apply(path: str, module: nn.Module, pin: Pins, dims: dict[int, Placement]) 
                 f"{path or 'The model'} ({type(module).__name__}) has no parameter {name!r}; it "
                 f"has {', '.join(own) or 'none'}."
             )
+        # By the tensor, not by its name: tied weights lie in one way.
         before = dims.setdefault(id(own[name]), placement)
         if before != placement:
             raise PlanError(
@@ -228,12 +231,11 @@ def _layout(
 
 def _rows(leaf: Any, axes: Sequence[tuple[str, int]]) -> Placements:
     """Returns how a tensor of the batch is split."""
+    # Ranks of tensor parallel see the same rows, since each computes a part of every row.
     split = [i for i, (name, _) in enumerate(axes) if name not in TENSOR]
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return tuple(Replicate() for _ in axes)
-    ranks = 1
-    for index in split:
-        ranks *= axes[index][1]
+    ranks = math.prod(axes[index][1] for index in split)
     if leaf.shape[0] % ranks:
         raise PlanError(
             f"A batch tensor of shape {tuple(leaf.shape)} cannot be split evenly over the {ranks} "

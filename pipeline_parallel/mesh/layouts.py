@@ -61,7 +61,7 @@ def text(layouts: Sequence[Layout | None]) -> str:
 
 @dataclass(frozen=True)
 class AxisRates:
-    """What an axis of a mesh sustains between its ranks.
+    """Rates that an axis of a mesh sustains between its ranks.
 
     Attributes:
         bytes_per_s: that a rank sends while it receives as many.
@@ -76,8 +76,6 @@ class AxisRates:
 
 LINKS: Mapping[str, AxisRates] = {
     "cpu-gloo": AxisRates(2e9, 1e-4, exchanges=False),
-    "a100-nvlink": AxisRates(2.4e11, 1.2e-5),
-    "a100-network": AxisRates(2.5e10, 2.5e-5),
     "h100-nvlink": AxisRates(3.6e11, 1e-5),
     "h100-network": AxisRates(5e10, 2e-5),
 }

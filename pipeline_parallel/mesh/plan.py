@@ -87,14 +87,6 @@ class MeshPlan:
         gathered = tuple(Replicate() if i in self.gathered else p for i, p in enumerate(held))
         return None if gathered == held else gathered
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the mesh."""
-        product = 1
-        for _, size in self.axes:
-            product *= size
-        return product
-
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes)
         groups: dict[str, list[str]] = {}

@@ -45,11 +45,12 @@ class FoundPlan:
     whole: tuple[str, ...]
 
     def __str__(self) -> str:
-        return self.plan.table
+        return f"{self.plan}\n\n{self.plan.table}"
 
 
 def axes_of_mesh(names: Sequence[str], sizes: Sequence[int], device: str) -> tuple[Axis, ...]:
     """Returns the axes of a mesh with the rates of a row: the inner ones are within a host."""
+    # Ranks are numbered from the inner dimension outwards, and those of a host one after another.
     axes, within = list[Axis](), 1
     for name, size in reversed(list(zip(names, sizes, strict=True))):
         within *= size

@@ -90,20 +90,12 @@ class Problem:
         shape = (len(self._right), len(self._costs))
         matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
         costs = np.array(self._costs) / _UNIT_S
-        upper, bound = below = self._upper()
-        found = linprog(
-            costs,
-            A_ub=upper,
-            b_ub=bound,
-            A_eq=matrix,
-            b_eq=np.array(self._right),
-            bounds=(0, None),
-            method="highs",
-        )
+        below = self._upper()
+        found = self._relaxed(costs, matrix, below)
         if found.x is None:
             raise PlanError(
-                f"No plan holds at most {self._limit} bytes per rank. Allow more, or use more "
-                "ranks."
+                f"No plan holds at most {self._limit} bytes per rank; any holds at least "
+                f"{self._least_bytes(matrix):,}. Allow more, or use more ranks."
             )
         if self._is_whole(found.x):
             return self._solution(found.x, found.fun)
@@ -114,6 +106,19 @@ class Problem:
             if tried is not None:
                 return self._solution(tried, found.fun)
         raise PlanError(f"No plan was found that holds at most {self._limit} bytes per rank.")
+
+    def _least_bytes(self, matrix: Any) -> int:
+        """Returns a bound that no plan's bytes per rank go below."""
+        held = np.zeros(len(self._costs))
+        for group, row in self._memory.items():
+            held[self._first[group] : self._first[group] + len(group)] = row
+        unit = max(held.max(), 1.0)
+        return math.ceil(self._relaxed(held / unit, matrix, (None, None)).fun * unit)
+
+    def _relaxed(self, costs: Any, matrix: Any, below: tuple[Any, Any]) -> Any:
+        upper, bound = below
+        options: dict[str, Any] = {"A_eq": matrix, "b_eq": np.array(self._right)}
+        return linprog(costs, upper, bound, **options, bounds=(0, None), method="highs")
 
     def _branched(
         self, costs: Any, matrix: Any, below: tuple[Any, Any], fixed: Sequence[bool]

@@ -358,6 +358,7 @@ class _Split:
         results = outputs_of(module)
         part: list[torch.fx.Node] = []
         for node in nodes:
+            # Alone in its leaf, a collective runs where it stands: a backend would reorder it.
             if node.target in COLLECTIVES:
                 self._add(part, results)
                 self._add([node], results)
@@ -391,7 +392,7 @@ class _Split:
         own = set(nodes)
         made = [n for n in nodes if n in results or any(user not in own for user in n.users)]
         made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
-        if not made:
+        if not made:  # nobody reads what lies between two collectives
             return
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
         graph = torch.fx.Graph()

@@ -11,7 +11,7 @@ from ...reuse.ir.costs import is_heavy
 from .layouts import Axis, Step, text
 
 if TYPE_CHECKING:
-    from .choices import Group, Item
+    from .choices import Item
     from .taken import Taken
 
 _HEAD = ("operator", "operands -> results", "moved before", "next best")
@@ -32,29 +32,23 @@ def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
     if taken.choices.unknown:
         lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
     for number, role in enumerate(folded.roles):
-        rows = [
-            row for item in taken.choices.items_of(number).values() if (row := _row(taken, item))
-        ]
+        items = taken.choices.items_of(number).values()
+        rows = [row for item in items if (row := _row(taken, item, axes))]
         if rows:
             lines += ["", f"@{role.name}, {role.count} calls", *_aligned([_HEAD, *rows])]
-    lines += ["", "parameters"]
-    slots = [(slot.names, text(taken.slot(i))) for i, slot in enumerate(folded.slots)]
-    lines += _aligned([(_merged(names), layout) for names, layout in slots if names])
     return "\n".join(lines)
 
 
-def _row(taken: Taken, item: Item) -> tuple[str, ...] | None:
+def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | None:
     assert item.node is not None
     into = [e for e in taken.choices.edges if e.target is item]
     steps = [step for edge in into for step in taken.moved(edge) if step.is_collective]
+    # Elementwise operators that move nothing lie as their operands: pages of them say nothing.
     if not steps and not is_heavy(item.node):
         return None
-    inputs, outputs = taken.ways(item)
-    given = " ".join(text(one) for one in inputs if one is not None)
-    made = " ".join(map(text, outputs))
-    moves = " + ".join(map(step_text, steps))
+    moves = " + ".join(step_text(step, axes) for step in steps)
     name = f"{item.node.name} {tuple(item.outputs[0].shape)}"
-    return name, f"{given} -> {made}", moves, _next_best(taken, item)
+    return name, _layouts(taken, item), moves, _next_best(taken, item)
 
 
 def _next_best(taken: Taken, item: Item) -> str:
@@ -67,30 +61,23 @@ def _next_best(taken: Taken, item: Item) -> str:
     more = [taken.more_s(group, i) for i in others]
     best = int(np.argmin(more))
     own = float(group.seconds[others[best]] - group.seconds[chosen])
-    reason = "here" if own > 0 else "moves"
-    found = _layouts(group, others[best], item)
+    # A layout loses by what is computed in it, or by what has to be brought to it and from it.
+    reason = "computing" if own > 0 else "moving"
+    found = _layouts(taken, item, others[best])
     if not np.isfinite(more[best]):
         return f"{found}: cannot be reached"
     return f"{found}: {seconds_text(more[best])} more, by {reason}"
 
 
-def _layouts(group: Group, option: int, item: Item) -> str:
-    ways = group.ways(option)[group.items.index(item)]
-    inputs = zip(*(way.inputs for way in ways), strict=True)
-    outputs = zip(*(way.outputs for way in ways), strict=True)
-    given = " ".join(text(one) for one in inputs if None not in one)
+def _layouts(taken: Taken, item: Item, option: int | None = None) -> str:
+    inputs, outputs = taken.ways(item, option)
+    given = " ".join(text(one) for one in inputs if one is not None)
     return f"{given} -> {' '.join(map(text, outputs))}"
 
 
-def _merged(names: Sequence[str]) -> str:
-    """Returns names with ``*`` in place of numbers, each once."""
-    merged = (".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names)
-    return ", ".join(dict.fromkeys(merged))
-
-
-def step_text(step: Step) -> str:
+def step_text(step: Step, axes: Sequence[Axis]) -> str:
     """Returns a step in words."""
-    return f"{step.kind} over axis {step.axis} {bytes_text(step.num_bytes)}"
+    return f"{step.kind} over {axes[step.axis].name} {bytes_text(step.num_bytes)}"
 
 
 def seconds_text(seconds: float) -> str:

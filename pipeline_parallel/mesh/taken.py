@@ -1,4 +1,4 @@
-"""What was chosen, asked by operator and by slot; and as the plan that shards a program."""
+"""Answers by operator and by slot what was chosen; and gives the plan that shards a program."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlannedCollective:
 
 @dataclass(frozen=True)
 class Taken:
-    """What was chosen, asked by operator and by slot.
+    """Answers by operator and by slot what was chosen.
 
     Attributes:
         choices: what there was to choose.
@@ -48,10 +48,13 @@ class Taken:
     moves: Moves
     solution: Solution
 
-    def ways(self, item: Item) -> tuple[tuple[Layouts | None, ...], tuple[Layouts, ...]]:
-        """Returns the layouts of an item's operands and results."""
+    def ways(
+        self, item: Item, option: int | None = None
+    ) -> tuple[tuple[Layouts | None, ...], tuple[Layouts, ...]]:
+        """Returns the layouts of an item's operands and results: as chosen, or in an option."""
         group = item.group
-        ways = group.ways(self.solution.options[group])[group.items.index(item)]
+        option = self.solution.options[group] if option is None else option
+        ways = group.ways(option)[group.items.index(item)]
         inputs = zip(*(way.inputs for way in ways), strict=True)
         outputs = tuple(zip(*(way.outputs for way in ways), strict=True))
         return tuple(None if None in one else one for one in inputs), outputs  # type: ignore[return-value]
@@ -82,18 +85,17 @@ class Taken:
                 tuple(None if one is None else _asked(one) for one in inputs),
                 tuple(map(_asked, outputs)),
             )
-        ends = []
         leaf = folded.roles[role].leaf
-        num_outputs = len(outputs_of(leaf.module))
-        for is_output, count in ((False, len(leaf.entries)), (True, num_outputs)):
-            ports = [Port(role, is_output, index) for index in range(count)]
-            ends.append(
-                tuple(
-                    _placements(self.slot(folded.slot_of[p])) if p in folded.slot_of else None
-                    for p in ports
-                )
-            )
-        plan = LeafPlan(ends[0], ends[1], nodes)
+
+        def lies(port: Port) -> Placements | None:
+            slot = folded.slot_of.get(port)
+            return None if slot is None else _placements(self.slot(slot))
+
+        plan = LeafPlan(
+            tuple(lies(Port(role, False, i)) for i in range(len(leaf.entries))),
+            tuple(lies(Port(role, True, i)) for i in range(len(outputs_of(leaf.module)))),
+            nodes,
+        )
         return dict.fromkeys(folded.roles[role].calls, plan)
 
     def moved(self, edge: Edge) -> list[Step]:

@@ -8,6 +8,7 @@ names the collective, this rank and the dimension of the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,6 @@ def _define(name: str) -> None:
     def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
         return run_into(x, *args, out=_made_by(name, x, *args))
 
-    def predicted(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        return _made_by(name, x, *args)
-
     schema = _SCHEMAS[name]
     _LIBRARY.define(f"{name}({schema}) -> Tensor")
     _LIBRARY.define(f"{name}.out({schema}, *, Tensor(a!) out) -> Tensor(a!)")
@@ -106,7 +104,7 @@ def _define(name: str) -> None:
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)
         _LIBRARY.impl(f"{name}.out", run_into, key)
-    _LIBRARY.impl(name, predicted, "Meta")
+    _LIBRARY.impl(name, partial(_made_by, name), "Meta")
 
 
 for _name in _SCHEMAS:

@@ -7,6 +7,7 @@ functional collectives, and no DTensor is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -242,9 +243,9 @@ class _Sharding(torch.fx.Interpreter):
         if node.target in _LINEAR and len(layouts) == 1 and tensors and not node.kwargs:
             return
         for operand in node.all_input_nodes:
-            self._summed(operand, node)
+            self._summed(operand)
 
-    def _summed(self, node: torch.fx.Node, reader: torch.fx.Node | None = None) -> None:
+    def _summed(self, node: torch.fx.Node) -> None:
         """Takes the sum of a value over ranks: of what it is a view of, so that all views share."""
         tensor = self.env[node]
         if not isinstance(tensor, DTensor) or not _is_partial(tensor):
@@ -298,8 +299,7 @@ class _Sharding(torch.fx.Interpreter):
             Replicate() if is_strided else p
             for p, is_strided in zip(args[0].placements, strided, strict=True)
         )
-        made = _ATEN.reshape.default(self._at(args[0], layout), *args[1:], **kwargs)
-        return made
+        return _ATEN.reshape.default(self._at(args[0], layout), *args[1:], **kwargs)
 
     def _call_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         """Runs an operator on whole tensors on each rank, which draw the same numbers."""
@@ -430,7 +430,7 @@ class _Sharding(torch.fx.Interpreter):
         lead, dims = tensors[0].placements, _ATTENTION[node.target]
         if not all(p.is_replicate() or 0 <= _split_dim(p) < dims for p in lead):
             return None
-        if any(t.shape[:dims] != tensors[0].shape[:dims] for t in tensors):
+        if not all(self._splits_alike(tensors, dim) for dim in map(_split_dim, lead)):
             return None
         if isinstance(mask, DTensor) and mask.dim() not in (2, 4):
             return None
@@ -454,6 +454,14 @@ class _Sharding(torch.fx.Interpreter):
         return tuple(
             _distributed(t, self._mesh, tuple(lead), w) for t, w in zip(made, whole, strict=True)
         )
+
+    def _splits_alike(self, tensors: Sequence[DTensor], dim: int) -> bool:
+        """Whether each rank's part of a dimension belongs to the same part of the others'."""
+        # Heads of keys may be fewer: each serves as many heads of queries, one after another.
+        sizes = {t.shape[dim] for t in tensors} if dim >= 0 else {1}
+        pairs = zip(tensors[0].placements, self._mesh.shape, strict=True)
+        num_parts = math.prod(size for p, size in pairs if _split_dim(p) == dim)
+        return len(sizes) == 1 or all(size % num_parts == 0 for size in sizes)
 
     def _as_operand(self, value: Any) -> Any:
         return self._wrapped(value) if isinstance(value, torch.Tensor) else value

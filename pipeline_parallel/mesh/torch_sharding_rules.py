@@ -119,6 +119,7 @@ class Rules:
 
     def fits(self, tensor: torch.Tensor, layout: Layout) -> bool:
         """Whether each rank gets equally much of a tensor."""
+        # The program of all ranks is one, so their shapes have to be equal.
         if not layout.is_split:
             return True
         if layout.dim >= tensor.dim():
@@ -134,10 +135,12 @@ class Rules:
         rows = self._rows(node, occurrences, len(results))
         tensors = [t[0] if (t := tensors_of(n)) else None for n in operands]
         whole = Way(tuple(None if t is None else WHOLE for t in tensors), (WHOLE,) * len(results))
+        # Rules of some operators lack it, and every rank can always compute the whole.
         found = {whole: None}
         for outputs, inputs in rows:
             by_node: dict[torch.fx.Node, Layout] = {}
             for operand, one in zip(occurrences, inputs, strict=True):
+                # A tensor that is given twice (x * x) is brought to one layout.
                 if one is None or by_node.setdefault(operand, one) != one:
                     break
             else:

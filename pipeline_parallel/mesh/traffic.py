@@ -57,7 +57,7 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """What a step over a mesh does. ``print(parallel.plan)`` shows it.
+    """Shows the plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it.
 
     Attributes:
         layouts: what lies where.
@@ -83,6 +83,7 @@ class ShardedStep:
 
 def traffic_text(collectives: tuple[Collective, ...]) -> str:
     """Returns a table: of each kind of place, how many collectives there are, and their bytes."""
+    # Blocks move alike, so a part of the program has one row whatever the number of its calls.
     places = set((c.part, c.path) for c in collectives)
     rows: dict[tuple[str, str, str], tuple[int, int]] = {}
     for one in collectives:
