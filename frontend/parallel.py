@@ -18,6 +18,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ..pipeline_parallel.process_groups import Ranks
+from ..recompute.policy import Budget, Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
@@ -51,6 +52,7 @@ def parallelize(
     memory_bytes_per_rank: int | None = None,
     micro_batches: int = 1,
     loss_fn: LossFunction | None = None,
+    recompute: Policy = None,
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
 ) -> ParallelStep:
@@ -76,6 +78,7 @@ def parallelize(
             optimizer state (two tensors of a parameter's size) and what is saved for backward.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
+        recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
 
@@ -93,6 +96,11 @@ def parallelize(
     check_example("parallelize", model, args)
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    if isinstance(recompute, Budget):
+        raise PlanError(
+            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
+            'mesh takes recompute="selective" or "full".'
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             "A mesh is of several processes, and torch.distributed is not initialized. Start the "
@@ -122,7 +130,7 @@ def parallelize(
     else:
         made = given_plan(modules, mesh, plan or {}, marks, leaves)
         planner = partial(_given, made)
-    options = Options(reuse=reuse, backend=backend, recompute=None, cache="disk", target=None)
+    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     goal = step_goal(Batching(micro_batches, "forward_first"))
     goal = replace(goal, on_mesh=OnMesh(mesh, planner))
     compiler = Compiler(options)

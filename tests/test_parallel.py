@@ -111,6 +111,25 @@ def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(ba
     assert run_in_threads(2, train) == [[], []]
 
 
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.sweep(keep="full")
+def test_what_is_computed_again_gives_what_one_process_gives_and_less_is_saved(policy: Any) -> None:
+    def train(rank: int) -> list[str]:
+        return far_off(tiny(), mesh_of(fsdp=2), None, recompute=policy, backend="eager")
+
+    assert run_in_threads(2, train) == [[]] * 2
+    options: dict[str, Any] = {"plan": MEGATRON, "backend": "eager"}
+    with one_of_many(4):
+        peaks = []
+        for one in (None, policy):
+            mesh = mesh_of(fsdp=2, tp=2)
+            made = lazyinline.parallelize(tiny(4), tokens(), recompute=one, mesh=mesh, **options)
+            peaks.append(made.last_report.peak_bytes)
+        assert peaks[1] < peaks[0]
+    with pytest.raises(lazyinline.PlanError, match="a rank's is not"):
+        lazyinline.parallelize(tiny(), tokens(), mesh=None, recompute=lazyinline.Budget(fraction=1))
+
+
 def test_micro_batches_and_tied_weights_give_what_one_process_gives() -> None:
     def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
         ids, _ = tokens(seed)
