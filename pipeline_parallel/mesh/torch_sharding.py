@@ -39,6 +39,7 @@ _VIEWS = frozenset(
     }
 )
 _LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATEN.clone.default})
+_CAT = _ATEN.cat.default
 _DROPOUT = _ATEN.native_dropout.default
 _EMBEDDING, _GATHER = _TABLES = _ATEN.embedding.default, _ATEN.gather.default
 _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
@@ -272,6 +273,8 @@ class _Sharding(torch.fx.Interpreter):
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # an item of a tuple
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_operand)  # type: ignore[misc]
+        if target is _CAT:  # rules of PyTorch 2.13 split an empty operand (a new cache), too
+            args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
         if target in _ATTENTION and (made := self._attention(node, args, kwargs)) is not None:
             return made
         if target in _TABLES and (made := self._looked_up(target, args)) is not None:

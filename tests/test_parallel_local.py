@@ -1,0 +1,167 @@
+"""A plan of 2 x 4 ranks run in one process: the local program on PyTorch's ``LocalTensor``."""
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import relative_error
+from decoders import DecoderConfig, GptDecoder
+from parallel_models import MEGATRON, mesh_of, tiny
+from rank_threads import one_of_many
+from torch import Tensor, nn
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lazyinline
+from lazyinline.frontend.passes.programs import tensor_name
+from lazyinline.pipeline_parallel.mesh import torch_collectives
+from lazyinline.reuse.ir.leaf import interpret
+from lazyinline.reuse.ir.program import tensor_type
+
+RANKS = 8
+
+
+class Experts(nn.Module):
+    """Feed-forward networks of which a router weighs two for each token."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = self.router(x).softmax(-1)
+        best = chance.topk(2).indices
+        weight = chance * torch.zeros_like(chance).scatter(-1, best, 1.0)
+        hidden = F.silu(torch.einsum("btd,edf->ebtf", x, self.up))
+        return torch.einsum("ebtf,efd,bte->btd", hidden, self.down, weight)
+
+
+def mixture() -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny()
+    for layer in model.layers:
+        layer.down = nn.Sequential(layer.down, Experts().double())  # type: ignore[arg-type]
+    return model
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    config = DecoderConfig(2, hidden=16, num_heads=4, ffn=32, vocab=32, seq=8)
+    return GptDecoder(config).double()
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).double()
+
+
+LLAMA = {
+    "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+}
+MIXTURE = {**MEGATRON, "layers.*.down.0": RowwiseParallel()}
+del MIXTURE["layers.*.down"]
+GPT = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
+def part_of(tensor: Tensor, layout: Sequence[Any], rank: int) -> Tensor:
+    """A rank's part of a tensor on the mesh of 2 x 4."""
+    for placement, size, place in zip(layout, (2, 4), divmod(rank, 4), strict=False):
+        if placement.is_shard():
+            tensor = tensor.tensor_split(size, placement.dim)[place]
+    return tensor
+
+
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "own": (tiny, MEGATRON),
+    "gpt": (gpt, GPT),
+    "llama": (llama, LLAMA),
+    "mixture": (mixture, MIXTURE),
+}
+
+
+def ids(seed: int = 0) -> Tensor:
+    return torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(seed))
+
+
+class Emulated(TorchDispatchMode):
+    """Runs collectives of ours as functional ones, which ``LocalTensorMode`` has for all ranks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in torch_collectives.COLLECTIVES:
+            return func(*args, **(kwargs or {}))
+        name = FUNCTIONAL[str(func).split(".")[1]]
+        made = getattr(torch.ops._c10d_functional, name)(*args[:-1])
+        return torch.ops._c10d_functional.wait_tensor(made)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(keep=["gpt", "llama"])
+def test_five_steps_of_eight_ranks_give_what_one_process_gives(name: str) -> None:
+    # Nothing here is cut by a rank's place in the mesh, which its program would name as a number.
+    make, plan = MODELS[name]
+    model = make()
+    alone, users = copy.deepcopy(model), list(inspect.signature(model.forward).parameters)
+    users = ["input_ids", "labels"] if name == "llama" else users
+    with one_of_many(RANKS):
+        mesh = mesh_of(data=2, tensor=4)
+        batch = dict.fromkeys(users, ids())
+        made = lazyinline.parallelize(model, (), batch, mesh=mesh, plan=plan, backend="eager")
+        assert made.plan.num_bytes
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for seed in range(5):
+            optimizer.zero_grad()
+            output = alone(**dict.fromkeys(users, ids(seed)))
+            expected = output if isinstance(output, Tensor) else output.loss
+            expected.backward()
+            losses, gradients = on_all_ranks(made, alone, ids(seed))
+            for loss in losses.values():
+                assert relative_error(loss, expected.detach()) < 1e-5
+            for parameter, layout, found in gradients:
+                for rank, own in found.items():
+                    assert relative_error(own, part_of(parameter.grad, layout, rank)) < 1e-5
+            optimizer.step()
+
+
+def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list[Any]]:
+    """Runs one step's program on the parameters of another model.
+
+    Returns the loss of each rank; and parameter, layout and gradient of each rank, by parameter.
+    """
+    layouts, step, parameters = made._layout_of, made._step, dict(alone.named_parameters())
+    inputs = [(tokens, layouts.batch[user]) for user in step.batch[0]]
+    for source in step.model:
+        name = tensor_name(source.name)
+        tensor = parameters.get(name, source.tensor)
+        inputs.append((tensor.detach(), layouts.parameters.get(name, ())))
+    inputs.append((torch.ones((), dtype=tensor_type(step.program.inputs[-1]).dtype), ()))
+    local = [
+        LocalTensor({rank: part_of(tensor, layout, rank).contiguous() for rank in range(RANKS)})
+        for tensor, layout in inputs
+    ]
+    with torch.no_grad(), LocalTensorMode(RANKS), Emulated():
+        loss, *gradients = interpret(step.program, local)
+    trained = [tensor_name(step.model[at].name) for at in step.gradients]
+    rows = [
+        (parameters[name], layouts.parameters[name], gradient._local_tensors)
+        for name, gradient in zip(trained, gradients, strict=False)
+    ]
+    return loss._local_tensors, rows
