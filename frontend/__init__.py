@@ -29,6 +29,7 @@ dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
+fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
 measure              ``measure`` and ``lazyinline bench``
 advise               ``advise(model)``
 commands             what the commands do

@@ -16,6 +16,7 @@ from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded
 from ..reuse.process import own_places
 from .advise import advise
+from .fit import fit
 from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
 from .measure import DEFAULT_LAYERS, bench, decoder, measure, to_json
 from .onnx.export import export_onnx
@@ -138,6 +139,26 @@ def run_advise(options: argparse.Namespace) -> None:
     print(advise(model, args, kwargs, train=train, backend=options.backend))
 
 
+def run_fit(options: argparse.Namespace) -> None:
+    """Runs ``fit``: prints what a rank of a mesh holds."""
+    model, args, kwargs = load_target(options.model)
+    found = fit(
+        model,
+        args,
+        kwargs,
+        mesh=dict(options.mesh),
+        target=options.target,
+        plan="auto" if options.plan == "auto" else None,
+        memory_bytes_per_rank=options.memory_gib and int(options.memory_gib * 2**30),
+        micro_batches=options.micro_batches,
+        recompute=options.recompute,
+        optimizer_tensors=options.optimizer_tensors,
+    )
+    print(found)
+    if options.show:
+        print(found.step)
+
+
 def run_cache(options: argparse.Namespace) -> None:
     """Runs ``cache``: prints what the on-disk cache holds, or empties it."""
     try:
@@ -161,6 +182,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "bench": run_bench,
     "cache": run_cache,
     "export": run_export,
+    "fit": run_fit,
     "inspect": run_inspect,
     "report": run_report,
 }

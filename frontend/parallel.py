@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
 from ..autodiff.training_program import StepProgram
+from ..backend.gpu.targets import target_named
 from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
@@ -34,9 +35,10 @@ from .compiler import PASSES, Compiler, made_by
 from .guards.guard import Guard
 from .marks import shard_mark
 from .options import Batching, Options
+from .passes.mesh import sharded_step
 from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
-from .passes.state import Compilation, OnMesh, Subject, between, run, step_goal
+from .passes.state import Compilation, Goal, OnMesh, Subject, between, run, step_goal
 from .pipeline import Batch
 from .training_step import LossFunction, LossModel
 
@@ -108,15 +110,32 @@ def parallelize(
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import Pins, check_mesh, given_plan
+    from ..pipeline_parallel.mesh.given import check_mesh
 
     check_mesh(mesh)
     _check_devices(model, mesh)
     check_runnable(model)
     batch = Batch((args, kwargs or {}), micro_batches)
-    first = batch.first_micro_batch()
-    leaves, _ = torch_pytree.flatten(first)
-    modules = [(path, module) for path, module in walk_modules(model)]
+    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    goal = step_goal(Batching(micro_batches, "forward_first"))
+    subject = Subject(LossModel(model, loss_fn), *batch.first_micro_batch())
+    state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options)
+    return ParallelStep(model, batch, state)
+
+
+def step_on_mesh(
+    subject: Subject,
+    goal: Goal,
+    mesh: Any,
+    plan: Mapping[str, Any] | Literal["auto"] | None,
+    memory_bytes_per_rank: int | None,
+    options: Options,
+) -> Compilation:
+    """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
+    from ..pipeline_parallel.mesh.given import Pins, given_plan
+
+    assert isinstance(subject.model, LossModel)
+    modules = [(path, module) for path, module in walk_modules(subject.model.model)]
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
     if plan == "auto":
         if marks:
@@ -124,25 +143,22 @@ def parallelize(
                 f"{marks[0][0] or 'The model'} has a mark of lazyinline.shard, which plan='auto' "
                 "does not take yet. Leave out the marks, or give a plan."
             )
-        planner = partial(_found, mesh, memory_bytes_per_rank)
+        planner = partial(_found, mesh, memory_bytes_per_rank, options.target)
     elif memory_bytes_per_rank is not None:
         raise PlanError("memory_bytes_per_rank= is for plan='auto'.")
     else:
-        made = given_plan(modules, mesh, plan or {}, marks, leaves)
-        planner = partial(_given, made)
-    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    goal = step_goal(Batching(micro_batches, "forward_first"))
-    goal = replace(goal, on_mesh=OnMesh(mesh, planner))
-    compiler = Compiler(options)
-    state = compiler.started(Subject(LossModel(model, loss_fn), *first), goal)
-    return ParallelStep(model, batch, state)
+        leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
+        planner = partial(_given, given_plan(modules, mesh, plan or {}, marks, leaves))
+    return Compiler(options).started(subject, replace(goal, on_mesh=OnMesh(mesh, planner)))
 
 
 def _given(plan: MeshPlan, step: StepProgram) -> MeshPlan:
     return plan
 
 
-def _found(mesh: Any, memory_bytes_per_rank: int | None, step: StepProgram) -> MeshPlan:
+def _found(
+    mesh: Any, memory_bytes_per_rank: int | None, target: str | None, step: StepProgram
+) -> MeshPlan:
     """Finds the plan of a step."""
     from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
 
@@ -151,7 +167,9 @@ def _found(mesh: Any, memory_bytes_per_rank: int | None, step: StepProgram) -> M
         if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
             note_examples(closure)
     rates = CUDA if mesh.device_type == "cuda" else CPU
-    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, mesh.device_type)
+    rates = target_named(target).rates if target else rates
+    device_type = "cuda" if target else mesh.device_type
+    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type)
     # What is split in several parts is gathered by what runs the plan, so it is not planned with.
     found = find_plan(step, axes, rates, memory_bytes_per_rank=memory_bytes_per_rank, strided=False)
     lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
@@ -199,13 +217,13 @@ class ParallelStep:
         state = self._compiled(state)
         assert isinstance(state.runs, PlannedProgram)
         assert state.mesh_plan is not None
-        from ..pipeline_parallel.mesh.traffic import ShardedStep, collectives_of
-
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
-        self.plan = ShardedStep(state.mesh_plan, collectives_of(self._step.program))
+        self.plan = sharded_step(state)
         text = "Ranks have different plans, so their collectives would not meet"
-        plan = torch.tensor(list(str(self.plan).encode()), dtype=torch.uint8, device="cpu")
+        # The search for a plan of memory ends by time, so that may differ.
+        moved = str(replace(self.plan, memory=None))
+        plan = torch.tensor(list(moved.encode()), dtype=torch.uint8, device="cpu")
         self._ranks.check_same_values({"plan": plan}, text)
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]

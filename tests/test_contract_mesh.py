@@ -1,12 +1,14 @@
 """Contract with DTensor and its collectives: what ``pipeline_parallel/mesh/torch_*.py`` rely on.
 
-When a new torch breaks one of these, those two files are the ones to look at.
+When a new torch breaks one of these, those files are the ones to look at.
 """
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from contracts import contract
 from parallel_models import mesh_of
 from rank_threads import one_of_many, run_in_threads
@@ -18,6 +20,7 @@ from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     axes_of,
     with_own_collectives,
 )
+from lazyinline.pipeline_parallel.mesh.torch_offline import absent_ranks
 from lazyinline.pipeline_parallel.mesh.torch_sharding import has_rule
 
 pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -87,6 +90,19 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
     }[name]
     assert torch.equal(first, expected[0])
     assert torch.equal(second, expected[1])
+
+
+@contract("torch.testing._internal.distributed.fake_pg")
+def test_ranks_can_be_absent_and_collectives_over_them_move_nothing() -> None:
+    before = sys.excepthook
+    for _ in range(2):  # the group ends with it
+        with absent_ranks({"data": 2, "tensor": 512}) as mesh:
+            assert mesh.size() == 1024 and list(mesh.get_coordinate() or ()) == [0, 0]
+            assert set(axes_of(mesh).values()) == {"data", "tensor"}
+            x = torch.ones(2)
+            dist.all_reduce(x, group=mesh.get_group("data"))
+            assert torch.equal(x, torch.ones(2))
+        assert not dist.is_initialized() and sys.excepthook is before
 
 
 def test_groups_of_a_mesh_have_names() -> None:

@@ -12,10 +12,10 @@ import lazyinline
 # Changing this list changes what users may rely on: say so in CHANGELOG.md.
 NAMES = """
     Advice Budget CacheError CaptureError CompileReport CompiledModule DecompositionError
-    ExportError ExportReport LazyInlineError MeasureReport ParallelStep Pipeline PipelineError
+    ExportError ExportReport Fit LazyInlineError MeasureReport ParallelStep Pipeline PipelineError
     PlanError
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
-    compile_step decomposition export_onnx func last_report lazy_inline measure parallelize
+    compile_step decomposition export_onnx fit func last_report lazy_inline measure parallelize
     pipeline place primitives recompute shard stage
 """
 PUBLIC = set(NAMES.split())

@@ -183,8 +183,7 @@ class GpuBackend:
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Writes the kernels of each leaf, and records what launches them."""
         moved = [moved_leaf(leaf, self.target.device) for leaf in leaves]
-        made = [leaf for leaf in moved if leaf.num_nodes > 0 and update_of(leaf) is None]
-        written = [leaf for leaf in made if _has_compiler(leaf)]
+        written = [leaf for leaf in moved if _wants_compiler(leaf) and update_of(leaf) is None]
         with gpu_described(self.target):
             modules = [leaf.module for leaf in written]
             wrappers = dict(

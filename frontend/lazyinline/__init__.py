@@ -18,6 +18,7 @@ check_supported()  # first: what follows names what only some versions of PyTorc
 import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
+from lazyinline.frontend.fit import Fit, fit
 from lazyinline.frontend.inspection import capture
 from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
@@ -55,6 +56,7 @@ __all__ = [
     "DecompositionError",
     "ExportError",
     "ExportReport",
+    "Fit",
     "LazyInlineError",
     "MeasureReport",
     "ParallelStep",
@@ -73,6 +75,7 @@ __all__ = [
     "compile_step",
     "decomposition",
     "export_onnx",
+    "fit",
     "func",
     "last_report",
     "lazy_inline",

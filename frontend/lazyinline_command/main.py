@@ -194,6 +194,33 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=_BACKENDS, default="inductor")
 
 
+def _add_fit(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what each rank of a mesh holds in a training step, and whether it fits: compiles and "
+        "plans the program of one, without data, a GPU or another process. What the names of the "
+        "mesh's dimensions mean: docs/parallel.md."
+    )
+    add = parser.add_argument
+    add("model", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs); args: the whole batch")
+    add("--mesh", type=_mesh, required=True, metavar="NAME=SIZE,...", help="such as fsdp=8,tp=2")
+    add("--target", required=True, metavar="GPU", help="of each rank, such as cuda:sm_90")
+    help_ = "auto: found without a mark; marked (default): by names of dimensions, and by marks"
+    add("--plan", choices=("auto", "marked"), default="marked", help=help_)
+    add("--memory-gib", type=float, metavar="GIB", help="of a rank; default: the GPU's")
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
+    add("--recompute", choices=("full", "selective"))
+    help_ = "of a parameter's size that the optimizer holds; default 2, as AdamW"
+    add("--optimizer-tensors", type=int, default=2, metavar="N", help=help_)
+    add("--show", action="store_true", help="print the plan and what is moved as well")
+
+
+def _mesh(text: str) -> tuple[tuple[str, int], ...]:
+    axes = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdecimal() and int(size) for name, _, size in axes):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form fsdp=8,tp=2")
+    return tuple((name, int(size)) for name, _, size in axes)
+
+
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Derivatives, kernels and memory plans that later processes start from. "
@@ -224,6 +251,7 @@ _COMMANDS = {
     "inspect": ("print the program of a model", _add_inspect),
     "export": ("write a model as an ONNX file", _add_export),
     "advise": ("which classes to mark, and what is in the way", _add_advise),
+    "fit": ("what each rank of a mesh would hold, and whether it fits", _add_fit),
     "report": ("a page on how a model is compiled", _add_report),
     "cache": ("what earlier compiles left on disk", _add_cache),
     "completion": ("complete this command in a shell", _add_completion),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...autodiff.traces.torch_make_fx import Decompositions
+from ...backend.run.planned import PlannedProgram
 from ...pipeline_parallel.mesh.plan import Placements
-from ...reuse.ir.program import Leaf
+from ...reuse.ir.program import Leaf, Value, tensor_type
 from .programs import tensor_name
-from .state import State, compile_pass
+from .state import Compilation, State, compile_pass
+
+if TYPE_CHECKING:
+    from ...pipeline_parallel.mesh.traffic import ShardedStep
 
 
 @compile_pass(
@@ -55,3 +61,27 @@ def shard(state: State) -> State:
         programs={"step": program},
         mesh_plan=replace(plan, whole=tuple(sharder.whole)),
     )
+
+
+def sharded_step(state: Compilation) -> ShardedStep:
+    """Returns the plan of a linked step over a mesh, what it moves, and what a rank holds."""
+    from ...pipeline_parallel.mesh.traffic import RankMemory, ShardedStep, collectives_of
+
+    step, runs = state.step, state.runs
+    assert state.mesh_plan is not None
+    assert isinstance(runs, PlannedProgram)
+    num_batch, num_losses = sum(map(len, step.batch)), len(step.batch)
+    inputs, outputs = step.program.inputs, step.program.outputs
+    gradients = _num_bytes(outputs[num_losses : num_losses + len(step.gradients)])
+    memory = RankMemory(
+        _num_bytes(inputs[num_batch:-1]),
+        gradients,
+        _num_bytes((*inputs[:num_batch], inputs[-1])),
+        runs.plan.peak_bytes - gradients,
+        runs.outside_bytes,
+    )
+    return ShardedStep(state.mesh_plan, collectives_of(step.program), memory)
+
+
+def _num_bytes(values: Sequence[Value]) -> int:
+    return sum(tensor_type(value).num_bytes for value in values)

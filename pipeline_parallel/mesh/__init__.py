@@ -13,5 +13,6 @@ table                 a found plan as text
 torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
 torch_collectives     adapter: collectives as operators whose results a plan of memory places
 sharded               a program of local shapes, each different leaf once, split at its collectives
-traffic               the collectives of a step, and the bytes that they move
+traffic               what one rank moves and holds: collectives of a step, and its memory
+torch_offline         adapter: a mesh of ranks that are not there
 """

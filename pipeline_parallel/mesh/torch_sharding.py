@@ -49,10 +49,12 @@ _MEAN, _SUM = 1, 2
 # Where DTensor keeps its rules, in the versions there are.
 _RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 # Each row and head of attention is computed alone: sharded along these, it is a local operator.
-_ATTENTION: dict[Any, int] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 2,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
-}
+ATTENTION = frozenset(
+    getattr(_ATEN, f"_scaled_dot_product_{name}").default
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+    for name in (kind, f"{kind}_backward")
+)
+_ROWS_AND_HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,7 @@ def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> Tenso
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
     shape = tuple(int(size) for size in shape)
-    order = sorted(range(len(shape)), key=lambda d: (-type_.stride[d], d))
-    packed = contiguous_stride(tuple(shape[d] for d in order))
-    stride = tuple(packed[order.index(d)] for d in range(len(shape)))
+    stride = _stride_like(type_.stride, shape)
     return TensorType(type_.dtype, shape, stride, type_.device)
 
 
@@ -223,8 +223,11 @@ class _Sharding(torch.fx.Interpreter):
             return result
         if isinstance(result, torch.Tensor):
             return self._at(self._wrapped(result), layouts.outputs[0])
-        made = zip(map(self._wrapped, result), layouts.outputs, strict=True)
-        return tuple(t if t is None else self._at(t, layout) for t, layout in made)
+        planned = iter(layouts.outputs)  # of the tensors: attention on a GPU gives numbers as well
+        return tuple(
+            self._at(self._wrapped(t), next(planned)) if isinstance(t, torch.Tensor) else t
+            for t in result
+        )
 
     def _on_own_mesh(self, tensor: DTensor) -> DTensor:
         if tensor.device_mesh is self._mesh:
@@ -275,7 +278,7 @@ class _Sharding(torch.fx.Interpreter):
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_operand)  # type: ignore[misc]
         if target is _CAT:  # rules of PyTorch 2.13 split an empty operand (a new cache), too
             args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
-        if target in _ATTENTION and (made := self._attention(node, args, kwargs)) is not None:
+        if is_local_attention(node) and (made := self._attention(args, kwargs, target)) is not None:
             return made
         if target in _TABLES and (made := self._looked_up(target, args)) is not None:
             return made
@@ -426,12 +429,12 @@ class _Sharding(torch.fx.Interpreter):
         layout = tuple(Partial() if p.is_shard() else p for p in lead)
         return _distributed(made, self._mesh, layout, zeros)
 
-    def _attention(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+    def _attention(self, args: Any, kwargs: Any, target: Any) -> Any:
         """Runs attention on this rank's rows and heads; None where they are not split so."""
         mask = kwargs.get("attn_mask")
-        tensors = [a for a in args if isinstance(a, DTensor)]
-        lead, dims = tensors[0].placements, _ATTENTION[node.target]
-        if not all(p.is_replicate() or 0 <= _split_dim(p) < dims for p in lead):
+        tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
+        lead = tensors[0].placements
+        if not all(p.is_replicate() or 0 <= _split_dim(p) < _ROWS_AND_HEADS for p in lead):
             return None
         if not all(self._splits_alike(tensors, dim) for dim in map(_split_dim, lead)):
             return None
@@ -441,6 +444,8 @@ class _Sharding(torch.fx.Interpreter):
         def local(value: Any) -> Any:
             if not isinstance(value, DTensor):
                 return value
+            if not has_rows(value) and value is not mask:
+                return self._at(value, self._replicated).to_local()
             own = value is mask  # which says the same of all rows or heads, where it has one
             layout = (
                 Replicate() if own and p.is_shard() and _is_single(value, _split_dim(p)) else p
@@ -448,14 +453,15 @@ class _Sharding(torch.fx.Interpreter):
             )
             return self._at(value, tuple(layout)).to_local()
 
-        target: Any = node.target
         own_args, own_kwargs = torch.fx.node.map_aggregate((args, kwargs), local)  # type: ignore[misc]
         made = target(*own_args, **own_kwargs)
         # What one process would get says how large the whole results are.
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc]
         whole = target(*args, **kwargs)
+        # On a GPU results lie as operands do, and with them are numbers and a generator's state.
         return tuple(
-            _distributed(t, self._mesh, tuple(lead), w) for t, w in zip(made, whole, strict=True)
+            _distributed(_in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
+            for t, w in zip(made, whole, strict=True)
         )
 
     def _splits_alike(self, tensors: Sequence[DTensor], dim: int) -> bool:
@@ -486,6 +492,22 @@ class _Sharding(torch.fx.Interpreter):
         return tensor.redistribute(self._mesh, layout)
 
 
+def is_local_attention(node: torch.fx.Node) -> bool:
+    """Whether an operator is attention that each rank can compute of its rows and heads."""
+    target: Any = node.target
+    if target not in ATTENTION:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    # Dropout draws a mask of the whole.
+    return not given.get("dropout_p") and given.get("attn_bias") is None
+
+
+def has_rows(value: Any) -> bool:
+    """Whether what attention takes or gives has rows and heads."""
+    return isinstance(value, torch.Tensor) and value.dim() > _ROWS_AND_HEADS
+
+
 def _split_dim(placement: Any) -> int:
     """Returns the dimension that a placement splits; -1 where it splits none."""
     return placement.dim if isinstance(placement, Shard) else -1
@@ -510,6 +532,17 @@ def _without_data(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a packed tensor of a shape, its axes in the order of other strides."""
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    packed = contiguous_stride(tuple(shape[d] for d in order))
+    return tuple(packed[order.index(d)] for d in range(len(shape)))
+
+
+def _in_order_of(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return _laid_out(local, _stride_like(whole.stride(), tuple(local.shape)))
 
 
 def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -22,9 +22,7 @@ from torch.fx.node import map_arg
 
 from ...reuse.ir.costs import tensors_of
 from .layouts import SUM, WHOLE, Layout, split
-
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from .torch_sharding import has_rows, is_local_attention
 
 _ADD_ROWS = torch.ops.aten._unsafe_masked_index_put_accumulate.default
 _FULL = torch.ops.aten.full.default
@@ -159,14 +157,15 @@ class Rules:
     ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
         """Yields layouts of results and of operands, as the tables have them."""
         target: Any = node.target
-        if target in (_ATTENTION, _ATTENTION_BACKWARD):
-            for dim in (0, 1):  # as for other devices: by sequence or by head
-                full = [len(tensors_of(n)[0].shape) >= 3 for n in occurrences]
+        if is_local_attention(node):
+            for dim in (0, 1):  # by sequence or by head
+                full = [has_rows(tensors_of(n)[0]) for n in occurrences]
                 masks = [n is node.kwargs.get("attn_mask") for n in occurrences]
-                inputs = [
+                made = [split(dim) if has_rows(t) else WHOLE for t in tensors_of(node)]
+                inputs = (
                     split(dim) if f and not m else WHOLE for f, m in zip(full, masks, strict=True)
-                ]
-                yield [split(dim)] * num_results, list(inputs)
+                )
+                yield list(made), list(inputs)
         elif node.target is _ADD_ROWS and _is_zero(node.args[0]):
             # The gradient of an embedding: each rank adds up the rows that it has.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]

@@ -1,4 +1,4 @@
-"""The collectives of a local program: where they are, and the bytes that they move."""
+"""What one rank moves and holds: the collectives of a local program, and its memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.fx
 from ...reuse.ir.program import Composite, Leaf, Program
 from ...reuse.ir.types import TensorType
 from .plan import MeshPlan
+from .table import bytes_text
 from .torch_collectives import COLLECTIVES
 
 
@@ -56,16 +57,50 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
 
 
 @dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds while a step runs, in bytes.
+
+    Attributes:
+        parameters: its parts of parameters and buffers.
+        gradients: its parts of gradients, for which the arena has a place until the next step.
+        batch: its rows of the batch.
+        arena: what else is planned: activations, what collectives make, scratch.
+        launches: most at one time that launches allocate themselves.
+        optimizer: the optimizer's tensors, where they are known.
+        outside: what PyTorch does not count, where it is known.
+    """
+
+    parameters: int
+    gradients: int
+    batch: int
+    arena: int
+    launches: int
+    optimizer: int = 0
+    outside: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        parts = (f"{name} {bytes_text(size)}" for name, size in vars(self).items() if size)
+        return f"a rank holds {bytes_text(self.num_bytes)}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
 class ShardedStep:
     """Shows the plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it.
 
     Attributes:
         layouts: what lies where.
         collectives: in the order in which they run.
+        memory: of one rank.
     """
 
     layouts: MeshPlan
     collectives: tuple[Collective, ...]
+    memory: RankMemory | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +109,7 @@ class ShardedStep:
 
     def __str__(self) -> str:
         lines = [str(self.layouts), traffic_text(self.collectives)]
+        lines += [] if self.memory is None else [str(self.memory)]
         if self.layouts.table:
             lines += ["", self.layouts.table]
         if self.layouts.whole:

@@ -1,0 +1,146 @@
+"""``lazyinline.fit``: what a rank of a mesh holds, without the others; what one really holds."""
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from decoders import Decoder, DecoderConfig
+from memory_events import memory_use
+from parallel_models import MEGATRON, mesh_of, tiny, tokens
+from rank_threads import one_of_many
+from torch import nn
+
+import lazyinline
+from lazyinline.backend.gpu.targets import GIB, target_named
+from lazyinline.frontend import commands
+from lazyinline.frontend import fit as fitting
+from lazyinline.frontend.fit import Fit
+from lazyinline.pipeline_parallel.mesh.plan import MeshPlan
+from lazyinline.pipeline_parallel.mesh.traffic import RankMemory, ShardedStep
+from lazyinline_command.main import main
+
+TARGET = "cuda:sm_90"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+
+def decoder() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A model on the meta device, and a batch of eight rows."""
+    with torch.device("meta"):
+        config = DecoderConfig(3, hidden=32, num_heads=2, vocab=64, seq=64, batch=8)
+        ids = torch.zeros(8, 64, dtype=torch.long)
+        return Decoder(config).bfloat16(), (ids, ids)
+
+
+@needs_triton
+def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed() -> None:
+    model, args = decoder()
+    before = torch.get_rng_state(), sys.excepthook
+    found = lazyinline.fit(model, args, mesh={"fsdp": 4}, target=TARGET, micro_batches=2)
+    assert torch.equal(torch.get_rng_state(), before[0]) and sys.excepthook is before[1]
+    assert not dist.is_initialized()
+    held, trained = found.memory, sum(p.numel() * 2 for p in model.parameters())
+    tables = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert held.gradients * 4 == trained and held.optimizer == 2 * held.gradients
+    assert held.parameters - held.gradients == tables
+    assert held.batch - 4 <= 8 * 64 * 8 // 4 * 2 <= held.batch
+    assert found.fits and found.instead is None
+    assert not found.step.layouts.whole  # attention is computed on a rank's rows
+    assert found.seconds > 0
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+def as_if(gib: float, seconds: float, way: str) -> Fit:
+    """What would be said of a step that holds so much; nothing is compiled."""
+    memory = RankMemory(int(gib * GIB), 0, 0, 0, 0)
+    step = ShardedStep(MeshPlan((("fsdp", 2),)), (), memory)
+    return Fit(target_named(TARGET), 80 * GIB, way, step, memory, seconds)
+
+
+@pytest.mark.parametrize(
+    ("auto_s", "fastest"), [(3.0, "given selective"), (2.0, "auto None"), (None, "given selective")]
+)
+def test_where_a_step_does_not_fit_the_fastest_that_does_is_named(
+    auto_s: float | None, fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(self: Any, plan: Any, recompute: str | None, room_bytes: int | None = None) -> Fit:
+        if plan != "auto":
+            gib = {None: 90, "selective": 70, "full": 50}[recompute]
+            return as_if(gib, 2.5, f"given {recompute}")
+        if auto_s is None or room_bytes not in (None, 79 * GIB):
+            raise lazyinline.PlanError("nothing fits")
+        return as_if(81 if room_bytes is None else 80, auto_s, f"auto {recompute}")
+
+    monkeypatch.setattr(fitting._Offline, "fit", compiled)
+    model, args = decoder()
+    found = lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET)
+    assert not found.fits and found.way == "given None"
+    assert found.instead is not None and found.instead.way == fastest
+    assert "does NOT fit" in str(found) and "what fits:" in str(found)
+    monkeypatch.setattr(fitting._Offline, "fit", lambda *asked: as_if(90, 1, str(asked[2])))
+    nothing = lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET, recompute="full")
+    assert nothing.instead is None and "nothing that was tried fits" in str(nothing)
+
+
+@needs_triton
+@pytest.mark.sweep
+def test_what_fits_instead_is_compiled() -> None:
+    model, args = decoder()
+    options: dict[str, Any] = {"mesh": {"fsdp": 2}, "target": TARGET}
+    limit = lazyinline.fit(model, args, **options).memory.num_bytes - 1
+    found = lazyinline.fit(model, args, memory_bytes_per_rank=limit, **options)
+    assert found.memory.num_bytes == limit + 1
+    assert found.instead is not None and found.instead.fits
+
+
+def test_the_command_prints_what_fit_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fit(model: Any, args: Any, kwargs: Any, **options: Any) -> Fit:
+        asked.update(options)
+        return as_if(12, 1, "as asked")
+
+    monkeypatch.setattr(commands, "fit", fit)
+    given = ("--mesh", "fsdp=4,tp=2", "--target", TARGET, "--memory-gib", "40", "--show")
+    assert main(["fit", "test_fit:decoder", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "as asked" in printed and "in all: 0 collectives" in printed
+    assert asked["mesh"] == {"fsdp": 4, "tp": 2} and asked["plan"] is None
+    assert asked["memory_bytes_per_rank"] == 40 * GIB
+
+
+def test_what_cannot_be_asked_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model, args = decoder()
+    with one_of_many(2), pytest.raises(lazyinline.PlanError, match="is initialized"):
+        lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET)
+    with pytest.raises(lazyinline.PlanError, match="into 3 equal micro-batches"):
+        lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET, micro_batches=3)
+    with pytest.raises(SystemExit):
+        main(["fit", "test_fit:decoder", "--mesh", "fsdp=x", "--target", TARGET])
+    assert "not of the form fsdp=8,tp=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.sweep(keep=["None-{'fsdp': 2}", "full-{'data': 2, 'tp': 2}"])
+def test_a_rank_holds_what_its_plan_says(axes: dict[str, int], recompute: Any) -> None:
+    model = tiny(4, width=64).float()
+    plan = MEGATRON if "tp" in axes else None
+    with one_of_many(torch.Size(axes.values()).numel()):
+        parallel = lazyinline.parallelize(
+            model, tokens(), mesh=mesh_of(**axes), plan=plan, recompute=recompute, backend="eager"
+        )
+        said = parallel.plan.memory
+        assert said is not None and f"a rank holds {said}"
+        use = memory_use(lambda: parallel.step(*tokens()))
+        own = [p.to_local() for p in model.parameters()]  # type: ignore[attr-defined]
+        held = sum(t.numel() * t.element_size() for t in own)
+        assert said.parameters == held
+        measured = use.peak_bytes + held
+    assert abs(said.num_bytes - measured) <= 0.02 * measured, (said, measured)
