@@ -11,14 +11,15 @@ from link_tree import ROOT
 # several devices (frontend +200, backend +120), the host as a third choice (autodiff +80, recompute
 # +50), fused boundaries (reuse +350, frontend +60), comments that give reasons (frontend +20, reuse
 # +10), a step over a mesh (frontend +550, pipeline_parallel +1,510) and its plan found (frontend
-# +40, pipeline_parallel +1,990), what a rank holds (frontend +350, pipeline_parallel +110).
+# +40, pipeline_parallel +1,990), what a rank holds (frontend +350, pipeline_parallel +110),
+# collectives beside other work (pipeline_parallel +540, backend +10).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_448, 92),
+    "frontend": (24_450, 92),
     "reuse": (7_710, 29),
     "autodiff": (6_610, 26),
     "recompute": (1_300, 7),
-    "pipeline_parallel": (6_556, 26),
-    "backend": (12_220, 42),
+    "pipeline_parallel": (7_100, 28),
+    "backend": (12_230, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

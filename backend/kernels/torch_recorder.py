@@ -305,7 +305,7 @@ class _Recorder(TorchDispatchMode):
         leaves = tree_flatten(result)[0]
         made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
-        if new or func._schema.is_mutable:
+        if new or func._schema.is_mutable or _is_collective(func):
             returns: Returned = "tensor" if isinstance(result, torch.Tensor) else "tuple"
             self._note_operator(func, args, kwargs, (leaves, returns), new)
         return result
@@ -323,8 +323,8 @@ class _Recorder(TorchDispatchMode):
             self._launch(name, func, args, kwargs)
             return
         # Collectives of ours all have one.
-        is_own = getattr(func, "namespace", "") == "lazyinline"
-        out_form = func.overloadpacket.out if is_own else _OUT_FORMS.get(func)
+        own = _is_collective(func)
+        out_form = func.overloadpacket.out if own else _OUT_FORMS.get(func)
         if out_form is not None:
             self._add_buffer(new[0], "private")
             self._launch(name, out_form, args, {**kwargs, "out": new[0]})
@@ -376,9 +376,13 @@ class _Recorder(TorchDispatchMode):
         )
 
 
+def _is_collective(func: Any) -> bool:
+    return getattr(func, "namespace", "") == "lazyinline"
+
+
 def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
-    """Returns the buffers that may share memory: an elementwise sum and its first operand."""
-    if len(launches) != 1 or launches[0].function is not torch.ops.aten.add.out:
+    """Returns the buffers that may share memory: a sum, also over ranks, and its first operand."""
+    if len(launches) != 1 or launches[0].name not in ("add.Tensor", "lazyinline.all_reduce"):
         return ()
     first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]
     same = (first.dtype, first.shape, first.stride) == (total.dtype, total.shape, total.stride)

@@ -9,7 +9,7 @@ place that lasts until the next run.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -392,13 +392,25 @@ def _pin_results(layout: Layout, num_results: int) -> None:
     Outputs after the results are updates, which lie where the tensors lay that they replace.
     """
     part = layout.parts[-1]
-    taken: set[int] = set()
+    taken: dict[int, list[range]] = defaultdict(list)
     for index, placed in enumerate(part.outputs[:num_results]):
-        if layout.instances[placed.instance].kind != "arena" or placed.instance in taken:
+        own = _bytes_of(placed)
+        # Gradients that were reduced together lie one after another in one buffer.
+        free = all(own.stop <= r.start or r.stop <= own.start for r in taken[placed.instance])
+        if layout.instances[placed.instance].kind != "arena" or not free:
             placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
-        taken.add(placed.instance)
+            own = _bytes_of(placed)
+        taken[placed.instance].append(own)
     for instance in taken:
-        layout.instances[instance].death = layout.time
+        if taken[instance]:
+            layout.instances[instance].death = layout.time
+
+
+def _bytes_of(placed: Placed) -> range:
+    """Returns the bytes of its buffer that a tensor reaches over."""
+    reach = sum((n - 1) * s for n, s in zip(placed.shape, placed.stride, strict=True)) + 1
+    num_bytes = reach * placed.dtype.itemsize if 0 not in placed.shape else 0
+    return range(placed.offset_bytes, placed.offset_bytes + num_bytes)
 
 
 def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:

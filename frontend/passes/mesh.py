@@ -43,7 +43,7 @@ def shard(state: State) -> State:
     for name, lies in zip(names, held, strict=True):
         path, _, own = name.rpartition(".")
         result = plan.results.get(path) if own == "weight" else None
-        inputs.append(Layout(lies, plan.used(lies), result))
+        inputs.append(Layout(lies, plan.used(lies), result, given=True))
     inputs.append(Layout(whole))
     outputs: list[Placements] = [whole] * len(step.batch)
     outputs += [held[i] for i in (*step.gradients, *step.writes)]
@@ -70,6 +70,7 @@ def sharded_step(state: Compilation) -> ShardedStep:
     step, runs = state.step, state.runs
     assert state.mesh_plan is not None
     assert isinstance(runs, PlannedProgram)
+    (part,) = runs.layout.parts
     num_batch, num_losses = sum(map(len, step.batch)), len(step.batch)
     inputs, outputs = step.program.inputs, step.program.outputs
     gradients = _num_bytes(outputs[num_losses : num_losses + len(step.gradients)])
@@ -80,7 +81,7 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.plan.peak_bytes - gradients,
         runs.outside_bytes,
     )
-    return ShardedStep(state.mesh_plan, collectives_of(step.program), memory)
+    return ShardedStep(state.mesh_plan, collectives_of(step.program, part.launches), memory)
 
 
 def _num_bytes(values: Sequence[Value]) -> int:

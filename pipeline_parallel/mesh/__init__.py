@@ -11,8 +11,10 @@ problem               the choice of options as a linear program
 taken                 what was chosen, by operator and as a plan
 table                 a found plan as text
 torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
-torch_collectives     adapter: collectives as operators whose results a plan of memory places
-sharded               a program of local shapes, each different leaf once, split at its collectives
+torch_collectives     adapter: collectives as two operators, whose memory a plan places
+overlap               the order of a leaf's operators in which collectives run beside other work
+split                 a leaf split at its collectives, and a program's calls in order around those
+sharded               a program of local shapes, each different leaf once
 traffic               what one rank moves and holds: collectives of a step, and its memory
 torch_offline         adapter: a mesh of ranks that are not there
 """

@@ -1,9 +1,8 @@
 """A program of global shapes becomes this rank's program of local shapes, once per closure.
 
 Layouts flow through the calls from the inputs on. A leaf that is called with other layouts, or with
-another plan, is another sharded leaf; blocks that are called alike stay calls of one. A sharded
-leaf is split at its collectives, each of which is a leaf of its own, so that all ranks run them in
-the same order, whatever a backend does with what lies between.
+another plan, is another sharded leaf; blocks that are called alike stay calls of one. What a leaf
+gathers first is started one call earlier, and what it hands out reduced is waited for later.
 """
 
 from __future__ import annotations
@@ -28,18 +27,24 @@ from ...reuse.ir.program import (
     Program,
     Unpack,
     Value,
-    outputs_of,
+    tensor_type,
 )
+from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import RESHAPES, module_of
 from .plan import LeafPlan, NodeLayouts, Placements
-from .torch_collectives import COLLECTIVES, with_own_collectives
-from .torch_sharding import LocalGraph, local_graph, local_type, replicated
+from .split import Part, Schedule, in_closure, inlined, opened, split_at_collectives
+from .torch_collectives import with_own_collectives
+from .torch_sharding import local_graph, local_type, replicated
 
 _ATEN = torch.ops.aten
 _ADD, _EMBEDDING = _ATEN.add.Tensor, _ATEN.embedding.default
 _TRANSPOSES = (_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int)
 _PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that are reduced together, at least: ``bucket_cap_mb`` of PyTorch's data parallel."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,13 @@ class Layout:
         held: as it is stored.
         used: what it is brought to before a leaf computes with it; None takes it as it is.
         result: of a weight, how the result of its module is to lie.
+        given: whether it is there before the step begins, as parameters are.
     """
 
     held: Placements
     used: Placements | None = None
     result: Placements | None = None
+    given: bool = False
 
 
 Layouts = tuple[Layout, ...]
@@ -63,9 +70,10 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True)
 class Sharded:
-    """A closure of local shapes, and how its results lie, flat."""
+    """A closure of local shapes, which parts its calls are, and how its results lie, flat."""
 
     closure: Closure
+    parts: tuple[Part, ...]
     layouts: Layouts
 
 
@@ -106,29 +114,46 @@ class Sharder:
         ]
         given = [(layout,) for layout in inputs]
         local, layouts = self._program(program, types, given, everything)
-        calls, results = list(local.calls), []
-        for whole, value, (layout,), target in zip(
-            program.outputs, local.outputs, layouts, outputs, strict=True
-        ):
-            if layout.held != target:
-                call = self._moved(whole.type, value, layout, target)
-                calls.append(call)
-                (value,) = call.results
-            results.append(value)
-        return replace(local, calls=tuple(calls), outputs=tuple(results))
+        last, calls, values = opened(local)
+        moves = {
+            index: value
+            for index, (value, (layout,), target) in enumerate(
+                zip(values, layouts, outputs, strict=True)
+            )
+            if layout.held != target
+        }
+        buckets = _buckets(calls, moves)
+        results, schedule = list(values), Schedule(())
+        for place, call in enumerate(calls):
+            schedule.add(call)
+            if bucket := buckets.get(place):
+                whole = [program.outputs[i].type for i in bucket]
+                ways = [(layouts[i][0].held, outputs[i]) for i in bucket]
+                made = self._moved(whole, [moves[i].type for i in bucket], ways)
+                brought = _scheduled(schedule, made, [moves[i] for i in bucket], "")
+                for index, value in zip(bucket, brought, strict=True):
+                    results[index] = value
+        backward = in_closure(last.closure.name, schedule.finished(), set(results), last.path)
+        before = local.calls[: local.calls.index(last)]
+        return replace(local, calls=(*before, backward), outputs=tuple(results))
 
-    def _moved(self, type_: Type, value: Value, layout: Layout, target: Placements) -> Call:
-        """Returns the call that brings a value from one layout to another."""
-        assert isinstance(type_, TensorType)
-        graph = torch.fx.Graph()
-        graph.output((graph.placeholder("x"),))
-        key = ("moved", type_, value.type, layout.held, target)
+    def _moved(
+        self,
+        whole: Sequence[Type],
+        local: Sequence[Type],
+        ways: Sequence[tuple[Placements, Placements]],
+    ) -> Sharded:
+        """Returns what brings tensors from one layout to another, together."""
+        key = ("moved", *whole, *local, *ways)
         if key not in self._made:
-            leaf = Leaf("gathered", module_of(graph), (type_,), (type_,), ("x",), "aten")
-            plan = LeafPlan(outputs=(target,))
-            self._made[key] = self._leaf(leaf, plan, (value.type,), (layout,), frozenset())
-        closure = self._made[key].closure
-        return Call(closure, (value,), (Value(closure.output_types[0], value.hint),))
+            graph = torch.fx.Graph()
+            names = tuple(f"x{i}" for i in range(len(whole)))
+            graph.output(tuple(map(graph.placeholder, names)))
+            leaf = Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
+            plan = LeafPlan(outputs=tuple(target for _, target in ways))
+            layouts = tuple(Layout(held) for held, _ in ways)
+            self._made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
+        return self._made[key]
 
     def _program(
         self,
@@ -146,22 +171,19 @@ class Sharder:
             env[value] = (Value(type_, value.hint), layouts)
         local_inputs = tuple(env[v][0] for v in program.inputs)
         open_values = _values_that_may_be_partial(program, partial)
-        calls = []
+        schedule = Schedule(local_inputs)
         for call in program.calls:
             args = [env[v] for v in call.args]
             may = frozenset(i for i, v in enumerate(call.results) if v in open_values)
             made = self._call(call, args, may)
-            results = []
+            results = _scheduled(schedule, made, [v for v, _ in args], call.path, call)
             flat = iter(made.layouts)
-            for value, type_ in zip(call.results, made.closure.output_types, strict=True):
-                layouts = tuple(next(flat) for _ in flat_types([type_]))
-                results.append(Value(type_, value.hint))
-                env[value] = (results[-1], layouts)
-            operands = tuple(v for v, _ in args)
-            calls.append(replace(call, closure=made.closure, args=operands, results=tuple(results)))
+            for value, result in zip(call.results, results, strict=True):
+                layouts = tuple(next(flat) for _ in flat_types([result.type]))
+                env[value] = (result, layouts)
         outputs = tuple(env[v][0] for v in program.outputs)
         local = replace(
-            program, inputs=local_inputs, calls=tuple(calls), outputs=outputs, sources=()
+            program, inputs=local_inputs, calls=schedule.finished(), outputs=outputs, sources=()
         )
         return local, [env[v][1] for v in program.outputs]
 
@@ -176,11 +198,11 @@ class Sharder:
         types = tuple(v.type for v, _ in args)
         layouts = tuple(layout for _, flat in args for layout in flat)
         if isinstance(closure, Pack):
-            return Sharded(Pack(StructType(types)), layouts)
+            return Sharded(Pack(StructType(types)), (), layouts)
         if isinstance(closure, Unpack):
             (struct,) = types
             assert isinstance(struct, StructType)
-            return Sharded(Unpack(struct), layouts)
+            return Sharded(Unpack(struct), (), layouts)
         plan = self.plans.get(call, LeafPlan())
         nodes = frozenset(plan.nodes.items())
         key = (closure, types, layouts, partial, plan.inputs, plan.outputs, nodes)
@@ -204,6 +226,7 @@ class Sharder:
         body, results = self._program(closure.program, types, layouts, partial)
         return Sharded(
             Composite(closure.name, body, closure.input_names),
+            (),
             tuple(layout for flat in results for layout in flat),
         )
 
@@ -222,7 +245,7 @@ class Sharder:
                     "mesh. Leave what it takes whole on each rank."
                 )
             whole = Layout(replicated(self.mesh))
-            return Sharded(leaf, (whole,) * len(flat_types(leaf.output_types)))
+            return Sharded(leaf, (), (whole,) * len(flat_types(leaf.output_types)))
         wanted = plan.inputs or (None,) * len(layouts)
         used = tuple(w or layout.used for w, layout in zip(wanted, layouts, strict=True))
         made = local_graph(
@@ -237,7 +260,49 @@ class Sharder:
         self.whole.update(dict.fromkeys(made.whole))
         with_own_collectives(made.module, self.axes)
         results = tuple(map(Layout, made.output_layouts))
-        return Sharded(split_at_collectives(leaf, made, types), results)
+        # What is in a struct was saved: it is not there before the step begins.
+        flags = zip(grouped(layouts, types), types, strict=True)
+        known = [one.given and isinstance(t, TensorType) for g, t in flags for one in g]
+        parameters = [i for i, is_known in enumerate(known) if is_known]
+        return Sharded(*split_at_collectives(leaf, made, types, parameters), results)
+
+
+def _scheduled(
+    schedule: Schedule, made: Sharded, args: Sequence[Value], path: str, call: Call | None = None
+) -> Sequence[Value]:
+    """Adds the calls of a sharded closure; returns what they give."""
+    if made.parts:
+        assert isinstance(made.closure, Composite)
+        calls, results = inlined(made.closure.program, args, path)
+        for one, part in zip(calls, made.parts, strict=True):
+            schedule.add(one, part)
+        return results
+    hints = [v.hint for v in call.results] if call is not None else [""] * len(made.layouts)
+    values = tuple(map(Value, made.closure.output_types, hints))
+    schedule.add(Call(made.closure, tuple(args), values, path))
+    return values
+
+
+def _buckets(calls: Sequence[Call], moves: Mapping[int, Value]) -> dict[int, list[int]]:
+    """Returns which results are brought to another layout together, and after which call."""
+    made_at: dict[Value, int] = {}
+    end = last = len(calls) - 1
+    for place in range(last, -1, -1):
+        # Sums over micro-batches follow the block whose gradients they are of.
+        end = end if place < last and _only_adds(calls[place + 1].closure) else place
+        made_at.update(dict.fromkeys(calls[place].results, end))
+    buckets: dict[int, list[int]] = {}
+    bucket: list[int] = []
+    num_bytes = 0
+    places = {index: made_at.get(value, 0) for index, value in moves.items()}
+    for place in sorted(set(places.values())):
+        bucket += [index for index in moves if places[index] == place]
+        num_bytes += sum(tensor_type(moves[i]).num_bytes for i in bucket if places[i] == place)
+        if num_bytes >= BUCKET_BYTES:
+            buckets[place], bucket, num_bytes = bucket, [], 0
+    if bucket:
+        buckets[max(places.values())] = bucket
+    return buckets
 
 
 def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLayouts]:
@@ -296,123 +361,3 @@ def _only_adds(closure: Closure) -> bool:
     if isinstance(closure, Composite):
         return all(_only_adds(call.closure) for call in closure.program.calls)
     return isinstance(closure, Leaf) and [n.target for n in closure.nodes] == [_ADD]
-
-
-# ---- a leaf, split at its collectives ----------------------------------------------------------
-
-
-def split_at_collectives(leaf: Leaf, made: LocalGraph, types: tuple[Type, ...]) -> Closure:
-    """Returns a local graph as a closure: one leaf, or a program with a leaf per collective."""
-    module = made.module
-    _without_idle_views(module.graph)
-    module.graph.eliminate_dead_code()
-    nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-    results = outputs_of(module)
-    flat_outputs = [TensorType.of(n.meta["val"]) for n in results]
-    output_types = _like(leaf.output_types, flat_outputs)
-    if not any(n.target in COLLECTIVES for n in nodes):
-        module.recompile()
-        return replace(leaf, module=module, input_types=types, output_types=output_types)
-    return _Split(leaf, types, output_types).closure(module, nodes)
-
-
-def _without_idle_views(graph: torch.fx.Graph) -> None:
-    """Takes out views of the shape that is there, which DTensor leaves, and unread parts."""
-    for node in list(graph.nodes):
-        if node.target is not _ATEN.view.default:
-            continue
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        if before.shape == after.shape and before.stride() == after.stride():
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _like(types: Sequence[Type], flat: Sequence[TensorType]) -> tuple[Type, ...]:
-    """Returns tensor types in the structure of other types."""
-    parts = iter(flat)
-
-    def one(type_: Type) -> Type:
-        if isinstance(type_, StructType):
-            return StructType(tuple(map(one, type_.fields)))
-        return next(parts)
-
-    return tuple(map(one, types))
-
-
-class _Split:
-    """Builds the program of a local graph with collectives."""
-
-    def __init__(
-        self, leaf: Leaf, input_types: tuple[Type, ...], output_types: tuple[Type, ...]
-    ) -> None:
-        self._leaf, self._output_types = leaf, output_types
-        names = leaf.input_names or ("",) * len(input_types)
-        self._inputs = tuple(Value(t, n) for t, n in zip(input_types, names, strict=True))
-        self._calls: list[Call] = []
-        self._env: dict[torch.fx.Node, Value] = {}
-
-    def closure(self, module: torch.fx.GraphModule, nodes: Sequence[torch.fx.Node]) -> Composite:
-        flat = [tensor for value in self._inputs for tensor in self._unpacked(value)]
-        entries = [n for n in module.graph.nodes if n.op == "placeholder"]
-        self._env.update(zip(entries, flat, strict=True))
-        results = outputs_of(module)
-        part: list[torch.fx.Node] = []
-        for node in nodes:
-            # Alone in its leaf, a collective runs where it stands: a backend would reorder it.
-            if node.target in COLLECTIVES:
-                self._add(part, results)
-                self._add([node], results)
-                part = []
-            else:
-                part.append(node)
-        self._add(part, results)
-        tensors = iter([self._env[n] for n in results])
-        outputs = tuple(self._packed(t, tensors) for t in self._output_types)
-        program = Program(self._inputs, tuple(self._calls), outputs)
-        return Composite(self._leaf.name, program, self._leaf.input_names)
-
-    def _unpacked(self, value: Value) -> list[Value]:
-        if not isinstance(value.type, StructType):
-            return [value]
-        fields = tuple(Value(t) for t in value.type.fields)
-        self._calls.append(Call(Unpack(value.type), (value,), fields))
-        return [tensor for one in fields for tensor in self._unpacked(one)]
-
-    def _packed(self, type_: Type, tensors: Any) -> Value:
-        if not isinstance(type_, StructType):
-            value: Value = next(tensors)
-            return value
-        fields = tuple(self._packed(t, tensors) for t in type_.fields)
-        packed = Value(type_)
-        self._calls.append(Call(Pack(type_), fields, (packed,)))
-        return packed
-
-    def _add(self, nodes: Sequence[torch.fx.Node], results: Sequence[Any]) -> None:
-        """Adds the call of a leaf of some nodes."""
-        own = set(nodes)
-        made = [n for n in nodes if n in results or any(user not in own for user in n.users)]
-        made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
-        if not made:  # nobody reads what lies between two collectives
-            return
-        read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
-        graph = torch.fx.Graph()
-        env = {}
-        for index, node in enumerate(read):
-            env[node] = graph.placeholder(f"a{index}")
-            env[node].meta["val"] = node.meta["val"]
-        for node in nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        graph.output(tuple(env[n] for n in made))
-        is_collective = nodes[0].target in COLLECTIVES
-        leaf = Leaf(
-            nodes[0].name if is_collective else self._leaf.name,
-            module_of(graph),
-            tuple(self._env[n].type for n in read),
-            tuple(TensorType.of(n.meta["val"]) for n in made),
-            (),
-            "aten",
-            "eager" if is_collective else self._leaf.kernels,
-        )
-        values = tuple(Value(t) for t in leaf.output_types)
-        self._calls.append(Call(leaf, tuple(self._env[n] for n in read), values))
-        self._env.update(zip(made, values, strict=True))

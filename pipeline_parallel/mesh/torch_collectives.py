@@ -1,13 +1,17 @@
-"""Adapter: collectives as operators that wait for their result, each with an ``out=`` form.
+"""Adapter: collectives as operators of ours, one that starts and one that waits.
 
-The graph of a sharded leaf holds PyTorch's functional collectives, each with a wait. Here such a
-pair is one operator of ours, so that a plan of memory can place its result, and so that an error
-names the collective, this rank and the dimension of the mesh.
+The graph of a sharded leaf holds PyTorch's functional collectives. Here such a one is an operator
+with an ``out=`` form, so that a plan of memory can place its result, and a ``wait`` on what it
+gives. The wait takes all memory that is in use until then, and returns the result as a view: so a
+plan keeps that memory from the start to the wait. An error names the collective, this rank and the
+dimension of the mesh.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ...reuse.errors import PlanError
+from ...reuse.errors import PlanError, VerifyError
 from ..process_groups import first_line
 
 _LIBRARY = torch.library.Library("lazyinline", "FRAGMENT")
@@ -35,19 +39,20 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
-    # PyTorch's sum is in place, and others may read the operand after it.
-    out.copy_(x)
+    # PyTorch's sum is in place: of the operand, where the plan lets it lie there.
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
     if not out.is_contiguous():
         raise PlanError("A sum over ranks needs a contiguous result.")
-    return dist.all_reduce(out, _reduction(op), group)
+    return dist.all_reduce(out, _reduction(op), group, True)
 
 
 def _all_gather(x: torch.Tensor, size: int, group: Any, out: torch.Tensor) -> Any:
-    return _gather(out, x.contiguous(), group=group)
+    return _gather(out, x, group=group, async_op=True)
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: Any, out: torch.Tensor) -> Any:
-    return _scatter(out, x.contiguous(), op=_reduction(op), group=group)
+    return _scatter(out, x, op=_reduction(op), group=group, async_op=True)
 
 
 def _reduction(op: str) -> Any:
@@ -74,25 +79,72 @@ def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
-def _define(name: str) -> None:
-    words = name.replace("_", "-")
+@dataclass(frozen=True)
+class _Started:
+    """A collective under way.
 
-    def run_into(x: torch.Tensor, *args: Any, out: torch.Tensor) -> torch.Tensor:
+    Attributes:
+        work: what PyTorch waits by; None where there is nothing to wait for.
+        operand: stays allocated until the end.
+        result: where it writes.
+        what: kind, group, dimension of the mesh, and the ranks to divide by after a mean.
+    """
+
+    work: Any
+    operand: torch.Tensor
+    result: torch.Tensor
+    what: tuple[str, Any, str, int]
+
+
+class _UnderWay(threading.local):
+    """The collectives that a rank's thread has started and not yet waited for, by address."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, _Started] = {}
+
+    def start(self, name: str, x: torch.Tensor, *args: Any, out: torch.Tensor) -> torch.Tensor:
+        """Starts a collective that writes into ``out``."""
+        if out.numel() and out.data_ptr() in self._by_address:
+            raise VerifyError(f"The {name} writes where another one is still under way.")
         *own, group_name, axis = args
         group = _resolve_process_group(group_name)
+        parts = dist.get_world_size(group) if own and own[0] in ("avg", "mean") else 1
+        # All ranks take the order of starts from the program, so they meet.
+        x, what = x if name == "all_reduce" else x.contiguous(), (name, group, axis, parts)
         try:
-            _STARTS[name](x, *own, group, out)
+            work = _STARTS[name](x, *own, group, out)
         except RuntimeError as error:
-            num_bytes = x.numel() * x.element_size()
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise PlanError(
-                f"Rank {dist.get_rank()} stopped in an {words} of {num_bytes:,} bytes over "
-                f"{axis!r} (ranks {ranks}). {first_line(error)} Another rank has ended or hangs: "
-                "look at its output first."
-            ) from error
-        if own and own[0] in ("avg", "mean"):
-            out.div_(dist.get_world_size(group))
+            raise self._failed(x, what, error) from error
+        self._by_address[out.data_ptr()] = _Started(work, x, out, what)
         return out
+
+    def wait(self, result: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
+        """Waits until a result is there."""
+        started = self._by_address.pop(result.data_ptr())
+        try:
+            if started.work is not None:
+                started.work.wait()
+        except RuntimeError as error:
+            raise self._failed(started.operand, started.what, error) from error
+        if started.what[-1] > 1:
+            result.div_(started.what[-1])
+        return result.view(result.shape)
+
+    def _failed(
+        self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
+    ) -> PlanError:
+        self._by_address.clear()
+        name, group, axis, _ = what
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        return PlanError(
+            f"Rank {dist.get_rank()} stopped in an {name.replace('_', '-')} of "
+            f"{x.numel() * x.element_size():,} bytes over {axis!r} (ranks {ranks}). "
+            f"{first_line(error)} Another rank has ended or hangs: look at its output first."
+        )
+
+
+def _define(name: str, under_way: _UnderWay) -> None:
+    run_into = partial(under_way.start, name)
 
     def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
         return run_into(x, *args, out=_made_by(name, x, *args))
@@ -107,19 +159,29 @@ def _define(name: str) -> None:
     _LIBRARY.impl(name, partial(_made_by, name), "Meta")
 
 
-for _name in _SCHEMAS:
-    _define(_name)
+def _define_all(under_way: _UnderWay) -> None:
+    for name in _SCHEMAS:
+        _define(name, under_way)
+    _LIBRARY.define("wait(Tensor(a) result, Tensor? operand=None) -> Tensor(a)")
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl("wait", under_way.wait, key)
+    _LIBRARY.impl("wait", lambda result, operand=None: result.view(result.shape), "Meta")
 
+
+_define_all(_UnderWay())
 _OWN = torch.ops.lazyinline
 _FUNCTIONAL = torch.ops._c10d_functional
 COLLECTIVES = frozenset(getattr(_OWN, name).default for name in _SCHEMAS)
-"""The operators."""
+INTO = frozenset(getattr(_OWN, name).out for name in _SCHEMAS)
+"""The operators that start, and their forms that write into memory that they are given."""
+WAIT = _OWN.wait.default
+"""Waits for what one of them gives; takes its operand, too, where that is read until then."""
 
 
 def with_own_collectives(
     module: torch.fx.GraphModule, axes: Mapping[str, str]
 ) -> torch.fx.GraphModule:
-    """Puts an operator of ours in place of each functional collective and its wait, in place.
+    """Puts operators of ours, a start and a wait, for each functional collective, in place.
 
     Args:
         module: the graph.
@@ -145,11 +207,22 @@ def with_own_collectives(
         if group not in axes:
             raise PlanError(f"A collective runs in the group {group}, which is none of the mesh's.")
         with graph.inserting_before(node):
-            new = graph.call_function(target, (*own, group, axes[group]))
-        new.meta["val"] = node.meta["val"]
+            new = started(graph, target, (*own, group, axes[group]), node.meta["val"])
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return module
+
+
+def started(
+    graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], example: torch.Tensor
+) -> torch.fx.Node:
+    """Adds a collective and its wait to a graph; returns the wait, which gives ``example``."""
+    start = graph.call_function(target, args)
+    # A sum is taken in place of its result, and reads its operand no more once it is started.
+    read = () if target is _OWN.all_reduce.default else args[:1]
+    wait = graph.call_function(WAIT, (start, *read))
+    start.meta["val"] = wait.meta["val"] = example
+    return wait
 
 
 def _own_form(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]] | None:

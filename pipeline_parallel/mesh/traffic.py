@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.fx
 
@@ -11,7 +13,7 @@ from ...reuse.ir.program import Composite, Leaf, Program
 from ...reuse.ir.types import TensorType
 from .plan import MeshPlan
 from .table import bytes_text
-from .torch_collectives import COLLECTIVES
+from .torch_collectives import COLLECTIVES, INTO, WAIT
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Collective:
         kind: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
         axis: the dimension of the mesh.
         num_bytes: of the tensor that is whole on one side: what is summed or gathered.
+        num_beside: launches between its start and the wait for it.
     """
 
     path: str
@@ -31,11 +34,28 @@ class Collective:
     kind: str
     axis: str
     num_bytes: int
+    num_beside: int = 0
 
 
-def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """Returns the collectives of a program in the order in which they run."""
-    return tuple(_walk(program, "", ""))
+def collectives_of(program: Program, launches: Iterable[Any]) -> tuple[Collective, ...]:
+    """Returns the collectives of a program in the order in which they start.
+
+    Args:
+        program: of a step.
+        launches: what it was linked to: launches that know their places.
+    """
+    found, beside = list(_walk(program, "", "")), list[int]()
+    begun: dict[int, int] = {}
+    for place, one in enumerate(launches):
+        launch = one.launch
+        if launch.function in INTO:
+            begun[one.place(dict(launch.kwargs)["out"]).instance] = len(beside)
+            beside.append(place)
+        elif launch.function is WAIT:
+            number = begun[one.place(launch.args[0]).instance]
+            beside[number] = place - beside[number] - 1
+    pairs = zip(found, beside, strict=True)
+    return tuple(replace(one, num_beside=number) for one, number in pairs)
 
 
 def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
@@ -43,9 +63,7 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
         closure = call.closure
         inner = ".".join(p for p in (path, call.path) if p)
         if isinstance(closure, Composite):
-            yield from _walk(
-                closure.program, inner, closure.name if call.path else "end of the step"
-            )
+            yield from _walk(closure.program, inner, closure.name)
         elif isinstance(closure, Leaf) and closure.nodes and closure.nodes[0].target in COLLECTIVES:
             (taken,), (given,) = closure.input_types, closure.output_types
             assert isinstance(taken, TensorType)
@@ -121,17 +139,18 @@ def traffic_text(collectives: tuple[Collective, ...]) -> str:
     """Returns a table: of each kind of place, how many collectives there are, and their bytes."""
     # Blocks move alike, so a part of the program has one row whatever the number of its calls.
     places = set((c.part, c.path) for c in collectives)
-    rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+    rows: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in collectives:
-        key = (one.part, one.kind, one.axis)
-        number, num_bytes = rows.get(key, (0, 0))
-        rows[key] = number + 1, num_bytes + one.num_bytes
+        rows[one.part, one.kind, one.axis].append(one)
     lines = []
-    for (part, kind, axis), (number, num_bytes) in rows.items():
+    for (part, kind, axis), row in rows.items():
         calls = sum(name == part for name, _ in places)
+        num_bytes = sum(one.num_bytes for one in row)
+        beside = sorted({one.num_beside for one in row})
         lines.append(
-            f"{part}: {number / calls:g} {kind} over {axis}, {num_bytes / calls:,.0f} bytes"
+            f"{part}: {len(row) / calls:g} {kind} over {axis}, {num_bytes / calls:,.0f} bytes"
             + (f" (each of {calls} calls)" if calls > 1 else "")
+            + f", waited for after {' to '.join(map(str, beside[:1] + beside[1:][-1:]))} launches"
         )
     total = sum(c.num_bytes for c in collectives)
     return "\n".join([*lines, f"in all: {len(collectives)} collectives, {total:,} bytes per step"])

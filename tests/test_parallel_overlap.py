@@ -1,0 +1,119 @@
+"""Collectives of a step over a mesh that run beside other work: started early, waited for late."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from rank_threads import run_in_threads
+
+import lazyinline
+from lazyinline.pipeline_parallel.mesh import sharded, torch_collectives
+from lazyinline.pipeline_parallel.mesh.traffic import Collective
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+MESHES: dict[str, dict[str, int]] = {
+    "data": {"data": 2},
+    "fsdp": {"fsdp": 2},
+    "tensor": {"tensor": 2},
+    "fsdp x tensor": {"fsdp": 2, "tensor": 2},
+}
+
+
+class Late:
+    """A collective that reads and writes nothing until it is waited for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.wait = run
+
+
+def late_sum(real: Any) -> Any:
+    def start(out: torch.Tensor, op: Any, group: Any, _: bool) -> Late:
+        held = out.clone()
+        out.fill_(torch.nan)  # whoever reads it before the wait, reads this
+        return Late(lambda: real(out.copy_(held), op, group))
+
+    return start
+
+
+def late_exchange(real: Any) -> Any:
+    def start(out: torch.Tensor, x: torch.Tensor, *, async_op: bool, **options: Any) -> Late:
+        out.fill_(torch.nan)
+        return Late(lambda: real(out, x, **options))
+
+    return start
+
+
+@pytest.fixture
+def buckets_of_a_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sharded, "BUCKET_BYTES", 1)
+    yield
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep=["eager-fsdp x tensor", "eager-data"])
+def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
+    name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, buckets_of_a_block: None
+) -> None:
+    axes = MESHES[name]
+    late = late_sum(torch_collectives.dist.all_reduce)
+
+    class Dist:
+        all_reduce = staticmethod(late)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.distributed, name)
+
+    monkeypatch.setattr(torch_collectives, "dist", Dist())
+    for one in ("_gather", "_scatter"):
+        monkeypatch.setattr(torch_collectives, one, late_exchange(getattr(torch_collectives, one)))
+
+    def train(rank: int) -> list[str]:
+        plan = MEGATRON if "tensor" in axes else None
+        return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
+
+    world = torch.Size(axes.values()).numel()
+    assert run_in_threads(world, train) == [[]] * world
+
+
+def collectives(axes: dict[str, int], **options: Any) -> list[Collective]:
+    def plan(rank: int) -> Any:
+        given = MEGATRON if "tensor" in axes else None
+        model, mesh = tiny(3), mesh_of(**axes)
+        return lazyinline.parallelize(
+            model, tokens(), mesh=mesh, plan=given, backend="eager", **options
+        ).plan.collectives
+
+    return list(run_in_threads(2, plan)[0])
+
+
+@pytest.mark.smoke
+def test_a_block_gathers_once_while_the_one_before_computes(buckets_of_a_block: None) -> None:
+    found = collectives({"fsdp": 2})
+    gathers = [c for c in found if c.part == "Layer.forward"]
+    assert [c.kind for c in gathers] == ["all_gather"] * 3
+    assert all(c.num_beside > 9 for c in gathers[1:])  # the first follows an embedding
+    reduced = [c for c in found if c.part == "gradients"]
+    assert [c.kind for c in reduced] == ["reduce_scatter"] * 5  # head, layers, embedding
+    assert all(c.num_beside > 9 for c in reduced[:3])
+
+
+def test_gradients_are_summed_in_buckets_beside_the_backward(
+    buckets_of_a_block: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [c for c in collectives({"data": 2}) if c.part == "gradients"]
+    assert [c.kind for c in found] == ["all_reduce"] * 5
+    assert [c.num_beside for c in found] == sorted((c.num_beside for c in found), reverse=True)
+    two = [c for c in collectives({"data": 2}, micro_batches=2) if c.part == "gradients"]
+    assert [c.num_bytes for c in two] == [c.num_bytes for c in found]
+    assert all(c.num_beside > 9 for c in two[:3])
+    monkeypatch.setattr(sharded, "BUCKET_BYTES", 25 * 2**20)
+    (together,) = (c for c in collectives({"data": 2}) if c.part == "gradients")
+    assert together.num_bytes == sum(c.num_bytes for c in found)
+
+
+def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
+    found = [c for c in collectives({"tensor": 2}) if c.part == "Layer.backward"]
+    assert len(found) == 6 and all(c.num_beside > 3 for c in found)
