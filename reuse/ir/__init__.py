@@ -6,12 +6,13 @@ control        control flow: leaves that choose between closures, or repeat one
 operators      what an operator is: a view, in place, random, elementwise, a primitive
 leaf           leaf bodies: building ATen graphs, comparing them; the reference interpreter
 printer        programs as text: the same bytes for the same program; text that fits a screen
+parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values
 rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
-torch_symbols  adapter: sizes that are expressions of symbols, in types and in graphs
+torch_symbols  adapter: sizes that are expressions of symbols, in graphs and read from text
 torch_updates  adapter: an optimizer's update as an operator, by PyTorch's fused kernels
 transfer       how one tensor travels between ranks, and how it stands in a storage of its own
 """
