@@ -106,11 +106,12 @@ class Emulated(TorchDispatchMode):
     """Runs collectives of ours as functional ones, which ``LocalTensorMode`` has for all ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        functional = torch.ops._c10d_functional
+        if func is torch_collectives.WAIT:
+            return functional.wait_tensor(args[0])
         if func not in torch_collectives.COLLECTIVES:
             return func(*args, **(kwargs or {}))
-        name = FUNCTIONAL[str(func).split(".")[1]]
-        made = getattr(torch.ops._c10d_functional, name)(*args[:-1])
-        return torch.ops._c10d_functional.wait_tensor(made)
+        return getattr(functional, FUNCTIONAL[str(func).split(".")[1]])(*args[:-1])
 
 
 @pytest.mark.parametrize("name", MODELS)
