@@ -38,7 +38,7 @@ from .compiled import (
 from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
-from .passes.mesh import shard
+from .passes.mesh import shard, shard_stages
 from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
     PARTS,
@@ -97,6 +97,7 @@ PASSES = (
     reduce_to_primitives,
     decompose,
     shard,
+    shard_stages,
     lower,
     link_program,
     link_rank,
@@ -108,7 +109,7 @@ PASSES = (
 GOALS: dict[GoalKind, str] = {
     "module": "a module that is called (lazyinline.compile)",
     "step": "a training step of all micro-batches (lazyinline.compile_step)",
-    "rank": "the stages of one rank (lazyinline.pipeline)",
+    "rank": "the stages of one rank (lazyinline.pipeline, over a mesh lazyinline.parallelize)",
     "gradients": "the gradients of a module, to be differentiated (create_graph=True)",
     "file": "an ONNX file (lazyinline.export_onnx)",
     "primitives": "a model as primitives, to be looked at: nothing runs it",

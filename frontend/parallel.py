@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+import pathlib
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,8 +18,9 @@ from ..autodiff.training_program import StepProgram
 from ..backend.gpu.targets import target_named
 from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
+from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
-from ..pipeline_parallel.process_groups import Ranks
+from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.policy import Budget, Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
@@ -35,12 +37,17 @@ from .compiler import PASSES, Compiler, made_by
 from .guards.guard import Guard
 from .marks import shard_mark
 from .options import Batching, Options
+from .passes.context import Context
 from .passes.mesh import sharded_step
 from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
-from .passes.state import Compilation, Goal, OnMesh, Subject, between, run, step_goal
-from .pipeline import Batch
+from .passes.rank import Split, Splitting
+from .passes.state import Compilation, Goal, OnMesh, Planner, Subject, between, run, step_goal
+from .pipeline import Batch, Pipeline
 from .training_step import LossFunction, LossModel
+
+# How long a transfer between stages waits for the other rank.
+_TIMEOUT_S = 300.0
 
 
 @door
@@ -53,11 +60,14 @@ def parallelize(
     plan: Mapping[str, Any] | Literal["auto"] | None = None,
     memory_bytes_per_rank: int | None = None,
     micro_batches: int = 1,
+    schedule: str = "1F1B",
+    num_stages: int | None = None,
+    split: Split = "auto",
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
-) -> ParallelStep:
+) -> ParallelStep | ParallelPipeline:
     """Compiles a training step that a device mesh runs; every rank calls it in the same way.
 
     The model's parameters become DTensors in place, with the values of rank 0: make the optimizer
@@ -70,7 +80,8 @@ def parallelize(
         kwargs: its keyword inputs.
         mesh: a ``DeviceMesh`` of all ranks. Its dimensions are named by what they are for:
             ``"data"`` (or ``dp``, ``dp_replicate``) splits the batch, ``"fsdp"`` (``dp_shard``) the
-            batch and, between uses, parameters, ``"tensor"`` (``tp``) what the plan says.
+            batch and, between uses, parameters, ``"tensor"`` (``tp``) what the plan says, and
+            ``"pipeline"`` (``pp``) cuts the model into stages.
         plan: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` of
             ``torch.distributed.tensor.parallel`` by patterns of module paths, as torchtitan has
             them; :func:`.marks.shard` pins more. What is not pinned follows by DTensor's rules.
@@ -79,6 +90,9 @@ def parallelize(
         memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
             optimizer state (two tensors of a parameter's size) and what is saved for backward.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
+        schedule: with a pipeline, in which order stages run, as in :func:`.pipeline`.
+        num_stages: with a pipeline, a multiple of its ranks; one for each where it is left out.
+        split: with a pipeline, ``"auto"``, ``"even"`` or ``"marked"``, as in :func:`.pipeline`.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
@@ -110,17 +124,43 @@ def parallelize(
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import check_mesh
+    from ..pipeline_parallel.mesh.given import PIPELINE, REPLICATED, check_mesh
+    from ..pipeline_parallel.torch_pipelining import action_table
 
     check_mesh(mesh)
     _check_devices(model, mesh)
     check_runnable(model)
     batch = Batch((args, kwargs or {}), micro_batches)
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    goal = step_goal(Batching(micro_batches, "forward_first"))
-    subject = Subject(LossModel(model, loss_fn), *batch.first_micro_batch())
-    state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options)
-    return ParallelStep(model, batch, state)
+    whole = LossModel(model, loss_fn)
+    subject = Subject(whole, *batch.first_micro_batch())
+    dim = next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+    if dim is None:
+        goal = step_goal(Batching(micro_batches, "forward_first"))
+        state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options)
+        return ParallelStep(model, batch, state)
+    if plan == "auto":
+        raise PlanError("plan='auto' does not plan a mesh with pipeline stages yet. Give a plan.")
+    own = _without(mesh, dim)
+    on_mesh = OnMesh(own, _planner(subject, own, plan, memory_bytes_per_rank, options))
+    ranks = ranks_along(mesh, dim, REPLICATED, 1, _TIMEOUT_S)
+    num_ranks = ranks.num_ranks
+    name = schedule_name(schedule)
+    table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
+    example = (args, kwargs or {})
+    context = Context(options)
+    return ParallelPipeline(whole, example, context, ranks, table, Splitting(split), on_mesh)
+
+
+def _without(mesh: Any, dim: str) -> Any:
+    """Returns this rank's part of a mesh, without one dimension."""
+    others = tuple(name for name in mesh.mesh_dim_names if name != dim)
+    if not others:
+        raise PlanError(
+            f"The mesh has the dimension {dim!r} alone, and lazyinline.pipeline is for that. Here "
+            "others split the stages."
+        )
+    return mesh[others]
 
 
 def step_on_mesh(
@@ -132,6 +172,18 @@ def step_on_mesh(
     options: Options,
 ) -> Compilation:
     """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
+    on_mesh = OnMesh(mesh, _planner(subject, mesh, plan, memory_bytes_per_rank, options))
+    return Compiler(options).started(subject, replace(goal, on_mesh=on_mesh))
+
+
+def _planner(
+    subject: Subject,
+    mesh: Any,
+    plan: Mapping[str, Any] | Literal["auto"] | None,
+    memory_bytes_per_rank: int | None,
+    options: Options,
+) -> Planner:
+    """Returns what says how a step lies on a mesh."""
     from ..pipeline_parallel.mesh.given import Pins, given_plan
 
     assert isinstance(subject.model, LossModel)
@@ -143,23 +195,23 @@ def step_on_mesh(
                 f"{marks[0][0] or 'The model'} has a mark of lazyinline.shard, which plan='auto' "
                 "does not take yet. Leave out the marks, or give a plan."
             )
-        planner = partial(_found, mesh, memory_bytes_per_rank, options.target)
-    elif memory_bytes_per_rank is not None:
+        return partial(_found, mesh, memory_bytes_per_rank, options.target)
+    if memory_bytes_per_rank is not None:
         raise PlanError("memory_bytes_per_rank= is for plan='auto'.")
-    else:
-        leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
-        planner = partial(_given, given_plan(modules, mesh, plan or {}, marks, leaves))
-    return Compiler(options).started(subject, replace(goal, on_mesh=OnMesh(mesh, planner)))
+    leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))
 
 
-def _given(plan: MeshPlan, step: StepProgram) -> MeshPlan:
+def _given(plan: MeshPlan, step: StepProgram | None) -> MeshPlan:
     return plan
 
 
 def _found(
-    mesh: Any, memory_bytes_per_rank: int | None, target: str | None, step: StepProgram
+    mesh: Any, memory_bytes_per_rank: int | None, target: str | None, step: StepProgram | None
 ) -> MeshPlan:
     """Finds the plan of a step."""
+    assert step is not None
     from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
 
     for closure in walk_closures(step.program):
@@ -211,39 +263,30 @@ class ParallelStep:
         self._model, self._batch = model, batch
         self._mesh = state.goal.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
-        everyone = tuple(range(dist.get_world_size()))
         device = torch.device(self._mesh.device_type)
-        self._ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
+        self._agreement = _Agreement(device)
         state = self._compiled(state)
         assert isinstance(state.runs, PlannedProgram)
         assert state.mesh_plan is not None
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
         self.plan = sharded_step(state)
-        text = "Ranks have different plans, so their collectives would not meet"
         # The search for a plan of memory ends by time, so that may differ.
-        moved = str(replace(self.plan, memory=None))
-        plan = torch.tensor(list(moved.encode()), dtype=torch.uint8, device="cpu")
-        self._ranks.check_same_values({"plan": plan}, text)
+        self._agreement.check_plan(str(replace(self.plan, memory=None)))
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]
-        gradients = [names[i] for i in self._step.gradients]
         check_leaves([(names[i], sources[i].tensor) for i in self._step.gradients])
         assert state.subject is not None
         subject = state.subject
         flat = torch_pytree.flatten((subject.args, subject.kwargs))
         self._guard = Guard(subject.model, state.captured, *flat)
         self._parameters = _Parameters(model, self._mesh, self._layout_of)
-        self._own = [
-            self._parameters.of(name, s.tensor) for name, s in zip(names, sources, strict=True)
-        ]
+        self._own = [self._parameters.of(source.tensor) for source in sources]
         self._trained = [self._own[i] for i in self._step.gradients]
-        self._layouts = [self._layout_of.parameters[name] for name in gradients]
         self._lease: Lease | None = None
         self._staged: list[Tensor] = []
         self._given: list[Tensor] = []
-        self._is_checked = False
         seed = tensor_type(self._step.program.inputs[-1])
         self._seed = torch.full((), 1.0 / self._num_parts, dtype=seed.dtype, device=device)
 
@@ -251,10 +294,11 @@ class ParallelStep:
         state = run(between(PASSES, "capture", "derive"), state)
         asked = {"mesh": str(self._mesh.mesh.tolist()), "micro_batches": self._num_parts}
         why = "so their parts would not fit together"
-        self._ranks.check_same_program(state.programs[PARTS[0]], asked, why)
+        ranks = self._agreement.ranks
+        ranks.check_same_program(state.programs[PARTS[0]], asked, why)
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
-        with self._ranks.leader_first(place), state.context.cached(state.report):
+        with ranks.leader_first(place), state.context.cached(state.report):
             state = run(between(PASSES, "autodiff", "link"), state)
         state.report.made = made_by(state)
         return state
@@ -287,7 +331,7 @@ class ParallelStep:
                 "The batch or the model no longer fits what this step was compiled for (shapes, "
                 "dtypes, train/eval mode, attributes that forward reads). Parallelize it anew."
             )
-        self._check_agreement(parts)
+        self._agreement.check_batch(parts, draws=self._draws)
         with torch.no_grad():
             self._take(parts)
             outputs = self._leased().runners[0]([])
@@ -295,20 +339,10 @@ class ParallelStep:
             self._hand_out(outputs)
             return torch.stack(list(outputs[: self._num_parts])).mean()
 
-    def _check_agreement(self, parts: Sequence[Sequence[Any]]) -> None:
-        if not self._is_checked:
-            flat = enumerate(x for leaves in parts for x in leaves if isinstance(x, Tensor))
-            text = "Ranks were given different batches; every rank passes the whole batch"
-            self._ranks.check_same_values({f"tensor {i}": t for i, t in flat}, text)
-            self._is_checked = True
-        if self._draws:
-            text = "Ranks would draw different random numbers; seed them alike"
-            self._ranks.check_same_values({"random state": torch.get_rng_state()}, text)
-
     def _take(self, parts: Sequence[Sequence[Any]]) -> None:
         """Copies this rank's rows of the batch in."""
         users = [
-            (leaves[u], self._layout_of.batch[u])
+            ([x for x in leaves if isinstance(x, Tensor)][u], self._layout_of.batch[u])
             for leaves, row in zip(parts, self._step.batch, strict=True)
             for u in row
         ]
@@ -342,24 +376,135 @@ class ParallelStep:
                 "A parameter has a hook, and a step over a mesh runs none. Do that between the "
                 "step and the optimizer's."
             )
-        from torch.distributed.tensor import DTensor
-
-        gradient: Tensor
         if not self._given:
             made = outputs[self._num_parts : self._num_parts + len(self._trained)]
-            for local, parameter, layout in zip(made, self._trained, self._layouts, strict=True):
-                gradient = DTensor.from_local(
-                    in_own_storage(local),
-                    self._mesh,
-                    layout,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                self._given.append(gradient)
+            self._given = list(map(_gradient_of, self._trained, map(in_own_storage, made)))
         for parameter, gradient in zip(self._trained, self._given, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+class ParallelPipeline(Pipeline):
+    """One rank's part of a pipeline over a mesh. Made by :func:`parallelize`.
+
+    The parameters of this rank's stages become DTensors over the mesh without the dimension of the
+    pipeline. Those of other stages stay as they are, and get no gradient.
+    """
+
+    def __init__(
+        self,
+        model: LossModel,
+        example: tuple[Sequence[Any], Mapping[str, Any]],
+        context: Context,
+        ranks: Ranks,
+        table: ActionTable,
+        splitting: Splitting,
+        on_mesh: OnMesh,
+    ) -> None:
+        super().__init__(model, example, context, ranks, table, splitting, on_mesh=on_mesh)
+        assert self.plan.layouts is not None
+        self._mesh, self._batch_lies = on_mesh.mesh, self.plan.layouts.batch
+        self._agreement = _Agreement(ranks.device)
+        self._agreement.check_plan(self.plan.moved_text)
+        own = {id(source.tensor) for source in self._own_tensors()}
+        self._on_mesh = _Parameters(model.model, self._mesh, self.plan.layouts, own)
+        self._tensors = [self._on_mesh.of(tensor) for tensor in self._guard.tensors]
+        self._given: dict[Tensor, Tensor] = {}
+
+    @called_without_autocast
+    @door
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs one training step; every rank calls it with the whole batch.
+
+        ``.grad`` of each parameter of this rank's stages is set to this rank's part of the gradient
+        of the mean loss, a DTensor that lies as the parameter does.
+
+        Returns:
+            The mean loss of the micro-batches, the same on every rank.
+
+        Raises:
+            PipelineError: if the batch does not fit, the model changed, or a rank failed.
+        """
+        loss = super().step(*args, **kwargs)
+        return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
+
+    def save(self, folder: str | pathlib.Path) -> pathlib.Path:
+        """Refuses: a file of one rank would hold its parts of tensors alone."""
+        raise PlanError(
+            "Stages that are split over a mesh are saved with torch.distributed.checkpoint: "
+            "dcp.save(parallel.state_dict(), checkpoint_id=folder), and dcp.load in the same way."
+        )
+
+    def load(self, folder: str | pathlib.Path) -> None:
+        """Refuses, as :meth:`save` does."""
+        self.save(folder)
+
+    def _held(self) -> Sequence[Tensor]:
+        return self._tensors
+
+    def _local(self) -> Sequence[Tensor]:
+        return list(map(_local, self._tensors))
+
+    def _rows(self, leaves: Sequence[Any]) -> list[Tensor]:
+        pairs = zip(super()._rows(leaves), self._batch_lies, strict=True)
+        # A part of a tensor may have gaps, which no closure is compiled for.
+        return [_part_of(tensor, self._mesh, lies).clone() for tensor, lies in pairs]
+
+    def _check(self, micro_batches: Sequence[Sequence[Any]]) -> None:
+        self._on_mesh.check_present()
+        with self._on_mesh.as_captured():
+            super()._check(micro_batches)
+        self._agreement.check_batch(micro_batches, draws=False)
+
+    def _gradient(self, parameter: Tensor, summed: Tensor) -> Tensor:
+        if parameter not in self._given:
+            self._given[parameter] = _gradient_of(parameter, summed)
+        return self._given[parameter]
+
+
+class _Agreement:
+    """Checks that all ranks of a mesh do the same.
+
+    Attributes:
+        ranks: all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        self.ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
+        self._is_checked = False
+
+    def check_plan(self, plan: str) -> None:
+        """Raises PipelineError if plans differ."""
+        text = "Ranks have different plans, so their collectives would not meet"
+        encoded = torch.tensor(list(plan.encode()), dtype=torch.uint8, device="cpu")
+        self.ranks.check_same_values({"plan": encoded}, text)
+
+    def check_batch(self, parts: Sequence[Sequence[Any]], *, draws: bool) -> None:
+        """Raises PipelineError if the first batches differ, or what is drawn from."""
+        if not self._is_checked:
+            flat = enumerate(x for leaves in parts for x in leaves if isinstance(x, Tensor))
+            text = "Ranks were given different batches; every rank passes the whole batch"
+            self.ranks.check_same_values({f"tensor {i}": t for i, t in flat}, text)
+            self._is_checked = True
+        if draws:
+            text = "Ranks would draw different random numbers; seed them alike"
+            self.ranks.check_same_values({"random state": torch.get_rng_state()}, text)
+
+
+def _gradient_of(parameter: Any, local: Tensor) -> Tensor:
+    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -387,9 +532,18 @@ class _Held:
 
 
 class _Parameters:
-    """The model's parameters as DTensors, and stand-ins for what was captured."""
+    """The model's parameters as DTensors, and stand-ins for what was captured.
 
-    def __init__(self, model: nn.Module, mesh: Any, plan: MeshPlan) -> None:
+    Args:
+        model: whose parameters are replaced.
+        mesh: that they lie on.
+        plan: how.
+        only: the identities of those to replace; None for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Any, plan: MeshPlan, only: Container[int] | None = None
+    ) -> None:
         from torch.distributed.tensor import distribute_tensor
 
         places: dict[int, list[tuple[dict[str, Any], str]]] = {}
@@ -397,7 +551,7 @@ class _Parameters:
         tensors: dict[int, Tensor] = {}
         for path, module in walk_modules(model):
             for name, parameter in module._parameters.items():
-                if parameter is not None:
+                if parameter is not None and (only is None or id(parameter) in only):
                     places.setdefault(id(parameter), []).append((module._parameters, name))
                     names.setdefault(id(parameter), f"{path}.{name}" if path else name)
                     tensors[id(parameter)] = parameter
@@ -409,7 +563,7 @@ class _Parameters:
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
             _put(held.tables, own)
 
-    def of(self, name: str, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         """Returns what took the place of a captured tensor; buffers stay."""
         held = self._held.get(id(tensor))
         return tensor if held is None else held.own

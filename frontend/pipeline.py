@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
+from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
 from ..pipeline_parallel.stage_derivative import StageDerivative
@@ -25,7 +26,7 @@ from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
-from ..reuse.ir.program import ModelTensor
+from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.torch_names import is_lazy
 from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .capture.blocks import Reuse
@@ -39,9 +40,9 @@ from .page.page import compile_sections, notes, program_tiles, tile
 from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
 from .page.write import PageData, about, bytes_text, count_text, seconds_text, write_page
 from .passes.context import Context
+from .passes.mesh import traffic_of
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import (
-    SPLITS,
     UPDATE,
     RankCompilation,
     Split,
@@ -52,9 +53,12 @@ from .passes.rank import (
     unplanned_rank,
 )
 from .passes.stages import limit_bytes
-from .passes.state import Subject, between, run
+from .passes.state import OnMesh, Subject, between, run
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
 from .training_step import LossFunction, LossModel
+
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from ..pipeline_parallel.mesh.traffic import Collective
 
 
 class Batch:
@@ -123,17 +127,33 @@ class ShownPlan(PipelinePlan):
     Attributes:
         compiled: what this rank's compile did; None for a plan alone.
         rank: which one it is; None for a plan alone.
+        layouts: what lies where, of a pipeline over a mesh.
+        traffic: there, what one rank of each stage moves in a step over the other dimensions.
     """
 
     compiled: CompileRecord | None = None
     rank: int | None = None
+    layouts: MeshPlan | None = None
+    traffic: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        plan: PipelinePlan, compiled: CompileRecord | None = None, rank: int | None = None
-    ) -> ShownPlan:
+    def of(plan: PipelinePlan, compiled: CompileRecord | None = None, **more: Any) -> ShownPlan:
         """Returns the same plan, able to show itself."""
-        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, rank)
+        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, **more)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.moved_text}".rstrip()
+
+    @property
+    def moved_text(self) -> str:
+        """Returns what lies where, and what each stage moves; empty without a mesh."""
+        if self.layouts is None:
+            return ""
+        # Imported late: DTensor takes as long to import as all of lazyinline.
+        from ..pipeline_parallel.mesh.traffic import traffic_text
+
+        moved = [f"stage {n}, {traffic_text(one)}" for n, one in self.traffic.items()]
+        return "\n".join([str(self.layouts), *moved])
 
     def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
         """Writes a page with the schedule in time, the memory of each rank, and the program.
@@ -252,8 +272,6 @@ def pipeline(
     """
     update = step_optimizer(optimizer, max_norm, scaler)
     check_example("pipeline", model, args)
-    if split not in SPLITS:
-        raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
@@ -280,6 +298,7 @@ class Pipeline:
         table: ActionTable,
         splitting: Splitting,
         optimizer: StepOptimizer | None = None,
+        on_mesh: OnMesh | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -290,7 +309,8 @@ class Pipeline:
         rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs)
         state = started(context, subject, table, ranks.rank, splitting, rates)
-        state = replace(state, has_replicas=ranks.data_group is not None)
+        goal = replace(state.goal, on_mesh=on_mesh)
+        state = replace(state, goal=goal, has_replicas=ranks.data_group is not None)
         self.last_report = state.report
         state = run(between(PASSES, "capture", "derive"), state)
         program = state.programs[PARTS[0]]
@@ -301,11 +321,13 @@ class Pipeline:
         state = run(between(PASSES, "split", "autodiff"), state)
         state = run(between(PASSES, "predict"), self._fitted_with_update(state))
         self.last_report.made = made_by(state)
-        self.plan = ShownPlan.of(state.plan, self.last_report, ranks.rank)
+        more = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
+        self.plan = ShownPlan.of(state.plan, self.last_report, rank=ranks.rank, **more)
         self._derived, self._updates = state.own, state.updates
         self._updated = {source.name for one in state.updates for source in one.parameters}
         self._state: tuple[list[Tensor], StateFacts] | None = None
         self._token: object = None
+        self._loss_type = tensor_type(program.outputs[0])
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
         self._runs = self._planned or unplanned_rank(state)
         self._sum_names = sum_names(state)
@@ -349,8 +371,16 @@ class Pipeline:
             return fitted(state)
 
     def _present_parameters(self) -> dict[str, Tensor]:
-        present = self._guard.tensors
+        present = self._held()
         return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
+
+    def _held(self) -> Sequence[Tensor]:
+        """Returns the model's present tensors, as the model holds them."""
+        return self._guard.tensors
+
+    def _local(self) -> Sequence[Tensor]:
+        """Returns them as the rank computes with them."""
+        return self._guard.tensors
 
     def _compile(self, state: RankCompilation) -> list[StageSteps]:
         """Makes the steps of this rank's stages, and room for the gradients of each."""
@@ -371,7 +401,7 @@ class Pipeline:
         places = [self._places[id(source)] for source in stage.model_tensors]
 
         def tensors() -> list[Tensor]:
-            present = self._guard.tensors
+            present = self._local()
             return [present[place] for place in places]
 
         return tensors
@@ -401,7 +431,7 @@ class Pipeline:
         The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
         hold is in each of theirs), so a run may go on with another number of stages.
         """
-        present = self._guard.tensors
+        present = self._held()
         own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
         whole = self._model.model.state_dict(keep_vars=True)
         if self._ranks.rank == 0:  # what no stage uses is kept too
@@ -491,17 +521,16 @@ class Pipeline:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
         micro_batches = self._batch.split(args, kwargs)
-        self._check(micro_batches[0])
+        self._check(micro_batches)
         sums = [self._sums.buffers[name] for name in self._sum_names]
-        self._runs.begin([*self._guard.tensors, *sums, *self._tensors_of_updates()], self._names)
+        self._runs.begin([*self._local(), *sums, *self._tensors_of_updates()], self._names)
         self._sums.zero()
         seed = torch.tensor(1.0 / self._table.num_micro_batches, device=self._ranks.device)
         scaled = None if self._optimizer is None else self._optimizer.scaled(seed)
         if scaled is not None:
             for one in self._steps:
                 one.begin_with(scaled)
-        users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
-        losses = self._runner.step(users)
+        losses = self._runner.step([self._rows(leaves) for leaves in micro_batches])
         with torch.no_grad():
             if self._planned is not None:
                 self._planned.run_due()
@@ -539,22 +568,45 @@ class Pipeline:
         assert self._state is not None
         return self._state[0]
 
+    @door
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the gradients of all ranks to a norm together; every rank calls it.
+
+        ``torch.nn.utils.clip_grad_norm_`` would clip those of each rank by themselves.
+
+        Returns:
+            Their norm before.
+        """
+        own = list(self._present_parameters().values())
+        with torch.no_grad():
+            total = self._total_norm(own)
+            torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
+        return total
+
     def _total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         names = {id(p): name for name, p in self._present_parameters().items()}
         named = [(names.get(id(p), ""), p.grad) for p in parameters if p.grad is not None]
         return self._reduction.total_norm(named)
 
-    def _check(self, leaves: Sequence[Any]) -> None:
-        if not self._guard.accepts(list(leaves), self._batch.tree):
+    def _rows(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Returns the tensors of a micro-batch that this rank takes."""
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def _check(self, micro_batches: Sequence[Sequence[Any]]) -> None:
+        if not self._guard.accepts(list(micro_batches[0]), self._batch.tree):
             raise PipelineError(
                 "The batch or the model no longer fits what this pipeline was compiled for "
                 "(shapes, dtypes, train/eval mode, attributes that forward reads). Make a new one."
             )
 
+    def _gradient(self, parameter: Tensor, summed: Tensor) -> Tensor:
+        """Returns what a parameter gets as its gradient."""
+        return summed
+
     def _hand_out(self) -> None:
         parameters, sums = self._present_parameters(), self._sums.buffers
         mine = sums.keys() - self._updated
-        given = {p: sums[name] for name, p in parameters.items() if name in mine}
+        given = {p: self._gradient(p, sums[name]) for name, p in parameters.items() if name in mine}
         if have_hooks(list(given)):
             pass_through_autograd(list(given), list(given.values()))
             return

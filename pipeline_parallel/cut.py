@@ -80,6 +80,12 @@ class Stage:
         return tuple(s for s in self.sources if isinstance(s, ModelTensor))
 
     @property
+    def model_types(self) -> tuple[TensorType, ...]:
+        """Types of these tensors: of this rank's parts, over a mesh."""
+        own = zip(self.sources, self.program.inputs[self.num_received :], strict=True)
+        return _tensor_types([v for source, v in own if isinstance(source, ModelTensor)])
+
+    @property
     def written_tensors(self) -> tuple[int, ...]:
         """The positions in ``model_tensors`` that the new state of buffers is written to."""
         models = [i for i, s in enumerate(self.sources) if isinstance(s, ModelTensor)]

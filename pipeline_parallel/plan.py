@@ -320,7 +320,7 @@ def _stage(
     forward = costs.program(derived.forward)
     backward = sum((costs.program(p) for p in derived.backward if p is not None), Cost())
     paths = stage.paths or ("",)
-    owned = {id(s.tensor): s.tensor for s in stage.model_tensors}
+    held = {id(s.tensor): t for s, t in zip(stage.model_tensors, stage.model_types, strict=True)}
     return StagePlan(
         stage.index,
         table.rank_of[stage.index],
@@ -330,7 +330,7 @@ def _stage(
         forward.seconds,
         backward.seconds,
         forward.flops + backward.flops,
-        sum(t.numel() * t.element_size() for t in owned.values()),
+        sum(t.num_bytes for t in held.values()),
         sum(t.num_bytes for _, t in derived.trained_types),
         derived.saved_bytes,
         sum(t.num_bytes for t in stage.received_types),

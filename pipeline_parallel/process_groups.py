@@ -8,7 +8,7 @@ import importlib.metadata
 import math
 import pathlib
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +117,7 @@ class Ranks:
         rank: this rank's number in its pipeline.
         device: where it computes.
         timeout: how long to wait for another rank.
+        num_batches: how many pipelines have a batch of their own, for gradients to be averaged.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -125,6 +126,7 @@ class Ranks:
     rank: int
     device: torch.device
     timeout: datetime.timedelta
+    num_batches: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -221,6 +223,14 @@ class Ranks:
             if leads:
                 dist.barrier(group=self.group)
 
+    def broadcast(self, value: Tensor | None, type_: TensorType, rank: int) -> Tensor:
+        """Returns on all ranks of the pipeline what one of them has."""
+        if value is None:
+            value = torch.empty(type_.shape, dtype=type_.dtype, device=self.device)
+        row = next(row for row in self.rows if dist.get_rank() in row)
+        dist.broadcast(value, row[rank], group=self.group)
+        return value
+
     def reduction(
         self, derived: Sequence[StageDerivative], table: ActionTable, sums: GradientSums
     ) -> Reduction:
@@ -234,7 +244,7 @@ class Ranks:
         own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
         for name in own:
             sums.add_parameter(name, types[name])
-        return Reduction(sums, own, self.group, self.data_group, len(self.rows), self.device)
+        return Reduction(sums, own, self.group, self.data_group, self.num_batches, self.device)
 
 
 @dataclass(frozen=True)
@@ -246,7 +256,7 @@ class Reduction:
         shared: for each parameter that other stages' ranks use too, the group of those ranks.
         group: the ranks of this pipeline.
         data_group: replicas to average over.
-        num_replicas: how many.
+        num_batches: over how many batches of theirs the mean is taken.
         device: where this rank computes.
     """
 
@@ -254,11 +264,11 @@ class Reduction:
     shared: Mapping[str, Any]
     group: Any
     data_group: Any
-    num_replicas: int
+    num_batches: int
     device: torch.device
 
     def run(self) -> None:
-        """Sums over stages, then averages over replicas.
+        """Sums over stages, then sums or averages over replicas.
 
         Raises:
             PipelineError: if another rank has ended, or does not answer in time.
@@ -268,11 +278,11 @@ class Reduction:
             for name, group in self.shared.items():
                 doing = f"the gradient of {name} was summed over the stages that use it"
                 dist.all_reduce(self.sums.buffers[name], group=group)
-            doing = f"gradients were averaged over {self.num_replicas} replicas"
+            doing = "gradients were summed over replicas"
             if self.data_group is not None:
                 for flat in self.sums.flat:
                     dist.all_reduce(flat, group=self.data_group)
-                    flat.div_(self.num_replicas)
+                    flat.div_(self.num_batches)
         except RuntimeError as error:
             raise PipelineError(
                 f"Rank {dist.get_rank()} stopped while {doing}. {first_line(error)} Another rank "
@@ -283,7 +293,9 @@ class Reduction:
         """Returns the norm of the gradients of all ranks; one that several share counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, gradient in gradients:
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+            norm: Any = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            # Of a DTensor, all its parts count.
+            square = (norm if type(norm) is Tensor else norm.full_tensor()) ** 2
             shared = self.shared.get(name)
             total += square if shared is None else square / dist.get_world_size(shared)
         dist.all_reduce(total, group=self.group)
@@ -317,31 +329,57 @@ def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
             "the script with torchrun --nproc-per-node N script.py and call "
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
-    timeout = datetime.timedelta(seconds=timeout_s)
-    rows = _rows(mesh)
-    me = dist.get_rank()
-    row = next(r for r in rows if me in r)
-    group = _member_group(rows, timeout)
-    columns = list(zip(*rows, strict=True))
-    data_group = _member_group(columns, timeout) if len(rows) > 1 else None
-    backend = dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-    return Ranks(rows, group, data_group, row.index(me), device or torch.device("cpu"), timeout)
-
-
-def _rows(mesh: Any) -> tuple[tuple[int, ...], ...]:
     if mesh is None:
-        return (tuple(range(dist.get_world_size())),)
+        return _place([tuple(range(dist.get_world_size()))], [], 1, timeout_s)
     names = tuple(mesh.mesh_dim_names or ())
     if PIPELINE_DIM not in names or set(names) - {PIPELINE_DIM, DATA_DIM}:
         raise PipelineError(
             f"The mesh has the dimensions {names}. A pipeline needs one named {PIPELINE_DIM!r} and "
             f"takes one named {DATA_DIM!r}; make it with init_device_mesh(..., mesh_dim_names=...)."
         )
-    ranks = mesh.mesh.movedim(names.index(PIPELINE_DIM), -1).reshape(
-        -1, mesh.size(names.index(PIPELINE_DIM))
-    )
-    return tuple(tuple(row) for row in ranks.tolist())
+    num_pipelines = mesh.size() // mesh.size(names.index(PIPELINE_DIM))
+    return ranks_along(mesh, PIPELINE_DIM, (DATA_DIM,), num_pipelines, timeout_s)
+
+
+def ranks_along(
+    mesh: Any, pipeline: str, replicas: Collection[str], num_batches: int, timeout_s: float
+) -> Ranks:
+    """Returns this rank's place in the pipeline along one dimension of a mesh; a collective.
+
+    Args:
+        mesh: of all ranks.
+        pipeline: the dimension.
+        replicas: the dimensions whose ranks sum their gradients after a step.
+        num_batches: of those pipelines, how many take the mean over batches of their own.
+        timeout_s: how long to wait for another rank.
+    """
+    return _place(_lines(mesh, (pipeline,)), _lines(mesh, replicas), num_batches, timeout_s)
+
+
+def _lines(mesh: Any, dims: Collection[str]) -> list[tuple[int, ...]]:
+    """Returns each set of ranks that differ along these dimensions alone."""
+    own = [i for i, name in enumerate(mesh.mesh_dim_names) if name in dims]
+    moved = mesh.mesh.movedim(own, list(range(-len(own), 0)))
+    return [tuple(line) for line in moved.reshape(-1, math.prod(map(mesh.size, own))).tolist()]
+
+
+def _place(
+    rows: Sequence[tuple[int, ...]],
+    columns: Sequence[tuple[int, ...]],
+    num_batches: int,
+    timeout_s: float,
+) -> Ranks:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    me = dist.get_rank()
+    row = next(r for r in rows if me in r)
+    group = _member_group(rows, timeout)
+    is_summed = any(len(column) > 1 for column in columns)
+    data_group = _member_group(columns, timeout) if is_summed else None
+    device = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    place = row.index(me)
+    return Ranks(tuple(rows), group, data_group, place, device, timeout, num_batches)
 
 
 def _gathered(own: object, group: Any) -> list[Any]:

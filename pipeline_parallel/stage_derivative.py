@@ -326,11 +326,8 @@ class StageDerivative:
     @property
     def trained_types(self) -> list[tuple[ModelTensor, TensorType]]:
         """Those parameters with the types of their gradients."""
-        found = []
-        for source in self.trained:
-            type_ = TensorType.of(source.tensor)
-            found.append((source, type_.cotangent()))
-        return found
+        types = dict(zip(self.stage.model_tensors, self.stage.model_types, strict=True))
+        return [(source, types[source].cotangent()) for source in self.trained]
 
     @property
     def saved_bytes(self) -> int:

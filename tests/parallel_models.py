@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import relative_error
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def far_off(
     **options: Any,
 ) -> list[str]:
     """Trains a model over a mesh and alone, five steps; says where numbers differ."""
-    alone, wrong = copy.deepcopy(model), []
+    alone, wrong, seen = copy.deepcopy(model), [], set[str]()
     args, kwargs = _arguments(batches(0))
     parallel = lazyinline.parallelize(model, args, kwargs, mesh=mesh, plan=plan, **options)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
@@ -134,12 +135,18 @@ def far_off(
             wrong.append(f"step {step}: the loss is {loss}, not {expected}")
         for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert q.grad is not None
+            if p.grad is None:  # another stage's
+                continue
+            seen.add(name)
             error = relative_error(p.grad.full_tensor(), q.grad)
             if error > 1e-5:
                 wrong.append(f"step {step}: the gradient of {name} is off by {error:.1e}")
         ours.step()
         theirs.step()
-    return wrong
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    missing = {name for name, _ in model.named_parameters()}.difference(*everyone)
+    return [*wrong, f"nobody has a gradient of {missing}"] if missing else wrong
 
 
 def _arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

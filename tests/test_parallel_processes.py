@@ -134,22 +134,24 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_names_the_collective(
     assert said in last, output[-3000:]
 
 
-def hugging_face(name: str, backend: Any, **axes: int) -> list[str]:
+def hugging_face(
+    name: str, backend: Any, axes: dict[str, int], layers: int = 2, **options: Any
+) -> list[str]:
     """Trains a small model of transformers, its feed-forward layers (and heads) split."""
     from hugging_face import VOCABULARY, example
 
-    model, _ = example(name, layers=2)
+    model, _ = example(name, layers=layers)
     model = model.train().double()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     plan: dict[str, Any] = {}
-    if name == "llama":
+    if name == "llama" and "tensor" in axes:
         columns = ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj")
         plan = {f"model.layers.*.{path}": ColwiseParallel() for path in columns}
         rows = ("self_attn.o_proj", "mlp.down_proj")
         plan |= {f"model.layers.*.{path}": RowwiseParallel() for path in rows}
-    else:  # its layers are no Linear, and keep their weights the other way round
+    elif name == "gpt2":  # its layers are no Linear, and keep their weights the other way round
         for block in model.transformer.h:  # type: ignore[operator, union-attr]
             lazyinline.shard(block.mlp.c_fc, {"weight": Shard(1), "bias": Shard(0)})
             lazyinline.shard(block.mlp.c_proj, {"weight": Shard(0)})
@@ -159,7 +161,7 @@ def hugging_face(name: str, backend: Any, **axes: int) -> list[str]:
         ids = torch.randint(1, VOCABULARY, (4, 8), generator=generator)
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-    return far_off(model, mesh_of(**axes), plan, batch, backend=backend)
+    return far_off(model, mesh_of(**axes), plan, batch, backend=backend, **options)
 
 
 def train_large(rank: int, folder: pathlib.Path) -> list[str]:
@@ -168,7 +170,7 @@ def train_large(rank: int, folder: pathlib.Path) -> list[str]:
     wrong += far_off(tiny(tied=True), mesh_of(fsdp=2, tensor=2), MEGATRON)
     for backend in ("eager", "inductor"):
         for name in ("llama", "gpt2"):
-            found = hugging_face(name, backend, **two)
+            found = hugging_face(name, backend, two)
             wrong += [f"{name}, {backend}: {text}" for text in found]
     dist.barrier()
     return wrong

@@ -4,7 +4,7 @@ state             a goal; what is known of one compile between two passes; a pas
 context           what a compiler keeps per closure, from compile to compile
 programs         capture, rotate, autodiff, repeat, decompose, lower; gradients, as programs too
 link              link, and the plan of memory, or why there is none
-mesh              the step of one rank of a device mesh, in local shapes
+mesh              the step, or the stages, of one rank of a device mesh, in local shapes
 numbers           numbers in place of symbols, for one shape
 recompute         what is saved, chosen by what programs would hold
 recompute_choice  the choice by policy, budget or mark

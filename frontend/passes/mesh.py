@@ -1,4 +1,4 @@
-"""The pass that makes a step of global shapes one rank's step over a device mesh."""
+"""The passes that make a step of global shapes one rank's step over a device mesh."""
 
 from __future__ import annotations
 
@@ -6,61 +6,118 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...autodiff.flows import drawing_leaf
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...backend.run.planned import PlannedProgram
-from ...pipeline_parallel.mesh.plan import Placements
+from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf, Value, tensor_type
 from .programs import tensor_name
+from .rank import RankCompilation, part_name, parts_of
 from .state import Compilation, State, compile_pass
 
-if TYPE_CHECKING:
-    from ...pipeline_parallel.mesh.traffic import ShardedStep
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from ...pipeline_parallel.mesh.sharded import Layout, Sharder
+    from ...pipeline_parallel.mesh.traffic import Collective, ShardedStep
 
 
-@compile_pass(
-    "shard",
-    "aten",
-    goals=("step",),
-    wanted=lambda state: state.goal.on_mesh is not None,
-    verified="always",
-)
+def _is_on_mesh(state: Compilation) -> bool:
+    return state.goal.on_mesh is not None
+
+
+@compile_pass("shard", "aten", goals=("step",), wanted=_is_on_mesh, verified="always")
 def shard(state: State) -> State:
     """Rewrites each different leaf to local shapes and collectives, as the plan of a mesh says."""
-    # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ...pipeline_parallel.mesh.sharded import Layout, Sharder
-    from ...pipeline_parallel.mesh.torch_collectives import axes_of
+    from ...pipeline_parallel.mesh.sharded import Layout
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
     on_mesh = state.goal.on_mesh
     assert on_mesh is not None
     step = replace(state.step, program=state.programs["step"])
     plan = on_mesh.planner(step)
+    sharder = _sharder(state, plan)
     whole = replicated(on_mesh.mesh)
-    names = [tensor_name(source.name) for source in step.model]
-    held = [plan.parameters.get(name, whole) for name in names]
-    batch = [plan.batch[user] for users in step.batch for user in users]
-    inputs = list(map(Layout, batch))
-    for name, lies in zip(names, held, strict=True):
-        path, _, own = name.rpartition(".")
-        result = plan.results.get(path) if own == "weight" else None
-        inputs.append(Layout(lies, plan.used(lies), result, given=True))
-    inputs.append(Layout(whole))
+    model = [_layout(plan, source.name, whole) for source in step.model]
+    batch = [Layout(plan.batch[user]) for users in step.batch for user in users]
     outputs: list[Placements] = [whole] * len(step.batch)
-    outputs += [held[i] for i in (*step.gradients, *step.writes)]
+    outputs += [model[i].held for i in (*step.gradients, *step.writes)]
+    program = sharder.step(step.program, [*batch, *model, Layout(whole)], outputs)
+    composed = replace(step, program=program)
+    plan = replace(plan, whole=tuple(sharder.whole))
+    return replace(state, composed=composed, programs={"step": program}, mesh_plan=plan)
+
+
+@compile_pass("shard", "aten", goals=("rank",), wanted=_is_on_mesh, verified="always")
+def shard_stages(state: RankCompilation) -> RankCompilation:
+    """Rewrites the stages of all ranks so, over the dimensions of a mesh beside the pipeline's."""
+    from ...pipeline_parallel.mesh.given import REPLICATED
+    from ...pipeline_parallel.mesh.stages import StageSharder
+    from ...pipeline_parallel.mesh.torch_sharding import replicated
+
+    on_mesh = state.goal.on_mesh
+    assert on_mesh is not None
+    for one in state.derived:
+        if leaf := drawing_leaf(one.forward):
+            raise PlanError(
+                f"@{leaf.name} draws random numbers, and each stage of a pipeline would draw its "
+                "own, which one process does not. Switch that off (dropout), or use a mesh without "
+                "a pipeline."
+            )
+    plan = on_mesh.planner(None)
+    sharder = _sharder(state, plan)
+    whole = replicated(on_mesh.mesh)
+    names = {source.name for one in state.derived for source in one.stage.model_tensors}
+    layouts = {name: _layout(plan, name, whole) for name in names}
+    replicas = frozenset(i for i, (name, _) in enumerate(plan.axes) if name in REPLICATED)
+    decomposed = state.context.decomposed
+    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
+    made = StageSharder(sharder, layouts, plan.batch, replicas).sharded(state.derived, parts)
+    plan = replace(plan, whole=tuple(sharder.whole))
+    state = replace(state, derived=tuple(made), mesh_plan=plan)
+    programs = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
+    return replace(state, programs=programs)
+
+
+def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
+    """Returns what one rank of each stage moves in a step over the other dimensions of a mesh."""
+    if state.mesh_plan is None:
+        return {}
+    from ...pipeline_parallel.mesh.traffic import collectives_in
+
+    found: dict[int, tuple[Collective, ...]] = {}
+    for one in state.derived:
+        for kind, program in parts_of(one).items():
+            for number in range(state.table.num_micro_batches):
+                name = part_name(one, kind)
+                moved = collectives_in(program, f"micro_batch_{number}", name)
+                found[one.stage.index] = (*found.get(one.stage.index, ()), *moved)
+    return found
+
+
+def _sharder(state: Compilation, plan: MeshPlan) -> Sharder:
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ...pipeline_parallel.mesh.sharded import Sharder
+    from ...pipeline_parallel.mesh.torch_collectives import axes_of
+
+    assert state.goal.on_mesh is not None
+    mesh, backend = state.goal.on_mesh.mesh, state.context.backend
 
     def decompositions(leaf: Leaf) -> Decompositions:
         # What PyTorch's own kernels run stays as it is.
-        return {} if leaf.kernels == "eager" else state.context.backend.recipe(leaf).decompositions
+        return {} if leaf.kernels == "eager" else backend.recipe(leaf).decompositions
 
-    sharder = Sharder(on_mesh.mesh, axes_of(on_mesh.mesh), decompositions, plan.calls)
-    program = sharder.step(step.program, inputs, outputs)
-    composed = replace(step, program=program)
-    return replace(
-        state,
-        composed=composed,
-        programs={"step": program},
-        mesh_plan=replace(plan, whole=tuple(sharder.whole)),
-    )
+    return Sharder(mesh, axes_of(mesh), decompositions, plan.calls)
+
+
+def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:
+    """Returns how a tensor of the model lies."""
+    from ...pipeline_parallel.mesh.sharded import Layout
+
+    name = tensor_name(source)
+    path, _, own = name.rpartition(".")
+    held = plan.parameters.get(name, whole)
+    result = plan.results.get(path) if own == "weight" else None
+    return Layout(held, plan.used(held), result, given=True)
 
 
 def sharded_step(state: Compilation) -> ShardedStep:

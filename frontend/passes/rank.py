@@ -56,6 +56,10 @@ class Splitting:
     split: Split
     memory_bytes_per_rank: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise PipelineError(f"split={self.split!r} is unknown; there are {SPLITS}.")
+
 
 def colors_of(
     model: nn.Module,
@@ -369,12 +373,11 @@ def unit_of(
         num_phases: most phases of a part.
     """
     stage = derived.stage
-    models = [TensorType.of(s.tensor) for s in stage.model_tensors]
     sums = [type_ for _, type_ in derived.trained_types]
     seed = [] if stage.num_sent else [derived.cotangent_types[0]]
     parts = part_specs(derived, flats)
     given = [*_given_types(derived), *seed]
-    return UnitLayout(parts, kernel_lists, [*models, *sums], given, plan, num_phases)
+    return UnitLayout(parts, kernel_lists, [*stage.model_types, *sums], given, plan, num_phases)
 
 
 def part_specs(derived: StageDerivative, flats: Mapping[str, FlatProgram]) -> list[PartSpec]:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
@@ -32,17 +32,21 @@ GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
 GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
+Planner: TypeAlias = Callable[[StepProgram | None], MeshPlan]
+"""Says what lies where, of a decomposed step of global shapes; of stages, it is not given one."""
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """Where a step runs, if on a mesh.
 
     Attributes:
         mesh: a ``DeviceMesh``.
-        planner: says what lies where, of a step that is decomposed and of global shapes.
+        planner: says what lies where.
     """
 
     mesh: Any
-    planner: Callable[[StepProgram], MeshPlan]
+    planner: Planner
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Goal:
         gradients: those that are to be differentiated.
         opset: version of the operators in a file.
         updates: of a step, how groups of parameters are updated in it.
-        on_mesh: of a step, the mesh that it is split over.
+        on_mesh: of a step or a rank's stages, the mesh that they are split over.
     """
 
     kind: GoalKind = "module"

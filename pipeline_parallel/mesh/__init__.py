@@ -1,4 +1,4 @@
-"""A step over a device mesh, data and tensor parallel, by the rules of PyTorch's DTensor.
+"""A step, or the stages of a pipeline, over a device mesh by the rules of PyTorch's DTensor.
 
 plan                  what lies where: parameters, the batch, and the tensors of closures
 given                 a plan by hand: parallel styles of modules, and pins of parameters
@@ -15,6 +15,7 @@ torch_collectives     adapter: collectives as two operators, whose memory a plan
 overlap               the order of a leaf's operators in which collectives run beside other work
 split                 a leaf split at its collectives, and a program's calls in order around those
 sharded               a program of local shapes, each different leaf once
+stages                the stages of a pipeline, each sharded over the other dimensions
 traffic               what one rank moves and holds: collectives of a step, and its memory
 torch_offline         adapter: a mesh of ranks that are not there
 """

@@ -33,6 +33,7 @@ from .plan import MeshPlan, Placements
 REPLICATED = ("data", "dp", "dp_replicate")
 GATHERED = ("fsdp", "dp_shard")
 TENSOR = ("tensor", "tp")
+PIPELINE = ("pipeline", "pp")
 
 Styles: TypeAlias = Mapping[str, Any]
 """Parallel styles by a pattern of module paths."""
@@ -71,14 +72,15 @@ def check_mesh(mesh: Any) -> DeviceMesh:
             f"mesh= takes a DeviceMesh, not {type(mesh).__name__}. Make one with "
             'torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")).'
         )
-    known = (*REPLICATED, *GATHERED, *TENSOR)
+    known = (*REPLICATED, *GATHERED, *TENSOR, *PIPELINE)
     names = mesh.mesh_dim_names or ()
-    if not names or set(names) - set(known) or sum(n in TENSOR for n in names) > 1:
+    is_twice = any(sum(n in kind for n in names) > 1 for kind in (TENSOR, PIPELINE))
+    if not names or set(names) - set(known) or is_twice:
         raise PlanError(
             f"The dimensions of the mesh are named {names}. Each needs a name that says what it "
             f"is for: {', '.join(REPLICATED)} (each rank has its own rows of the batch), "
-            f"{', '.join(GATHERED)} (the same, and parameters are split for memory), or one of "
-            f"{', '.join(TENSOR)} (tensor parallel)."
+            f"{', '.join(GATHERED)} (the same, and parameters are split for memory), one of "
+            f"{', '.join(TENSOR)} (tensor parallel), or one of {', '.join(PIPELINE)} (stages)."
         )
     return mesh
 

@@ -69,6 +69,14 @@ Layouts = tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
+class Flow:
+    """This rank's part of a value, between two programs: its type, and how its tensors lie."""
+
+    type: Type
+    layouts: Layouts
+
+
+@dataclass(frozen=True)
 class Sharded:
     """A closure of local shapes, which parts its calls are, and how its results lie, flat."""
 
@@ -109,11 +117,8 @@ class Sharder:
             outputs: how the results are to lie.
         """
         everything = frozenset(range(len(program.outputs)))
-        types = [
-            self._local(v.type, layout) for v, layout in zip(program.inputs, inputs, strict=True)
-        ]
-        given = [(layout,) for layout in inputs]
-        local, layouts = self._program(program, types, given, everything)
+        flows = [self.flow(v.type, one) for v, one in zip(program.inputs, inputs, strict=True)]
+        local, layouts = self._program(program, flows, everything)
         last, calls, values = opened(local)
         moves = {
             index: value
@@ -137,6 +142,37 @@ class Sharder:
         before = local.calls[: local.calls.index(last)]
         return replace(local, calls=(*before, backward), outputs=tuple(results))
 
+    def flow(self, type_: Type, layout: Layout) -> Flow:
+        """Returns this rank's part of a tensor that lies so."""
+        assert isinstance(type_, TensorType)
+        return Flow(local_type(type_, self.mesh, layout.held), (layout,))
+
+    def part(
+        self, program: Program, inputs: Sequence[Flow], outputs: Sequence[Placements | None]
+    ) -> tuple[Program, list[Flow]]:
+        """Returns the local program of a part of a step, and what it hands on.
+
+        Args:
+            program: of global shapes.
+            inputs: this rank's parts of what it takes.
+            outputs: how the results are to lie; None takes one as it is made, and a sum is taken.
+        """
+        partial = frozenset(i for i, target in enumerate(outputs) if target is not None)
+        local, layouts = self._program(program, inputs, partial)
+        schedule, results = Schedule(local.inputs), list(local.outputs)
+        for call in local.calls:
+            schedule.add(call)
+        for index, target in enumerate(outputs):
+            if target is None or layouts[index][0].held == target:
+                continue
+            value, ways = results[index], [(layouts[index][0].held, target)]
+            made = self._moved([program.outputs[index].type], [value.type], ways)
+            (results[index],) = _scheduled(schedule, made, [value], "")
+            layouts[index] = made.layouts
+        local = replace(local, calls=schedule.finished(), outputs=tuple(results))
+        flows = [Flow(value.type, lies) for value, lies in zip(results, layouts, strict=True)]
+        return local, flows
+
     def _moved(
         self,
         whole: Sequence[Type],
@@ -158,8 +194,7 @@ class Sharder:
     def _program(
         self,
         program: Program,
-        types: Sequence[Type],
-        inputs: Sequence[Layouts],
+        inputs: Sequence[Flow],
         partial: frozenset[int],
     ) -> tuple[Program, list[Layouts]]:
         """Returns the local program, and how its results lie.
@@ -167,8 +202,8 @@ class Sharder:
         ``partial`` are results whose sums over ranks the caller takes.
         """
         env: dict[Value, tuple[Value, Layouts]] = {}
-        for value, type_, layouts in zip(program.inputs, types, inputs, strict=True):
-            env[value] = (Value(type_, value.hint), layouts)
+        for value, flow in zip(program.inputs, inputs, strict=True):
+            env[value] = (Value(flow.type, value.hint), flow.layouts)
         local_inputs = tuple(env[v][0] for v in program.inputs)
         open_values = _values_that_may_be_partial(program, partial)
         schedule = Schedule(local_inputs)
@@ -186,10 +221,6 @@ class Sharder:
             program, inputs=local_inputs, calls=schedule.finished(), outputs=outputs, sources=()
         )
         return local, [env[v][1] for v in program.outputs]
-
-    def _local(self, type_: Type, layout: Layout) -> Type:
-        assert isinstance(type_, TensorType)
-        return local_type(type_, self.mesh, layout.held)
 
     def _call(
         self, call: Call, args: Sequence[tuple[Value, Layouts]], partial: frozenset[int]
@@ -221,9 +252,8 @@ class Sharder:
         partial: frozenset[int],
     ) -> Sharded:
         # The strides of an operand come from whoever made it, not from its layout alone.
-        types = [value.type for value, _ in args]
-        layouts = [flat for _, flat in args]
-        body, results = self._program(closure.program, types, layouts, partial)
+        flows = [Flow(value.type, layouts) for value, layouts in args]
+        body, results = self._program(closure.program, flows, partial)
         return Sharded(
             Composite(closure.name, body, closure.input_names),
             (),

@@ -489,7 +489,15 @@ class _Sharding(torch.fx.Interpreter):
         )
         if tuple(tensor.placements) == layout:
             return tensor
-        return tensor.redistribute(self._mesh, layout)
+        pairs = zip(tensor.placements, layout, strict=True)
+        whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
+        made = tensor.redistribute(self._mesh, whole)
+        if whole == layout:
+            return made
+        # What is whole on each rank is a sum of equal parts.
+        sizes = zip(whole, layout, self._mesh.shape, strict=True)
+        num_parts = math.prod(size for p, q, size in sizes if p != q)
+        return _distributed(made.to_local() / num_parts, self._mesh, layout, made)
 
 
 def is_local_attention(node: torch.fx.Node) -> bool:

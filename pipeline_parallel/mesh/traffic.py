@@ -44,7 +44,7 @@ def collectives_of(program: Program, launches: Iterable[Any]) -> tuple[Collectiv
         program: of a step.
         launches: what it was linked to: launches that know their places.
     """
-    found, beside = list(_walk(program, "", "")), list[int]()
+    found, beside = collectives_in(program), list[int]()
     begun: dict[int, int] = {}
     for place, one in enumerate(launches):
         launch = one.launch
@@ -56,6 +56,17 @@ def collectives_of(program: Program, launches: Iterable[Any]) -> tuple[Collectiv
             beside[number] = place - beside[number] - 1
     pairs = zip(found, beside, strict=True)
     return tuple(replace(one, num_beside=number) for one, number in pairs)
+
+
+def collectives_in(program: Program, path: str = "", part: str = "") -> list[Collective]:
+    """Returns the collectives of a program that is not linked, by the order of its calls.
+
+    Args:
+        program: of local shapes.
+        path: where it is called.
+        part: the closure that it is of.
+    """
+    return list(_walk(program, path, part))
 
 
 def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:

@@ -1,0 +1,163 @@
+"""``parallelize`` over a mesh with pipeline stages, between real gloo processes."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from rank_threads import one_of_many
+from ranks import run_ranks
+from test_parallel import SEQUENCE
+from test_parallel_processes import hugging_face
+
+import lazyinline
+from lazyinline.pipeline_parallel.mesh import torch_collectives
+
+HERE = "test_parallel_pipeline"
+EAGER: dict[str, Any] = {"backend": "eager", "micro_batches": 2}
+HALVES: dict[str, Any] = {"schedule": "ZBVZeroBubble", "num_stages": 4, "micro_batches": 4}
+
+
+def batch(seed: int = 0) -> Any:
+    """Tokens that all count: the mean of the micro-batches' means is the mean."""
+    ids, _ = tokens(seed, rows=8)
+    return ids, ids
+
+
+def pipelined(model: Any, plan: Any = None, *, axes: Any = None, **options: Any) -> Any:
+    mesh = mesh_of(**(axes or {"pipeline": 2, "tensor": 2}))
+    return lazyinline.parallelize(model, batch(), mesh=mesh, plan=plan, **{**EAGER, **options})
+
+
+def train_two(rank: int, folder: pathlib.Path) -> list[str]:
+    return far_off(tiny(), mesh_of(pipeline=2, tensor=1), MEGATRON, batch, **EAGER)
+
+
+@pytest.mark.smoke
+def test_two_stages_give_what_one_process_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_two") == [[], []]
+
+
+MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = {
+    "1F1B": ({"pipeline": 2, "tensor": 2}, MEGATRON, {}, {}),
+    "tied": ({"tensor": 2, "pp": 2}, MEGATRON, {"tied": True}, {"recompute": "full"}),
+    "halves": ({"pp": 2, "tp": 2}, SEQUENCE, {}, HALVES),
+    "rows": ({"data": 2, "pp": 2}, None, {"tied": True}, {"schedule": "GPipe"}),
+    "gathered": ({"pp": 2, "fsdp": 2}, None, {}, {"backend": "inductor"}),
+}
+
+
+def train_four(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for name, (axes, plan, kind, options) in MESHES.items():
+        mesh, chosen = mesh_of(**axes), {**EAGER, **options}
+        wrong += [f"{name}: {t}" for t in far_off(tiny(4, **kind), mesh, plan, batch, **chosen)]
+    return [*wrong, *_moved(), *_saved(folder), *_clipped()]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_four_ranks_give_what_one_process_gives_and_move_what_is_predicted(
+    tmp_path: pathlib.Path,
+) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_four", world=4) == [[]] * 4
+
+
+def _moved() -> list[str]:
+    """Compares the bytes of each collective with what the plan says of the rank's stages."""
+    parallel = pipelined(tiny(4), SEQUENCE, **HALVES)
+    moved: list[tuple[str, int]] = []
+
+    def counted(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor, *args: Any) -> Any:
+            num_bytes = max(t.numel() * t.element_size() for t in (x, args[-1]))
+            moved.append((name, num_bytes))
+            return start(x, *args)
+
+        return run
+
+    starts = torch_collectives._STARTS
+    with mock.patch.dict(starts, {n: counted(n, start) for n, start in starts.items()}):
+        parallel.step(*batch())
+    stages = [parallel.plan.traffic[stage] for stage in parallel.counts]
+    said = sorted((one.kind, one.num_bytes) for stage in stages for one in stage)
+    return [] if said == sorted(moved) and said else [f"{sorted(moved)} moved, not {said}"]
+
+
+def _saved(folder: pathlib.Path) -> list[str]:
+    """Saves the parts of all ranks, and loads them on another mesh without a pipeline."""
+    first, second = tiny(4), tiny(4)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    parallel = pipelined(first, MEGATRON)
+    with pytest.raises(lazyinline.PlanError, match=r"dcp\.save"):
+        parallel.save(folder)
+    dcp.save(parallel.state_dict(), checkpoint_id=folder / "checkpoint")
+    lazyinline.parallelize(second, batch(), mesh=mesh_of(fsdp=4), backend="eager")
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    pairs = zip(tiny(4).named_parameters(), second.parameters(), strict=True)
+    return [f"{n} is another" for (n, p), q in pairs if not torch.equal(p, q.full_tensor())]  # type: ignore[operator]
+
+
+def _clipped() -> list[str]:
+    """Clips the gradients of all stages by the norm that they have in one process."""
+    model, alone = tiny(4, tied=True), tiny(4, tied=True)
+    parallel = pipelined(model, MEGATRON)
+    parallel.step(*batch())
+    alone(*batch()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    norm = parallel.clip_grad_norm_(0.1)
+    wrong = [] if torch.allclose(norm.double(), expected) else [f"norm {norm}, not {expected}"]
+    same = dict(alone.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        if not torch.allclose(parameter.grad.full_tensor(), same[name].grad):
+            wrong.append(f"the clipped gradient of {name} is another")
+    return wrong
+
+
+def train_llama(rank: int, folder: pathlib.Path) -> list[str]:
+    two: Any = {"pipeline": 2, "tensor": 2}
+    wrong = hugging_face("llama", "eager", two, layers=4, **HALVES)
+    wrong += hugging_face("llama", "inductor", two, layers=4, micro_batches=4)
+    return wrong + hugging_face("llama", "eager", {"pp": 2, "data": 2}, layers=4, micro_batches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_llama_in_stages_gives_what_one_process_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_llama", world=4) == [[]] * 4
+
+
+def test_a_plan_shows_stages_and_what_each_moves() -> None:
+    with one_of_many(4):
+        model = tiny(4)
+        text = str(pipelined(model, MEGATRON).plan)
+        assert "1F1B: 2 stages on 2 rank(s), 2 micro-batches" in text
+        assert "stage 1, Layer.forward: 2 all_reduce over tensor, 8,192 bytes (each of 4" in text
+        assert "dimension 1 split over tensor: layers.*.attention.out.weight" in text
+        # Of the other stage nothing is replaced.
+        assert hasattr(model.embed.weight, "placements")
+        assert not hasattr(model.head.weight, "placements")
+
+
+def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
+    with one_of_many(4):
+        refused: list[tuple[str, dict[str, Any]]] = [
+            ("does not plan a mesh with pipeline stages", {"plan": "auto"}),
+            ("is for plan='auto'", {"memory_bytes_per_rank": 1}),
+            ("dimension 'pipeline' alone", {"axes": {"pipeline": 4}}),
+            ("named \\('pp', 'pipeline'\\)", {"axes": {"pp": 2, "pipeline": 2}}),
+        ]
+        for said, options in refused:
+            with pytest.raises(lazyinline.PlanError, match=said):
+                pipelined(tiny(), **options)
+        with pytest.raises(lazyinline.PlanError, match="draws random numbers"):
+            pipelined(tiny(dropout=0.5))
+        with pytest.raises(lazyinline.PipelineError, match="split='half' is unknown"):
+            pipelined(tiny(), split="half")
