@@ -28,10 +28,14 @@ class Late:
         self.wait = run
 
 
+def spoil(tensor: torch.Tensor) -> None:
+    tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+
+
 def late_sum(real: Any) -> Any:
     def start(out: torch.Tensor, op: Any, group: Any, _: bool) -> Late:
         held = out.clone()
-        out.fill_(torch.nan)  # whoever reads it before the wait, reads this
+        spoil(out)  # whoever reads it before the wait, reads this
         return Late(lambda: real(out.copy_(held), op, group))
 
     return start
@@ -39,7 +43,7 @@ def late_sum(real: Any) -> Any:
 
 def late_exchange(real: Any) -> Any:
     def start(out: torch.Tensor, x: torch.Tensor, *, async_op: bool, **options: Any) -> Late:
-        out.fill_(torch.nan)
+        spoil(out)
         return Late(lambda: real(out, x, **options))
 
     return start
