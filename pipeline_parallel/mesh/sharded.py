@@ -7,7 +7,7 @@ gathers first is started one call earlier, and what it hands out reduced is wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from ...reuse.ir.program import (
     tensor_type,
 )
 from ...reuse.ir.rewrite import grouped
-from ...reuse.ir.types import StructType, TensorType, Type
+from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import RESHAPES, module_of
 from .plan import LeafPlan, NodeLayouts, Placements
-from .split import Part, Schedule, in_closure, inlined, opened, split_at_collectives
+from .split import Part, Schedule, in_closure, inlined, opened, split_at_collectives, with_structs
 from .torch_collectives import with_own_collectives
 from .torch_sharding import local_graph, local_type, replicated
 
@@ -65,7 +65,7 @@ class Layout:
 
 
 Layouts = tuple[Layout, ...]
-"""Of the tensors in one value."""
+"""Of several tensors."""
 
 
 @dataclass(frozen=True)
@@ -116,29 +116,15 @@ class Sharder:
             inputs: how they lie.
             outputs: how the results are to lie.
         """
+        types = [
+            local_type(tensor_type(v), self.mesh, layout.held)
+            for v, layout in zip(program.inputs, inputs, strict=True)
+        ]
         everything = frozenset(range(len(program.outputs)))
-        flows = [self.flow(v.type, one) for v, one in zip(program.inputs, inputs, strict=True)]
-        local, layouts = self._program(program, flows, everything)
-        last, calls, values = opened(local)
-        moves = {
-            index: value
-            for index, (value, (layout,), target) in enumerate(
-                zip(values, layouts, outputs, strict=True)
-            )
-            if layout.held != target
-        }
-        buckets = _buckets(calls, moves)
-        results, schedule = list(values), Schedule(())
-        for place, call in enumerate(calls):
-            schedule.add(call)
-            if bucket := buckets.get(place):
-                whole = [program.outputs[i].type for i in bucket]
-                ways = [(layouts[i][0].held, outputs[i]) for i in bucket]
-                made = self._moved(whole, [moves[i].type for i in bucket], ways)
-                brought = _scheduled(schedule, made, [moves[i] for i in bucket], "")
-                for index, value in zip(bucket, brought, strict=True):
-                    results[index] = value
-        backward = in_closure(last.closure.name, schedule.finished(), set(results), last.path)
+        local, layouts = self._program(program, types, inputs, everything)
+        last, opened_calls, values = opened(local)
+        calls, results = self._brought(program, opened_calls, values, layouts, outputs)
+        backward = in_closure(last.closure.name, calls, set(results), last.path)
         before = local.calls[: local.calls.index(last)]
         return replace(local, calls=(*before, backward), outputs=tuple(results))
 
@@ -157,26 +143,54 @@ class Sharder:
             inputs: this rank's parts of what it takes.
             outputs: how the results are to lie; None takes one as it is made, and a sum is taken.
         """
-        partial = frozenset(i for i, target in enumerate(outputs) if target is not None)
-        local, layouts = self._program(program, inputs, partial)
-        schedule, results = Schedule(local.inputs), list(local.outputs)
-        for call in local.calls:
+        types, lies = flat_types([f.type for f in inputs]), [x for f in inputs for x in f.layouts]
+        pairs = zip(program.outputs, outputs, strict=True)
+        targets = [target for value, target in pairs for _ in flat_types([value.type])]
+        partial = frozenset(i for i, target in enumerate(targets) if target is not None)
+        local, layouts = self._program(program, types, lies, partial)
+        calls, results = self._brought(program, local.calls, local.outputs, layouts, targets)
+        local = replace(local, calls=calls, outputs=tuple(results))
+        made = [v.type for v in program.outputs]
+        local = with_structs(local, [flow.type for flow in inputs], made)
+        ends = [
+            layout if target is None else Layout(target)
+            for layout, target in zip(layouts, targets, strict=True)
+        ]
+        flows = zip(local.outputs, grouped(ends, made), strict=True)
+        return local, [Flow(value.type, tuple(lies)) for value, lies in flows]
+
+    def _brought(
+        self,
+        program: Program,
+        calls: Sequence[Call],
+        values: Sequence[Value],
+        layouts: Layouts,
+        targets: Sequence[Placements | None],
+    ) -> tuple[tuple[Call, ...], list[Value]]:
+        """Returns calls with those that bring values to other layouts, and the values there."""
+        types = flat_types([value.type for value in program.outputs])
+        ways = {
+            i: (layout.held, target)
+            for i, (layout, target) in enumerate(zip(layouts, targets, strict=True))
+            if target is not None and layout.held != target
+        }
+        buckets = _buckets(calls, {i: values[i] for i in ways})
+        assert calls or not ways
+        results, schedule = list(values), Schedule(())
+        for place, call in enumerate(calls):
             schedule.add(call)
-        for index, target in enumerate(outputs):
-            if target is None or layouts[index][0].held == target:
-                continue
-            value, ways = results[index], [(layouts[index][0].held, target)]
-            made = self._moved([program.outputs[index].type], [value.type], ways)
-            (results[index],) = _scheduled(schedule, made, [value], "")
-            layouts[index] = made.layouts
-        local = replace(local, calls=schedule.finished(), outputs=tuple(results))
-        flows = [Flow(value.type, lies) for value, lies in zip(results, layouts, strict=True)]
-        return local, flows
+            if bucket := buckets.get(place):
+                local = [tensor_type(values[i]) for i in bucket]
+                made = self._moved([types[i] for i in bucket], local, [ways[i] for i in bucket])
+                brought = _scheduled(schedule, made, [values[i] for i in bucket], "")
+                for index, value in zip(bucket, brought, strict=True):
+                    results[index] = value
+        return schedule.finished(), results
 
     def _moved(
         self,
-        whole: Sequence[Type],
-        local: Sequence[Type],
+        whole: Sequence[TensorType],
+        local: Sequence[TensorType],
         ways: Sequence[tuple[Placements, Placements]],
     ) -> Sharded:
         """Returns what brings tensors from one layout to another, together."""
@@ -194,77 +208,67 @@ class Sharder:
     def _program(
         self,
         program: Program,
-        inputs: Sequence[Flow],
+        types: Sequence[TensorType],
+        layouts: Sequence[Layout],
         partial: frozenset[int],
-    ) -> tuple[Program, list[Layouts]]:
-        """Returns the local program, and how its results lie.
+    ) -> tuple[Program, Layouts]:
+        """Returns the local program, whose values are tensors, and how its results lie.
 
-        ``partial`` are results whose sums over ranks the caller takes.
+        Args:
+            program: whose structs are taken apart.
+            types: of this rank's parts of what it takes, flat.
+            layouts: how that lies.
+            partial: results, flat, whose sums over ranks the caller takes.
         """
-        env: dict[Value, tuple[Value, Layouts]] = {}
-        for value, flow in zip(program.inputs, inputs, strict=True):
-            env[value] = (Value(flow.type, value.hint), flow.layouts)
-        local_inputs = tuple(env[v][0] for v in program.inputs)
+        local_inputs = tuple(map(Value, types))
+        given = grouped(zip(local_inputs, layouts, strict=True), [v.type for v in program.inputs])
+        env = dict(zip(program.inputs, given, strict=True))
         open_values = _values_that_may_be_partial(program, partial)
         schedule = Schedule(local_inputs)
         for call in program.calls:
-            args = [env[v] for v in call.args]
-            may = frozenset(i for i, v in enumerate(call.results) if v in open_values)
-            made = self._call(call, args, may)
-            results = _scheduled(schedule, made, [v for v, _ in args], call.path, call)
-            flat = iter(made.layouts)
-            for value, result in zip(call.results, results, strict=True):
-                layouts = tuple(next(flat) for _ in flat_types([result.type]))
-                env[value] = (result, layouts)
-        outputs = tuple(env[v][0] for v in program.outputs)
+            made = [one for value in call.args for one in env[value]]
+            if not isinstance(call.closure, (Pack, Unpack)):
+                flags = [v in open_values for v in call.results for _ in flat_types([v.type])]
+                may = frozenset(i for i, is_open in enumerate(flags) if is_open)
+                sharded = self._call(call, made, may)
+                results = _scheduled(schedule, sharded, [v for v, _ in made], call.path)
+                made = list(zip(results, sharded.layouts, strict=True))
+            given = grouped(made, [v.type for v in call.results])
+            env.update(zip(call.results, given, strict=True))
+        outputs = [one for value in program.outputs for one in env[value]]
         local = replace(
-            program, inputs=local_inputs, calls=schedule.finished(), outputs=outputs, sources=()
+            program,
+            inputs=local_inputs,
+            calls=schedule.finished(),
+            outputs=tuple(value for value, _ in outputs),
+            sources=(),
         )
-        return local, [env[v][1] for v in program.outputs]
+        return local, tuple(layout for _, layout in outputs)
 
     def _call(
-        self, call: Call, args: Sequence[tuple[Value, Layouts]], partial: frozenset[int]
+        self, call: Call, args: Sequence[tuple[Value, Layout]], partial: frozenset[int]
     ) -> Sharded:
         closure = call.closure
-        types = tuple(v.type for v, _ in args)
-        layouts = tuple(layout for _, flat in args for layout in flat)
-        if isinstance(closure, Pack):
-            return Sharded(Pack(StructType(types)), (), layouts)
-        if isinstance(closure, Unpack):
-            (struct,) = types
-            assert isinstance(struct, StructType)
-            return Sharded(Unpack(struct), (), layouts)
+        # The strides of an operand come from whoever made it, not from its layout alone.
+        types = tuple(tensor_type(value) for value, _ in args)
+        layouts = tuple(layout for _, layout in args)
         plan = self.plans.get(call, LeafPlan())
         nodes = frozenset(plan.nodes.items())
         key = (closure, types, layouts, partial, plan.inputs, plan.outputs, nodes)
         if key not in self._made:
-            if isinstance(closure, Leaf):
-                flat_partial = _flat_positions(closure.output_types, partial)
-                self._made[key] = self._leaf(closure, plan, types, layouts, flat_partial)
+            if isinstance(closure, Composite):
+                body, results = self._program(closure.program, types, layouts, partial)
+                self._made[key] = Sharded(Composite(closure.name, body), (), results)
             else:
-                self._made[key] = self._composite(closure, args, partial)
+                assert isinstance(closure, Leaf)
+                self._made[key] = self._leaf(closure, plan, types, layouts, partial)
         return self._made[key]
-
-    def _composite(
-        self,
-        closure: Composite,
-        args: Sequence[tuple[Value, Layouts]],
-        partial: frozenset[int],
-    ) -> Sharded:
-        # The strides of an operand come from whoever made it, not from its layout alone.
-        flows = [Flow(value.type, layouts) for value, layouts in args]
-        body, results = self._program(closure.program, flows, partial)
-        return Sharded(
-            Composite(closure.name, body, closure.input_names),
-            (),
-            tuple(layout for flat in results for layout in flat),
-        )
 
     def _leaf(
         self,
         leaf: Leaf,
         plan: LeafPlan,
-        types: tuple[Type, ...],
+        types: tuple[TensorType, ...],
         layouts: Layouts,
         partial: frozenset[int],
     ) -> Sharded:
@@ -281,7 +285,7 @@ class Sharder:
         made = local_graph(
             leaf,
             self.mesh,
-            flat_types(types),
+            types,
             [layout.held for layout in layouts],
             replace(plan, inputs=used, nodes={**_pinned_results(leaf, layouts), **plan.nodes}),
             partial,
@@ -290,15 +294,12 @@ class Sharder:
         self.whole.update(dict.fromkeys(made.whole))
         with_own_collectives(made.module, self.axes)
         results = tuple(map(Layout, made.output_layouts))
-        # What is in a struct was saved: it is not there before the step begins.
-        flags = zip(grouped(layouts, types), types, strict=True)
-        known = [one.given and isinstance(t, TensorType) for g, t in flags for one in g]
-        parameters = [i for i, is_known in enumerate(known) if is_known]
-        return Sharded(*split_at_collectives(leaf, made, types, parameters), results)
+        parameters = [i for i, layout in enumerate(layouts) if layout.given]
+        return Sharded(*split_at_collectives(leaf, made, parameters), results)
 
 
 def _scheduled(
-    schedule: Schedule, made: Sharded, args: Sequence[Value], path: str, call: Call | None = None
+    schedule: Schedule, made: Sharded, args: Sequence[Value], path: str
 ) -> Sequence[Value]:
     """Adds the calls of a sharded closure; returns what they give."""
     if made.parts:
@@ -307,8 +308,7 @@ def _scheduled(
         for one, part in zip(calls, made.parts, strict=True):
             schedule.add(one, part)
         return results
-    hints = [v.hint for v in call.results] if call is not None else [""] * len(made.layouts)
-    values = tuple(map(Value, made.closure.output_types, hints))
+    values = tuple(map(Value, made.closure.output_types))
     schedule.add(Call(made.closure, tuple(args), values, path))
     return values
 
@@ -362,22 +362,11 @@ def _result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
     return None
 
 
-def _flat_positions(types: Sequence[Type], positions: Iterable[int]) -> frozenset[int]:
-    """Returns the positions of values among the tensors inside all of them."""
-    found: set[int] = set()
-    start = 0
-    for index, type_ in enumerate(types):
-        number = len(flat_types([type_]))
-        if index in positions:
-            found.update(range(start, start + number))
-        start += number
-    return frozenset(found)
-
-
-def _values_that_may_be_partial(program: Program, outputs: frozenset[int]) -> set[Value]:
+def _values_that_may_be_partial(program: Program, partial: frozenset[int]) -> set[Value]:
     """Returns the values that lead, through sums alone, to results that may be parts of a sum."""
-    open_values = {program.outputs[i] for i in outputs}
-    closed = {v for i, v in enumerate(program.outputs) if i not in outputs}
+    flat = [v for v in program.outputs for _ in flat_types([v.type])]
+    open_values = {v for i, v in enumerate(flat) if i in partial}
+    closed = {v for i, v in enumerate(flat) if i not in partial}
     for call in reversed(program.calls):
         adds = _only_adds(call.closure)
         if adds and open_values.issuperset(call.results):

@@ -11,7 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -28,6 +28,7 @@ from ...reuse.ir.program import (
     input_nodes,
     outputs_of,
 )
+from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import module_of
 from .overlap import MOVES_ONLY, ordered
@@ -39,25 +40,24 @@ Part: TypeAlias = Literal["ahead", "body", "behind"]
 
 
 def split_at_collectives(
-    leaf: Leaf, made: LocalGraph, types: tuple[Type, ...], parameters: Collection[int]
+    leaf: Leaf, made: LocalGraph, parameters: Collection[int]
 ) -> tuple[Closure, tuple[Part, ...]]:
-    """Returns a local graph as a closure, and which parts its calls are.
+    """Returns a local graph as a closure of tensors, and which parts its calls are.
 
     Args:
         leaf: of global shapes.
         made: of local shapes.
-        types: of what that takes.
-        parameters: the flat inputs that are there before the step begins.
+        parameters: the inputs that are there before the step begins.
     """
     module = made.module
     _without_idle_nodes(module.graph)
     module.graph.eliminate_dead_code()
-    flat_outputs = [TensorType.of(n.meta["val"]) for n in outputs_of(module)]
-    output_types = _like(leaf.output_types, flat_outputs)
-    if not any(n.target in COLLECTIVES for n in module.graph.nodes):
-        module.recompile()
-        return replace(leaf, module=module, input_types=types, output_types=output_types), ()
-    return _Split(leaf, types, output_types).closure(module, parameters)
+    if any(n.target in COLLECTIVES for n in module.graph.nodes):
+        return _Split(leaf, module).closure(made.input_types, parameters)
+    module.recompile()
+    types = tuple(TensorType.of(n.meta["val"]) for n in outputs_of(module))
+    own = replace(leaf, module=module, input_types=made.input_types, output_types=types)
+    return replace(own, input_names=()), ()
 
 
 def _without_idle_nodes(graph: torch.fx.Graph) -> None:
@@ -79,88 +79,52 @@ def _is_without_data(node: torch.fx.Node) -> bool:
     return on_meta or node.target is operator.getitem
 
 
-def _like(types: Sequence[Type], flat: Sequence[TensorType]) -> tuple[Type, ...]:
-    """Returns tensor types in the structure of other types."""
-    parts = iter(flat)
-
-    def one(type_: Type) -> Type:
-        if isinstance(type_, StructType):
-            return StructType(tuple(map(one, type_.fields)))
-        return next(parts)
-
-    return tuple(map(one, types))
-
-
 class _Split:
     """Builds the program of a local graph with collectives."""
 
-    def __init__(
-        self, leaf: Leaf, input_types: tuple[Type, ...], output_types: tuple[Type, ...]
-    ) -> None:
-        self._leaf, self._output_types = leaf, output_types
-        names = leaf.input_names or ("",) * len(input_types)
-        self._inputs = tuple(Value(t, n) for t, n in zip(input_types, names, strict=True))
+    def __init__(self, leaf: Leaf, module: torch.fx.GraphModule) -> None:
+        self._leaf, self._module = leaf, module
         self._calls: list[Call] = []
         self._env: dict[torch.fx.Node, Value] = {}
 
     def closure(
-        self, module: torch.fx.GraphModule, parameters: Collection[int]
+        self, types: Sequence[TensorType], parameters: Collection[int]
     ) -> tuple[Composite, tuple[Part, ...]]:
         """Returns a program of up to three calls, and which parts they are."""
-        entries = input_nodes(module)
-        order, results = ordered(module, {entries[i] for i in parameters}), outputs_of(module)
-        flat = [tensor for value in self._inputs for tensor in self._unpacked(value)]
-        unpacked, self._calls = self._calls, []
-        self._env.update(zip(entries, flat, strict=True))
-        self._add_all(order.ahead, results)
-        ahead, self._calls = self._calls, unpacked
-        self._add_all(order.body, results)
-        body, self._calls = self._calls, []
-        self._add_all(order.behind, results)
-        tensors = iter([self._env[n] for n in results])
-        outputs = tuple(self._packed(t, tensors) for t in self._output_types)
-        if not order.behind:
-            body, self._calls = [*body, *self._calls], []
-        parts: dict[Part, list[Call]] = {"ahead": ahead, "body": body, "behind": self._calls}
+        entries, inputs = input_nodes(self._module), tuple(map(Value, types))
+        order = ordered(self._module, {entries[i] for i in parameters})
+        self._env.update(zip(entries, inputs, strict=True))
+        parts: dict[Part, list[Call]] = {
+            "ahead": self._calls_of(order.ahead),
+            "body": self._calls_of(order.body),
+            "behind": self._calls_of(order.behind),
+        }
         parts = {kind: calls for kind, calls in parts.items() if calls}
+        outputs = tuple(self._env[n] for n in outputs_of(self._module))
         later, made = set(outputs), list[Call]()
         for calls in reversed(parts.values()):
             made.append(in_closure(self._leaf.name, calls, later))
             later.update(made[-1].args)
-        program = Program(self._inputs, tuple(reversed(made)), outputs)
-        return Composite(self._leaf.name, program, self._leaf.input_names), tuple(parts)
+        program = Program(inputs, tuple(reversed(made)), outputs)
+        return Composite(self._leaf.name, program), tuple(parts)
 
-    def _add_all(self, nodes: Sequence[torch.fx.Node], results: Sequence[Any]) -> None:
+    def _calls_of(self, nodes: Sequence[torch.fx.Node]) -> list[Call]:
         part: list[torch.fx.Node] = []
+        self._calls = []
         for node in nodes:
             # Alone in its leaf, a collective runs where it stands: a backend would reorder it.
             if node.target in COLLECTIVES or node.target is WAIT:
-                self._add(part, results)
-                self._add([node], results)
+                self._add(part)
+                self._add([node])
                 part = []
             else:
                 part.append(node)
-        self._add(part, results)
+        self._add(part)
+        return self._calls
 
-    def _unpacked(self, value: Value) -> list[Value]:
-        if not isinstance(value.type, StructType):
-            return [value]
-        fields = tuple(Value(t) for t in value.type.fields)
-        self._calls.append(Call(Unpack(value.type), (value,), fields))
-        return [tensor for one in fields for tensor in self._unpacked(one)]
-
-    def _packed(self, type_: Type, tensors: Any) -> Value:
-        if not isinstance(type_, StructType):
-            value: Value = next(tensors)
-            return value
-        fields = tuple(self._packed(t, tensors) for t in type_.fields)
-        packed = Value(type_)
-        self._calls.append(Call(Pack(type_), fields, (packed,)))
-        return packed
-
-    def _add(self, nodes: Sequence[torch.fx.Node], results: Sequence[Any]) -> None:
+    def _add(self, nodes: Sequence[torch.fx.Node]) -> None:
         """Adds the call of a leaf of some nodes."""
-        own = set(nodes)
+        own, results = set(nodes), outputs_of(self._module)
         made = [n for n in nodes if n in results or any(user not in own for user in n.users)]
         made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
         if not made:  # nobody reads what lies between two collectives
@@ -207,8 +171,7 @@ def inlined(program: Program, args: Sequence[Value], path: str) -> tuple[list[Ca
     for call in program.calls:
         results = tuple(Value(v.type, v.hint) for v in call.results)
         env.update(zip(call.results, results, strict=True))
-        is_struct = isinstance(call.closure, (Pack, Unpack))
-        where = "" if is_struct else ".".join(p for p in (path, call.path) if p)
+        where = ".".join(p for p in (path, call.path) if p)
         taken = tuple(env[v] for v in call.args)
         calls.append(replace(call, args=taken, results=results, path=where))
     return calls, [env[v] for v in program.outputs]
@@ -242,6 +205,23 @@ def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
             later[at].append(one)
     calls = [*later[-1], *(one for i, call in enumerate(inner) for one in (call, *later[i]))]
     return program.calls[first], calls, [env.get(v, v) for v in program.outputs]
+
+
+def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) -> Program:
+    """Returns a program of tensors as one that takes and gives structs of them, as types say."""
+    before, after = list[Call](), list[Call]()
+    inputs, outputs = list[Value](), list[Value]()
+    for type_, own in zip(given, grouped(program.inputs, given), strict=True):
+        inputs.append(Value(type_) if isinstance(type_, StructType) else own[0])
+        if isinstance(type_, StructType):
+            before.append(Call(Unpack(type_), (inputs[-1],), tuple(own)))
+    for type_, own in zip(made, grouped(program.outputs, made), strict=True):
+        struct = StructType(tuple(value.type for value in own))
+        outputs.append(Value(struct) if isinstance(type_, StructType) else own[0])
+        if isinstance(type_, StructType):
+            after.append(Call(Pack(struct), tuple(own), (outputs[-1],)))
+    calls = (*before, *program.calls, *after)
+    return replace(program, inputs=tuple(inputs), calls=calls, outputs=tuple(outputs))
 
 
 class Schedule:
