@@ -15,11 +15,11 @@ from link_tree import ROOT
 # collectives beside other work (pipeline_parallel +540, backend +10), stages of a pipeline over it
 # (frontend +280, pipeline_parallel +230).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_730, 92),
+    "frontend": (24_746, 92),
     "reuse": (8_300, 30),
     "autodiff": (6_610, 26),
     "recompute": (1_300, 7),
-    "pipeline_parallel": (7_330, 29),
+    "pipeline_parallel": (7_335, 29),
     "backend": (12_230, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from typing import Any
 
+import fit_large
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +50,10 @@ def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed() ->
     assert held.parameters - held.gradients == tables
     assert held.batch - 4 <= 8 * 64 * 8 // 4 * 2 <= held.batch
     assert found.fits and found.instead is None
-    assert not found.step.layouts.whole  # attention is computed on a rank's rows
+    # Attention is computed on a rank's rows, of three layers and two parts; cuBLAS has the rest.
+    row, sums = 64 * 32 * 2, 2 * 64 * 4
+    assert not found.step.layouts.whole
+    assert held.launches - 32 * 2**20 <= 6 * (row + sums) + 3 * row + 1024
     assert found.seconds > 0
     assert max(map(len, str(found).splitlines())) <= 100
 
@@ -88,6 +92,20 @@ def test_where_a_step_does_not_fit_the_fastest_that_does_is_named(
 
 @needs_triton
 @pytest.mark.sweep
+def test_a_pipeline_over_a_mesh_is_simulated_from_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"WIDTH": 256, "LAYERS": 8, "VOCABULARY": 64, "SEQ": 32, "STAGES": 4}
+    for name, number in {**small, "DATA": 2, "TENSOR": 2, "MICRO_BATCHES": 12}.items():
+        monkeypatch.setattr(fit_large, name, number)
+    plan, reduce_s, optimizer_bytes = fit_large.gpt_175b()
+    assert [stage.in_flight for stage in plan.stages] == [4, 3, 2, 1]
+    assert plan.bubble >= 3 / 15 - 0.05  # of stages that take the same, (stages - 1) of them wait
+    trained = sum(p.numel() * 2 for p in fit_large.Gpt(8).parameters())
+    assert 0.5 * trained < sum(s.parameter_bytes for s in plan.stages) < 0.6 * trained
+    assert reduce_s > 0 and optimizer_bytes > 0
+
+
+@needs_triton
+@pytest.mark.sweep
 def test_what_fits_instead_is_compiled() -> None:
     model, args = decoder()
     options: dict[str, Any] = {"mesh": {"fsdp": 2}, "target": TARGET}
@@ -121,6 +139,8 @@ def test_what_cannot_be_asked_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET)
     with pytest.raises(lazyinline.PlanError, match="into 3 equal micro-batches"):
         lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET, micro_batches=3)
+    with pytest.raises(lazyinline.PlanError, match="leave 'pp' out"):
+        lazyinline.fit(model, args, mesh={"pp": 2, "fsdp": 2}, target=TARGET)
     with pytest.raises(SystemExit):
         main(["fit", "test_fit:decoder", "--mesh", "fsdp=x", "--target", TARGET])
     assert "not of the form fsdp=8,tp=2" in capsys.readouterr().err

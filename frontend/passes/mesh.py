@@ -12,6 +12,7 @@ from ...backend.run.planned import PlannedProgram
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf, Value, tensor_type
+from ...reuse.ir.types import StructType
 from .programs import tensor_name
 from .rank import RankCompilation, part_name, parts_of
 from .state import Compilation, State, compile_pass
@@ -138,7 +139,10 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.plan.peak_bytes - gradients,
         runs.outside_bytes,
     )
-    return ShardedStep(state.mesh_plan, collectives_of(step.program, part.launches), memory)
+    results = (value.type for call in step.program.calls for value in call.results)
+    saved = sum(t.num_bytes for t in results if isinstance(t, StructType)) // num_losses
+    moved = collectives_of(step.program, part.launches)
+    return ShardedStep(state.mesh_plan, moved, memory, saved)
 
 
 def _num_bytes(values: Sequence[Value]) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ...autodiff.traces.torch_make_fx import Decompositions, fake_tensor, new_fake_mode, traced
 from ...reuse.errors import PlanError
@@ -457,7 +458,8 @@ class _Sharding(torch.fx.Interpreter):
         made = target(*own_args, **own_kwargs)
         # What one process would get says how large the whole results are.
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc]
-        whole = target(*args, **kwargs)
+        with disable_proxy_modes_tracing():  # on a GPU it would stay in the graph: it may draw
+            whole = target(*args, **kwargs)
         # On a GPU results lie as operands do, and with them are numbers and a generator's state.
         return tuple(
             _distributed(_in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
