@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import relative_error
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
 from rank_threads import run_in_threads
+from torch import nn
 
 import lazyinline
 from lazyinline.pipeline_parallel.mesh import sharded, torch_collectives
@@ -121,3 +123,41 @@ def test_gradients_are_summed_in_buckets_beside_the_backward(
 def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
     found = [c for c in collectives({"tensor": 2}) if c.part == "Layer.backward"]
     assert len(found) == 6 and all(c.num_beside > 3 for c in found)
+
+
+class Rounded(nn.Module):
+    """A model whose products are in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny().float()
+
+    def forward(self, *batch: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(*batch)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
+def test_weights_are_gathered_in_the_type_that_is_computed_in_and_gradients_scattered(
+    backend: Any,
+) -> None:
+    def train(rank: int) -> Any:
+        alone, model = Rounded(), Rounded()
+        parallel = lazyinline.parallelize(
+            model, tokens(), mesh=mesh_of(fsdp=2), plan=None, backend=backend
+        )
+        loss, expected = parallel.step(*tokens()), alone(*tokens())
+        expected.backward()
+        wrong = [loss] if relative_error(loss, expected.detach()) > 0.01 else []
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        wrong += [q for p, q in pairs if relative_error(p.grad.full_tensor(), q.grad) > 0.05]
+        return wrong, parallel.plan.collectives
+
+    (wrong, found), _ = run_in_threads(2, train)
+    assert wrong == []
+    sizes = sorted(c.num_bytes for c in found if c.part == "Layer.forward")
+    # Norms are computed in float32: two vectors of 16.
+    parameters = sum(p.numel() for p in tiny(1).layers.parameters())
+    assert sizes == [128, 128, 2 * (parameters - 32), 2 * (parameters - 32)]
+    assert not any(c.kind == "all_reduce" for c in found if c.num_bytes > 8)

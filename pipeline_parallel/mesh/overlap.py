@@ -20,6 +20,7 @@ import torch.fx
 from ...reuse.ir.program import input_nodes
 from ...reuse.torch_names import RESHAPES
 from .torch_collectives import COLLECTIVES, WAIT, started
+from .torch_sharding import CASTS
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.lazyinline
 _GATHER, _SCATTER = _OWN.all_gather.default, _OWN.reduce_scatter.default
@@ -51,6 +52,8 @@ def ordered(module: torch.fx.GraphModule, parameters: Collection[torch.fx.Node])
         module: a local graph.
         parameters: the inputs that are there before the step begins.
     """
+    for wait in [n for n in module.graph.nodes if n.target is WAIT]:
+        _cast_first(module.graph, wait)
     given, handed_out = _given(module.graph, parameters), _handed_out(module.graph)
     groups: dict[Any, list[torch.fx.Node]] = defaultdict(list)
     for wait in (n for n in module.graph.nodes if n.target is WAIT):
@@ -143,6 +146,30 @@ def _of_wait(node: torch.fx.Node, found: Collection[torch.fx.Node]) -> bool:
     while node in found and node.target is not WAIT:
         node = node.all_input_nodes[0]
     return node.target is WAIT
+
+
+# ---- fewer bytes -------------------------------------------------------------------------------
+
+
+def _cast_first(graph: torch.fx.Graph, wait: torch.fx.Node) -> None:
+    """Gathers what is read in a smaller type alone, as parameters under autocast, in that type."""
+    start: Any = wait.args[0]
+    casts = list(wait.users)
+    ways = {(n.target, n.args[1:], *n.kwargs.items()) for n in casts if n.target in CASTS}
+    if start.target is not _GATHER or len(ways) != 1 or any(n.target not in CASTS for n in casts):
+        return
+    cast = casts[0]
+    if cast.meta["val"].dtype.itemsize >= wait.meta["val"].dtype.itemsize:
+        return
+    with graph.inserting_before(cast):
+        x = _add(graph, cast.target, start.args[0], *cast.args[1:], **cast.kwargs)
+        rest = start.args[1:]
+        made = started(graph, _GATHER, (x, *rest), _GATHER(x.meta["val"], *rest))
+    for node in casts:
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    graph.erase_node(wait)
+    graph.erase_node(start)
 
 
 # ---- several collectives as one ----------------------------------------------------------------

@@ -39,6 +39,9 @@ _VIEWS = frozenset(
         *(_ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.reshape.default),
     }
 )
+_CONVERT = torch.ops.prims.convert_element_type.default
+CASTS = frozenset({_ATEN._to_copy.default, _CONVERT})
+"""Operators that change the type of elements."""
 _LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATEN.clone.default})
 _CAT = _ATEN.cat.default
 _DROPOUT = _ATEN.native_dropout.default
@@ -241,7 +244,7 @@ class _Sharding(torch.fx.Interpreter):
         held = [self.env[n] for n in node.all_input_nodes]
         if not any(isinstance(t, DTensor) and _is_partial(t) for t in held):
             return
-        if node.target in _VIEWS:
+        if self._takes_parts(node):
             return
         layouts = {tuple(t.placements) for t in held if isinstance(t, DTensor)}
         tensors = all(isinstance(a, (torch.fx.Node, int)) for a in node.args)
@@ -250,13 +253,21 @@ class _Sharding(torch.fx.Interpreter):
         for operand in node.all_input_nodes:
             self._summed(operand)
 
+    def _takes_parts(self, node: torch.fx.Node) -> bool:
+        """Whether a sum may be taken after an operator: of a view, or in a type of more digits."""
+        if node.target in CASTS:
+            asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
+            held = self.env[node.all_input_nodes[0]].dtype
+            return asked is not None and asked.is_floating_point and asked.itemsize > held.itemsize
+        return node.target in _VIEWS
+
     def _summed(self, node: torch.fx.Node) -> None:
         """Takes the sum of a value over ranks: of what it is a view of, so that all views share."""
         tensor = self.env[node]
         if not isinstance(tensor, DTensor) or not _is_partial(tensor):
             return
         chain = [node]
-        while chain[-1].target in _VIEWS and _is_partial(self.env[chain[-1].all_input_nodes[0]]):
+        while self._takes_parts(chain[-1]) and _is_partial(self.env[chain[-1].all_input_nodes[0]]):
             chain.append(chain[-1].all_input_nodes[0])
         if len(chain) > 1:
             self._summed(chain[-1])
@@ -294,6 +305,8 @@ class _Sharding(torch.fx.Interpreter):
             return self._call_whole(node, args, kwargs)
         if target in RESHAPES:
             return self._reshaped(args, kwargs)
+        if target is _CONVERT:  # whose rule sums first
+            return _ATEN._to_copy.default(args[0], dtype=args[1])
         return target(*args, **kwargs)
 
     def _reshaped(self, args: Any, kwargs: Any) -> DTensor:
