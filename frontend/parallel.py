@@ -322,6 +322,7 @@ class ParallelStep:
                 f"{mode} is active, and the kernels of a compiled step bypass it. Call the step "
                 "outside."
             )
+        self._agreement.settle()
         parts = self._batch.split(args, kwargs)
         self._parameters.check_present()
         with self._parameters.as_captured():
@@ -425,6 +426,7 @@ class ParallelPipeline(Pipeline):
         Raises:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
+        self._agreement.settle()
         loss = super().step(*args, **kwargs)
         return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
 
@@ -467,9 +469,14 @@ class _Agreement:
 
     Attributes:
         ranks: all of them.
+        settle: waits for what a step that failed left under way.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # Imported late, as all that is of DTensor.
+        from ..pipeline_parallel.mesh.torch_collectives import settle
+
+        self.settle = settle
         everyone = tuple(range(dist.get_world_size()))
         self.ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
         self._is_checked = False

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import relative_error
-from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens
 from rank_threads import run_in_threads
 from torch import nn
 
@@ -123,6 +123,19 @@ def test_gradients_are_summed_in_buckets_beside_the_backward(
 def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
     found = [c for c in collectives({"tensor": 2}) if c.part == "Layer.backward"]
     assert len(found) == 6 and all(c.num_beside > 3 for c in found)
+
+
+def test_a_step_runs_after_one_that_failed_while_collectives_were_under_way() -> None:
+    def fail_once(rank: int) -> float:
+        parallel = lazyinline.parallelize(tiny(), tokens(), mesh=mesh_of(fsdp=2), backend="eager")
+        ids, targets = tokens()
+        ids[::2, 0] = VOCABULARY  # a row of each rank's
+        parallel.step(*tokens())
+        with pytest.raises(IndexError, match="out of range"):
+            parallel.step(ids, targets)
+        return relative_error(parallel.step(*tokens()), tiny()(*tokens()).detach())
+
+    assert max(run_in_threads(2, fail_once)) < 1e-12
 
 
 class Rounded(nn.Module):

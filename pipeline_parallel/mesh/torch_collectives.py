@@ -130,6 +130,11 @@ class _UnderWay(threading.local):
             result.div_(started.what[-1])
         return result.view(result.shape)
 
+    def settle(self) -> None:
+        """Waits for what a step that ended in an error left under way, on all ranks alike."""
+        while self._by_address:
+            self.wait(next(iter(self._by_address.values())).result)
+
     def _failed(
         self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
     ) -> PlanError:
@@ -143,8 +148,12 @@ class _UnderWay(threading.local):
         )
 
 
-def _define(name: str, under_way: _UnderWay) -> None:
-    run_into = partial(under_way.start, name)
+_UNDER_WAY = _UnderWay()
+settle = _UNDER_WAY.settle
+
+
+def _define(name: str) -> None:
+    run_into = partial(_UNDER_WAY.start, name)
 
     def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
         return run_into(x, *args, out=_made_by(name, x, *args))
@@ -159,16 +168,13 @@ def _define(name: str, under_way: _UnderWay) -> None:
     _LIBRARY.impl(name, partial(_made_by, name), "Meta")
 
 
-def _define_all(under_way: _UnderWay) -> None:
-    for name in _SCHEMAS:
-        _define(name, under_way)
-    _LIBRARY.define("wait(Tensor(a) result, Tensor? operand=None) -> Tensor(a)")
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl("wait", under_way.wait, key)
-    _LIBRARY.impl("wait", lambda result, operand=None: result.view(result.shape), "Meta")
+for _name in _SCHEMAS:
+    _define(_name)
+_LIBRARY.define("wait(Tensor(a) result, Tensor? operand=None) -> Tensor(a)")
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("wait", _UNDER_WAY.wait, _key)
+_LIBRARY.impl("wait", lambda result, operand=None: result.view(result.shape), "Meta")
 
-
-_define_all(_UnderWay())
 _OWN = torch.ops.lazyinline
 _FUNCTIONAL = torch.ops._c10d_functional
 COLLECTIVES = frozenset(getattr(_OWN, name).default for name in _SCHEMAS)
