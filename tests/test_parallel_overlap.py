@@ -84,6 +84,32 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
     assert run_in_threads(world, train) == [[]] * world
 
 
+def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(
+    buckets_of_a_block: None,
+) -> None:
+    def early(rank: int) -> list[str]:
+        parallel: Any = lazyinline.parallelize(
+            tiny(), tokens(), mesh=mesh_of(fsdp=2), backend="eager"
+        )
+        layout = parallel._runner.layout
+        begun, wrong, (part,) = dict[int, Any](), list[str](), layout.parts
+        for one in part.launches:
+            if one.launch.function in torch_collectives.INTO:
+                begun[one.place(dict(one.launch.kwargs)["out"]).instance] = one
+            elif one.launch.function is torch_collectives.WAIT:
+                result = one.place(one.launch.args[0]).instance
+                start = begun.pop(result)
+                used = {result, start.place(start.launch.args[0]).instance}
+                # Summed in place of its copy, an operand may go.
+                used = {result} if "all_reduce" in start.launch.name else used
+                lives = [layout.instances[i] for i in used]
+                late = [x for x in lives if x.kind == "arena" and x.death <= one.time]
+                wrong += [f"{start.launch.name} at {start.time}" for _ in late]
+        return wrong + list(map(str, begun))
+
+    assert run_in_threads(2, early) == [[], []]
+
+
 def collectives(axes: dict[str, int], **options: Any) -> list[Collective]:
     def plan(rank: int) -> Any:
         given = MEGATRON if "tensor" in axes else None

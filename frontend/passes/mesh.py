@@ -128,7 +128,6 @@ def sharded_step(state: Compilation) -> ShardedStep:
     step, runs = state.step, state.runs
     assert state.mesh_plan is not None
     assert isinstance(runs, PlannedProgram)
-    (part,) = runs.layout.parts
     num_batch, num_losses = sum(map(len, step.batch)), len(step.batch)
     inputs, outputs = step.program.inputs, step.program.outputs
     gradients = _num_bytes(outputs[num_losses : num_losses + len(step.gradients)])
@@ -141,7 +140,7 @@ def sharded_step(state: Compilation) -> ShardedStep:
     )
     results = (value.type for call in step.program.calls for value in call.results)
     saved = sum(t.num_bytes for t in results if isinstance(t, StructType)) // num_losses
-    moved = collectives_of(step.program, part.launches)
+    moved = collectives_of(step.program, runs.layout.parts[0].launches)
     return ShardedStep(state.mesh_plan, moved, memory, saved)
 
 

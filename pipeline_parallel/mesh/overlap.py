@@ -9,10 +9,11 @@ further away. All that is gathered so, or reduced so, goes in one collective.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx
@@ -28,6 +29,7 @@ _TRANSPOSES = (_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int)
 _TAKES_PART = frozenset({*RESHAPES, *_TRANSPOSES, _ATEN.slice.Tensor})
 MOVES_ONLY = frozenset({*_TAKES_PART, _ATEN.cat.default})
 """Operators that need no kernel of a compiler's."""
+Nodes: TypeAlias = "Collection[torch.fx.Node]"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Ordered:
     behind: Sequence[torch.fx.Node]
 
 
-def ordered(module: torch.fx.GraphModule, parameters: Collection[torch.fx.Node]) -> Ordered:
+def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
     """Merges the collectives of a graph, in place, and puts its operators in order.
 
     Args:
@@ -67,18 +69,15 @@ def ordered(module: torch.fx.GraphModule, parameters: Collection[torch.fx.Node])
     return _parts(module, parameters)
 
 
-def _parts(module: torch.fx.GraphModule, parameters: Collection[torch.fx.Node]) -> Ordered:
+def _parts(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
     graph, entries = module.graph, input_nodes(module)
     given, handed_out = _given(graph, parameters), _handed_out(graph)
     draws = [n for n in graph.nodes if _draws(n)]
     after = dict(zip(draws[1:], draws, strict=False))
     everything = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     depths = _added(dict.fromkeys(entries, 0), everything, after)
-    order = _added(
-        dict.fromkeys(entries, 0),
-        [n for n in everything if n.target in COLLECTIVES and n.args[0] in given],
-        after,
-    )
+    ahead = [n for n in everything if n.target in COLLECTIVES and n.args[0] in given]
+    order = _added(dict.fromkeys(entries, 0), ahead, after)
     num_ahead = len(order)
     for depth in range(max(depths.values(), default=0) + 1):
         own = [n for n in depths if depths[n] == depth and n not in handed_out]
@@ -110,8 +109,8 @@ def _added(
             depth = max((order[n] for n in needed), default=0) + (made.target is WAIT)
             order[made] = depth
             # The items of a tuple stay in one leaf with it: it is no value of a program.
-            is_tuple = not isinstance(made.meta.get("val"), torch.Tensor)
-            order.update(dict.fromkeys(made.users if is_tuple else (), depth))
+            items = (user for user in made.users if user.target is operator.getitem)
+            order.update(dict.fromkeys(items, depth))
     return order
 
 
@@ -120,9 +119,7 @@ def _draws(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _given(
-    graph: torch.fx.Graph, parameters: Collection[torch.fx.Node]
-) -> Collection[torch.fx.Node]:
+def _given(graph: torch.fx.Graph, parameters: Nodes) -> Nodes:
     """Returns parameters, and what is computed from them alone without a collective."""
     given = set(parameters)
     for node in graph.nodes:
@@ -132,20 +129,17 @@ def _given(
     return given
 
 
-def _handed_out(graph: torch.fx.Graph) -> Collection[torch.fx.Node]:
+def _handed_out(graph: torch.fx.Graph) -> Nodes:
     """Returns the waits whose results are only returned, and views of them."""
     found: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         views = node.target is WAIT or node.target in _TAKES_PART
         if views and all(user.op == "output" or user in found for user in node.users):
             found.add(node)
-    return {n for n in found if n.target is WAIT or _of_wait(n, found)}
-
-
-def _of_wait(node: torch.fx.Node, found: Collection[torch.fx.Node]) -> bool:
-    while node in found and node.target is not WAIT:
-        node = node.all_input_nodes[0]
-    return node.target is WAIT
+    for node in graph.nodes:
+        if node.target is not WAIT and found.isdisjoint(node.all_input_nodes):
+            found.discard(node)
+    return found
 
 
 # ---- fewer bytes -------------------------------------------------------------------------------
