@@ -5,11 +5,9 @@ Weights are inside the file, or streamed into a file next to it.
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Iterable, Iterator
 
-import onnx
 import onnx_ir.passes.common as passes
 from onnxscript import ir
 
@@ -53,26 +51,6 @@ def weight_bytes(model: ir.Model) -> int:
     """Returns the bytes of a model's initializers."""
     values = (v.const_value for v in model.graph.initializers.values())
     return sum(v.nbytes for v in values if v is not None)
-
-
-def stored_nodes(model: onnx.ModelProto) -> int:
-    """Nodes held by a model: those of the main graph and of each function, once."""
-    return sum(1 for graph in (model.graph, *model.functions) for _ in _nodes(graph))
-
-
-def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _nodes(attribute.g)
-            for inner in attribute.graphs:
-                yield from _nodes(inner)
-
-
-def graph_bytes(path: pathlib.Path) -> int:
-    """Size of the ``.onnx`` file, without weights in a second file."""
-    return os.path.getsize(path)
 
 
 def inline_functions(model: ir.Model) -> None:
