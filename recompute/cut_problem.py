@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx
@@ -89,7 +89,7 @@ class CutProblem:
         cls,
         joint: torch.fx.GraphModule,
         num_outputs: int,
-        costs: ValueCosts,
+        costs: OperatorCosts,
         sizes: SizesAt,
     ) -> CutProblem:
         """Reads the problem from a joint graph.
@@ -171,7 +171,7 @@ def _forward_value(
     in_forward: bool,
     is_wanted: bool,
     is_late: bool,
-    costs: ValueCosts,
+    costs: OperatorCosts,
 ) -> ForwardValue:
     """Describes a node; ``numbered`` is the same with numbers for sizes."""
     value = node.meta.get("val")
@@ -197,60 +197,38 @@ def _forward_value(
     )
 
 
-class ValueCosts(Protocol):
-    """Tells the seconds to compute a value again, and to save it."""
-
-    def redo_s(self, node: torch.fx.Node) -> float:
-        """Seconds to compute a node's value from its operands."""
-
-    def offload_s(self, node: torch.fx.Node) -> float:
-        """Seconds to copy a value to the host and back; infinite without one."""
-
-    def save_s(self, node: torch.fx.Node) -> float:
-        """Seconds to write a value and read it back, where it would not have been written."""
+_NUM_RUNS = 4  # of an operator that is timed; the first one warms caches up
 
 
-class Measured:
+@dataclass(frozen=True)
+class MeasuredCosts(OperatorCosts):
     """Runs each operator on random operands, here, and takes the shortest time.
 
-    Args:
-        predicted: for operators that do not run on such operands, and for saving.
-        num_runs: how often each runs.
+    What does not run on such operands, and what saving takes, is predicted.
     """
 
-    def __init__(self, predicted: OperatorCosts, num_runs: int = 3) -> None:
-        self._predicted = predicted
-        self._num_runs = num_runs
-        self._known: dict[Any, float] = {}
+    known: dict[Any, float] = field(default_factory=dict, compare=False)
 
     def redo_s(self, node: torch.fx.Node) -> float:
-        """See :class:`ValueCosts`."""
+        """Returns the seconds to compute a node's value again."""
         if is_free(node):
             return 0.0
         # Operators of one kind over operands of one type take the same time: measured once.
         key = (node.target, str(_types(node.args)), str(_types(node.kwargs)))
-        if key not in self._known:
+        if key not in self.known:
             try:
-                self._known[key] = _run(node, self._num_runs)
+                self.known[key] = _run(node)
             except (RuntimeError, IndexError, TypeError, ValueError):
-                self._known[key] = self._predicted.redo_s(node)
-        return self._known[key]
-
-    def offload_s(self, node: torch.fx.Node) -> float:
-        """See :class:`ValueCosts`."""
-        return self._predicted.offload_s(node)
-
-    def save_s(self, node: torch.fx.Node) -> float:
-        """See :class:`ValueCosts`."""
-        return self._predicted.save_s(node)
+                self.known[key] = super().redo_s(node)
+        return self.known[key]
 
 
-def _run(node: torch.fx.Node, num_runs: int) -> float:
+def _run(node: torch.fx.Node) -> float:
     assert callable(node.target)
     best = float("inf")
     with torch.no_grad(), torch.random.fork_rng():
         args, kwargs = _real(node.args), _real(node.kwargs)
-        for _ in range(num_runs + 1):  # the first one warms caches up
+        for _ in range(_NUM_RUNS):
             start = time.perf_counter()
             node.target(*args, **kwargs)
             best = min(best, time.perf_counter() - start)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..autodiff.derivative import Choice, PerCall, Request
 from ..reuse.errors import PlanError
@@ -27,16 +27,16 @@ _ALLOWANCE = 0.04  # of the budget, for what the first guess may lack
 
 
 @dataclass(frozen=True)
-class Peaks:
-    """Tells the bytes that a program holds at its peak under a choice.
+class ProgramPeaks:
+    """Returns the bytes that a program holds at its peak, for a requested derivative.
 
     Attributes:
         linked: compiles and links the program.
         guessed: links it without kernels; exact but for scratch inside closures.
     """
 
-    linked: Callable[[Choice | None], int]
-    guessed: Callable[[Choice | None], int]
+    linked: Callable[[Request], int]
+    guessed: Callable[[Request], int]
 
 
 @dataclass
@@ -77,11 +77,11 @@ class BudgetFit:
         peaks: say what the program holds at its peak under a choice.
     """
 
-    def __init__(self, planner: Planner, request: Request, peaks: Peaks) -> None:
+    def __init__(self, planner: Planner, request: Request, peaks: ProgramPeaks) -> None:
         assert isinstance(request.closure, Composite)
         self._num_calls = len(request.closure.program.calls)
         self._begun_with = planner, request, peaks
-        self._peaks = peaks
+        self._request, self._peaks = request, peaks
         self._peaks_linked: dict[tuple[tuple[int, ...], ...], int] = {}
         self._fixed: dict[int, Choice | None] = {}
         groups: dict[Request, list[Site]] = {}
@@ -104,7 +104,7 @@ class BudgetFit:
         Raises:
             PlanError: if no choice fits; names the smallest peak that was reached.
         """
-        smallest, plain = self._all_at(0), self._choice(None)
+        smallest, plain = self._all_at(0), self._asked(None)
         if budget.fraction is not None:
             peak, plain_peak = self._linked(smallest), self._peaks.linked(plain)
             self._keep_plain()
@@ -118,7 +118,7 @@ class BudgetFit:
                 plain_peak = self._peaks.linked(plain)
                 self._keep_plain()
         if plain_peak <= limit:
-            return plain
+            return plain.choice
         best = self._search(limit)
         if best is None:
             raise self._refusal(limit)
@@ -155,7 +155,7 @@ class BudgetFit:
                 allowed = [frozenset(i for i, n in enumerate(c) if n) for c in self._lowest]
             if 0 <= limit - peak <= _CLOSE_ENOUGH * limit:
                 break
-            correction = peak - self._peaks.guessed(self._choice(counts))
+            correction = peak - self._peaks.guessed(self._asked(counts))
         for last in (self._lowest, self._all_at(0)) if best is None else ():
             if not self._was_linked(last):
                 self._linked(last)
@@ -174,7 +174,7 @@ class BudgetFit:
         """Returns the one variant for all calls whose guessed peak is lowest."""
         # It need not be the one that saves least: recomputing needs memory, too.
         places = range(max((len(s.variants) for s in self._same), default=1))
-        return min(map(self._all_at, places), key=lambda c: self._peaks.guessed(self._choice(c)))
+        return min(map(self._all_at, places), key=lambda c: self._peaks.guessed(self._asked(c)))
 
     def _guess(
         self, limit: int, max_variants: int, allowed: Sequence[frozenset[int]]
@@ -192,7 +192,7 @@ class BudgetFit:
             else:
                 pairs = zip(self._same, found, allowed, strict=True)
                 counts = [s.full(c, a) for s, c, a in pairs]
-                room = limit - self._peaks.guessed(self._choice(counts))
+                room = limit - self._peaks.guessed(self._asked(counts))
                 if room >= 0:
                     best, low = counts, target
                     if room <= _CLOSE_ENOUGH * limit or target >= most:
@@ -211,7 +211,7 @@ class BudgetFit:
         """Links a choice; its variants count as compiled from now on."""
         for same, numbers in zip(self._same, counts, strict=True):
             same.compiled |= {i for i, n in enumerate(numbers) if n}
-        peak = self._peaks.linked(self._choice(counts))
+        peak = self._peaks.linked(self._asked(counts))
         self._peaks_linked[tuple(counts)] = peak
         return peak
 
@@ -235,6 +235,10 @@ class BudgetFit:
 
     def _saved(self, counts: Counts) -> int:
         return sum(n * variant.num_bytes for n, variant in self._taken(counts))
+
+    def _asked(self, counts: Counts | None) -> Request:
+        """Returns the request for the derivative of a choice."""
+        return replace(self._request, choice=self._choice(counts))
 
     def _choice(self, counts: Counts | None) -> Choice | None:
         """Gives variants to calls."""

@@ -9,10 +9,11 @@ import torch.fx
 
 from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request, Whole
 from ..autodiff.traces.torch_make_fx import SizesAt
+from ..reuse.ir.costs import OperatorCosts
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
-from .cut_problem import CutProblem, ValueCosts
+from .cut_problem import CutProblem
 from .policy import policy_of
 
 _NUM_POINTS = 16  # budgets solved for per leaf
@@ -55,7 +56,7 @@ class Planner:
     """
 
     def __init__(
-        self, differentiator: Differentiator, costs: ValueCosts, sizes: SizesAt | None = None
+        self, differentiator: Differentiator, costs: OperatorCosts, sizes: SizesAt | None = None
     ) -> None:
         self._make = differentiator
         self._costs = costs

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 from ...autodiff.derivative import Choice, Differentiator, Request
 from ...autodiff.traces.torch_make_fx import SizesAt
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
-from ...recompute.cut_problem import Measured, ValueCosts
-from ...recompute.fit_budget import BudgetFit, Peaks
+from ...recompute.cut_problem import MeasuredCosts
+from ...recompute.fit_budget import BudgetFit
+from ...recompute.fit_budget import ProgramPeaks as ProgramPeaks
 from ...recompute.planner import Planner
 from ...recompute.policy import Budget, Policy, policy_of
 from ...recompute.summary import summarize
@@ -22,21 +23,6 @@ from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ..compile_record import Frontier, FrontierPoint
 from ..report import CompileReport
-
-PeakOf = Callable[[Request], int]
-
-
-@dataclass(frozen=True)
-class ProgramPeaks:
-    """Returns the bytes that a program holds at its peak, for a requested derivative.
-
-    Attributes:
-        linked: with its kernels.
-        guessed: without, kernels of its leaves estimated.
-    """
-
-    linked: PeakOf
-    guessed: PeakOf
 
 
 class Recompute:
@@ -67,9 +53,9 @@ class Recompute:
     @cached_property
     def _planner(self) -> Planner:
         # Measuring runs operators, so it is done only where the user asked for it.
-        costs: ValueCosts = self._costs
+        costs = self._costs
         if isinstance(self._policy, Budget) and self._policy.costs == "measured":
-            costs = Measured(self._costs)
+            costs = MeasuredCosts(costs.rates, costs.fused)
         return Planner(self._make, costs, self._sizes)
 
     def at(self, values: Values) -> Recompute:
@@ -128,11 +114,7 @@ class Recompute:
 
     def _choice(self, request: Request, peaks: ProgramPeaks, policy: Policy) -> Choice | None:
         if isinstance(policy, Budget):
-            of_choice = Peaks(
-                lambda choice: peaks.linked(replace(request, choice=choice)),
-                lambda choice: peaks.guessed(replace(request, choice=choice)),
-            )
-            return BudgetFit(self._planner, request, of_choice).fit(policy)
+            return BudgetFit(self._planner, request, peaks).fit(policy)
         assert isinstance(request.closure, Composite)
         if policy and not _has_policies(request.closure, policy):
             raise PlanError(
