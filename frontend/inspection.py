@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -95,11 +95,7 @@ def _checked(text: str, result: Any) -> Target:
 
 
 Way = Literal["compile", "step"]
-INSPECTED: tuple[Way, ...] = get_args(Way)
 """The ways in that a model with example inputs is enough for."""
-ShownLevel = Literal["shared", "primitive"]
-SHOWN_LEVELS: tuple[ShownLevel, ...] = get_args(ShownLevel)
-"""As captured, or reduced to primitives."""
 
 
 @door

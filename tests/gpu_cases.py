@@ -21,7 +21,7 @@ import pytest
 import torch
 import triton_on_cpu
 from arena_proof import check_no_overlap
-from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
+from stream_orders import an_order, assert_unordered_uses_share_nothing, move_to, reordered, traced
 from torch import nn
 
 import lazyinline
@@ -195,7 +195,7 @@ def updated(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, Any]
         lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
     )
     assert not ours.state, "a step that did not run made state"
-    program.move_to(replace(triton_on_cpu.ON_CPU_MEMORY, graphs="captured"))
+    move_to(program, replace(triton_on_cpu.ON_CPU_MEMORY, graphs="captured"))
     program._capture = captured
     errors = []
     for number in range(3):
@@ -292,7 +292,7 @@ def compiled_for_nothing(
     else:
         raise AssertionError("a program for a GPU ran without one")
     program = made()
-    program.move_to(triton_on_cpu.ON_CPU_MEMORY)
+    move_to(program, triton_on_cpu.ON_CPU_MEMORY)
     return program
 
 

@@ -16,7 +16,15 @@ from typing import Any, Literal
 import pytest
 
 from lazyinline.backend.link import torch_generated
+from lazyinline.backend.link.placement import Place
 from lazyinline.backend.run.planned import PlannedProgram
+
+
+def move_to(program: PlannedProgram, place: Place) -> None:
+    """Runs a program somewhere else from now on: one for a GPU on CPU memory, kernel by kernel."""
+    program.rest()
+    program._tools = replace(program._tools, place=place)
+
 
 Prefer = Literal["main", "second", "any"]
 PREFERENCES: tuple[Prefer, ...] = ("main", "second", "any")

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from typing import get_args
 
 import pytest
 import saved
@@ -303,11 +304,10 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
     parsers = actions_of(make_parser())["command"].choices
     assert isinstance(parsers, dict) and set(COMMANDS) | {"completion"} == set(parsers)
     taken = {
-        "backend": lower.BACKENDS,
+        "backend": get_args(lower.BackendName),
         "reuse": blocks.REUSE_CHOICES,
         "recompute": policy.POLICIES,
-        "way": inspection.INSPECTED,
-        "level": inspection.SHOWN_LEVELS,
+        "way": get_args(inspection.Way),
     }
     for command in COMMANDS:
         for name, action in actions_of(parsers[command]).items():

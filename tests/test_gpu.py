@@ -18,6 +18,7 @@ import torch
 from conftest import ROOT, selected
 from large_models import compile_large, large_page
 from models import Around
+from stream_orders import move_to
 from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
@@ -310,7 +311,7 @@ def test_a_planned_step_is_captured_once_and_replayed() -> None:
         calls.append("capture")
         return lambda: (calls.append("replay"), run())[1]
 
-    program.move_to(Place(graphs="captured"))
+    move_to(program, Place(graphs="captured"))
     program._capture = capture
     step._entries.first.rest()
     for _ in range(3):
@@ -334,7 +335,7 @@ def test_a_step_that_cannot_be_captured_runs_its_launches_and_says_why() -> None
     step, args = small_step(backend="eager")
     expected = step(*args).clone()
     entry = step._entries.first
-    entry._compiled.runner.move_to(Place(graphs="captured"))
+    move_to(entry._compiled.runner, Place(graphs="captured"))
 
     def capture(run: Any, device: torch.device) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -22,6 +22,7 @@ from stream_orders import (
     PREFERENCES,
     an_order,
     assert_unordered_uses_share_nothing,
+    move_to,
     reordered,
     traced,
 )
@@ -73,7 +74,7 @@ def planned_on_two_streams(
         tools=ELSEWHERE,
         **options,
     )
-    program.move_to(Place())
+    move_to(program, Place())
     return program
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.fx
@@ -35,7 +35,6 @@ from .torch_attention import as_on_a_gpu, with_plain_attention
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
 """The maker of kernels, by name."""
-BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _STRIDED = torch.ops.aten.as_strided.default
 _TINY_NODES = 2

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -39,7 +39,6 @@ from ..link.layout import (
 from ..link.link import FlatProgram
 from ..link.placement import (
     TOOLS,
-    Place,
     Tools,
     check_aligned,
     check_tensors_aligned,
@@ -280,11 +279,6 @@ class PlannedProgram:
             with self._lock:
                 self._use.end()
             raise
-
-    def move_to(self, place: Place) -> None:
-        """Runs it somewhere else from now on: a GPU program on CPU memory, kernel by kernel."""
-        self.rest()
-        self._tools = replace(self._tools, place=place)
 
     def rest(self) -> None:
         """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""

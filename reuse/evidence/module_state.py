@@ -12,8 +12,6 @@ from ..ir.types import TensorType
 from ..kinds import ABSENT, follow
 from ..torch_names import HookKind, global_hook_tables
 
-OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
-
 Places = list[tuple[str, nn.Module]]
 Where = Literal["", "_parameters", "_buffers", "_modules", "class"]
 """Where a module has an attribute: in its own ``__dict__``, in a table there, or in its class."""
