@@ -8,58 +8,48 @@ computed again; gradients of what is the same in each step are added up as they 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.ir.control import Choose, Repeat, control_leaf
+from ..reuse.ir.control import Choose, Repeat, control_leaf, stacked_type
 from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Control,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+)
 from ..reuse.ir.types import StructType, TensorType, Type
 from ..reuse.torch_names import module_of
-from .leaf_derivative import Derivative, cotangent_type
+from .leaf_derivative import Derivative, Request, Whole, cotangent_type
 
 
 class _Differentiator(Protocol):
     """Makes the derivatives of bodies; see :class:`.derivative.Differentiator`."""
 
-    def vjp(
-        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
-    ) -> Derivative | None: ...
-    def run_again(
-        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
-    ) -> Derivative | None: ...
+    def of(self, request: Request) -> Derivative | None: ...
     def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
     def adder(self, type_: TensorType) -> Leaf: ...
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A derivative of a control-flow operator that is asked for.
-
-    Attributes:
-        leaf: the operator's.
-        inputs: positions of the inputs whose gradients are wanted.
-        outputs: positions of the outputs that have a cotangent.
-    """
-
-    leaf: Leaf
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-def control_derivative(differentiator: _Differentiator, asked: Asked) -> Derivative | None:
+def control_derivative(
+    differentiator: _Differentiator, asked: Request, control: Control
+) -> Derivative | None:
     """Returns the derivative of a control-flow operator, or None if no gradient flows.
 
     Raises:
         CaptureError: if the number of steps is known only as it runs.
     """
-    control = asked.leaf.control
     if isinstance(control, Choose):
         return _of_choice(differentiator, asked, control)
     if isinstance(control, Repeat):
@@ -73,10 +63,14 @@ def control_derivative(differentiator: _Differentiator, asked: Asked) -> Derivat
 # ---- a choice ------------------------------------------------------------------------------------
 
 
-def _of_choice(differentiator: _Differentiator, asked: Asked, control: Choose) -> Derivative | None:
-    leaf = asked.leaf
-    inputs = [i - 1 for i in asked.inputs if i]  # the bodies do not take the number
-    found = [differentiator.run_again(body, inputs, asked.outputs) for body in control.bodies]
+def _of_choice(
+    differentiator: _Differentiator, asked: Request, control: Choose
+) -> Derivative | None:
+    leaf = asked.closure
+    assert isinstance(leaf, Leaf)
+    inputs = tuple(i - 1 for i in asked.inputs if i)  # the bodies do not take the number
+    again = [Request(body, inputs, asked.outputs, Whole()) for body in control.bodies]
+    found = [differentiator.of(one) for one in again]
     made = [one for one in found if one is not None]
     if not made:
         return None
@@ -133,8 +127,9 @@ def _backward_branch(
 class _Repeated:
     """The derivative of a repeated body, by the body's."""
 
-    def __init__(self, differentiator: _Differentiator, asked: Asked, control: Repeat) -> None:
-        self._leaf, self._control, self._asked = asked.leaf, control, asked
+    def __init__(self, differentiator: _Differentiator, asked: Request, control: Repeat) -> None:
+        assert isinstance(asked.closure, Leaf)
+        self._leaf, self._control, self._asked = asked.closure, control, asked
         self._adder = differentiator.adder
         self._body = control.bodies[0]
         self._num_carried = control.num_carried
@@ -142,11 +137,12 @@ class _Repeated:
         self._active = self._carried_actively(differentiator)
         wanted = sorted({*self._active, *(i for i in asked.inputs if i >= control.num_carried)})
         seeded = {*self._active, *(i for i in asked.outputs if i >= control.num_carried)}
-        self._step = differentiator.vjp(self._body, wanted, sorted(seeded))
+        step = Request(self._body, tuple(wanted), tuple(sorted(seeded)))
+        self._step = differentiator.of(step)
         # A view with gaps cannot be a row among others: then each step of the backward runs the
         # step's forward again, and what it saves stays inside.
         if self._step is not None and not _are_dense(flat_types([self._step.saved_type])):
-            self._step = differentiator.run_again(self._body, wanted, sorted(seeded))
+            self._step = differentiator.of(replace(step, choice=Whole()))
 
     def _carried_actively(self, differentiator: _Differentiator) -> list[int]:
         """Returns what is carried that may depend on what a gradient is wanted of."""
@@ -215,7 +211,7 @@ class _Repeated:
     def _backward(self, step: Derivative, left: Sequence[TensorType]) -> Composite:
         leaf, control, count = self._leaf, self._control, self._num_carried
         made, sums = self._backward_step(step, left)
-        struct = StructType(tuple(_stacked(t, control.num_steps) for t in left))
+        struct = StructType(tuple(stacked_type(t, control.num_steps) for t in left))
         entry = Value(struct, "saved")
         rows = [Value(t) for t in struct.fields]
         calls = [Call(Unpack(struct), (entry,), tuple(rows))]
@@ -302,18 +298,13 @@ def _are_dense(types: Sequence[TensorType]) -> bool:
     return all(type_.is_dense for type_ in types)
 
 
-def _stacked(row: TensorType, num_steps: int) -> TensorType:
-    """Returns the type of the rows of all steps; one without gaps."""
-    return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
-
-
 def _call(name: str, control: Choose | Repeat, operands: Sequence[Value]) -> Call:
     """Returns a call of a new control-flow operator; ``operands`` are its own."""
     body = control.bodies[0]
     types = flat_types(body.output_types)
     if isinstance(control, Repeat):
         carried, rows = types[: control.num_carried], types[control.num_carried :]
-        types = [*carried, *(_stacked(row, control.num_steps) for row in rows)]
+        types = [*carried, *(stacked_type(row, control.num_steps) for row in rows)]
     leaf = control_leaf(name, control, flat_types(v.type for v in operands), types)
     return Call(leaf, tuple(operands), tuple(map(Value, types)))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Union
 
 import torch
 import torch.fx
@@ -31,9 +30,13 @@ from ..reuse.ir.program import (
     outputs_of,
 )
 from ..reuse.ir.types import HOST, StructType, TensorType
-from .control_derivative import Asked, control_derivative
+from .control_derivative import control_derivative
 from .leaf_derivative import (
+    Cut,
     Derivative,
+    PerCall,
+    Request,
+    Whole,
     cotangent_type,
     hand_over_views,
     make_pair,
@@ -44,52 +47,6 @@ from .traces.joint_trace import JointTrace
 from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
 from .traces.torch_make_fx import Decompositions, traced_copy
 from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Splits a leaf's joint graph so that just these forward values are saved.
-
-    Attributes:
-        saved: names of nodes of the joint graph; the backward computes all else again.
-        offloaded: those of them that wait on the host meanwhile.
-    """
-
-    saved: frozenset[str]
-    offloaded: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Calls the closure again in the backward, whole; only what it drew at random is saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class PerCall:
-    """Holds a choice for each call of a composite closure; None saves what the recipe saves."""
-
-    choices: tuple[Choice | None, ...]
-
-
-Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside PerCall)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Names a derivative: of which closure, by which inputs, with what saved.
-
-    Attributes:
-        closure: the primal.
-        inputs: positions of the inputs whose gradients are wanted.
-        outputs: positions of the outputs that have a cotangent.
-        choice: what is saved; None saves what the recipe says.
-    """
-
-    closure: Closure
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    choice: Choice | None = None
-
 
 Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
 
@@ -151,12 +108,6 @@ class Differentiator:
         """
         return self.of(Request(closure, tuple(inputs), tuple(outputs)))
 
-    def run_again(
-        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
-    ) -> Derivative | None:
-        """Returns the derivative whose backward first runs the forward again; see :meth:`vjp`."""
-        return self.of(Request(closure, tuple(inputs), tuple(outputs), Whole()))
-
     def of(self, request: Request) -> Derivative | None:
         """Returns the derivative for a request; see :meth:`vjp`."""
         if request in self._derivatives:
@@ -175,7 +126,7 @@ class Differentiator:
         else:
             assert isinstance(leaf, Leaf), "pack and unpack come from differentiation"
             if leaf.control is not None:
-                made = control_derivative(self, Asked(leaf, request.inputs, request.outputs))
+                made = control_derivative(self, request, leaf.control)
             elif self._remember is not None:
                 made = self._remember(request, partial(self._leaf, request, leaf))
             else:

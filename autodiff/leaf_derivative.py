@@ -1,4 +1,4 @@
-"""The two halves of a leaf's derivative, and the boundary between them.
+"""A derivative: what is asked for, its two halves of a leaf, and the boundary between them.
 
 What the backward needs again is *handed over* where it is an input or a result (or a view of one),
 and saved in one struct value otherwise.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Union
 
 import torch.fx
 
@@ -17,6 +18,51 @@ from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes, outpu
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType
 from .traces.joint_trace import JointTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Splits a leaf's joint graph so that just these forward values are saved.
+
+    Attributes:
+        saved: names of nodes of the joint graph; the backward computes all else again.
+        offloaded: those of them that wait on the host meanwhile.
+    """
+
+    saved: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Calls the closure again in the backward, whole; only what it drew at random is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerCall:
+    """Holds a choice for each call of a composite closure; None saves what the recipe saves."""
+
+    choices: tuple[Choice | None, ...]
+
+
+Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside PerCall)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Names a derivative: of which closure, by which inputs, with what saved.
+
+    Attributes:
+        closure: the primal.
+        inputs: positions of the inputs whose gradients are wanted.
+        outputs: positions of the outputs that have a cotangent.
+        choice: what is saved; None saves what the recipe says.
+    """
+
+    closure: Closure
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, eq=False)

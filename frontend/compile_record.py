@@ -369,11 +369,6 @@ class GpuRecord:
         return held + self.outside_bytes + self.workspace_bytes
 
     @property
-    def budget_bytes(self) -> int:
-        """Returns the bytes left on the GPU for activations, gradients, scratch and cuBLAS."""
-        return max(self.target.memory_bytes - self.given_bytes, 0)
-
-    @property
     def fits(self) -> bool:
         """Says if the GPU has that much memory."""
         return self.peak_bytes <= self.target.memory_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
 import math
 import pathlib
 import platform
@@ -22,6 +21,7 @@ from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import Program
 from ..reuse.ir.transfer import in_own_storage
 from ..reuse.ir.types import TensorType
+from ..reuse.process import package_digest
 from .actions import ActionTable
 from .stage_derivative import StageDerivative
 
@@ -156,7 +156,7 @@ class Ranks:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {
             "torch": torch.__version__,
-            "lazyinline": _own_version(),
+            "lazyinline (its code)": package_digest()[:12],
             "Python": ".".join(platform.python_version_tuple()[:2]),
             **asked,
             # A digest, for the text of a large model is megabytes, and all ranks send it to all.
@@ -419,10 +419,3 @@ def users_of(
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("lazyinline")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

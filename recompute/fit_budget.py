@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..autodiff.derivative import Choice, PerCall, Request
+from ..autodiff.leaf_derivative import Choice, PerCall, Request
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Composite
 from .planner import Planner, Site, Variant

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch.fx
 
-from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request, Whole
+from ..autodiff.derivative import Differentiator
+from ..autodiff.leaf_derivative import Choice, Cut, PerCall, Request, Whole
 from ..autodiff.traces.torch_make_fx import SizesAt
 from ..reuse.ir.costs import OperatorCosts
 from ..reuse.ir.operators import is_view

@@ -116,7 +116,7 @@ def started(program: Program, kind: GoalKind, options: Mapping[str, str]) -> Com
     goal = Goal(kind, train="autodiff" in options, batching=batching)
     state = compiler.started(Subject(nn.Identity(), (), {}), goal)
     nothing: Any = None
-    seen = CapturedModel(program, [], 0, nothing, [], {})
+    seen = CapturedModel(program, [], nothing, [], {})
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 

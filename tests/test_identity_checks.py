@@ -82,7 +82,7 @@ ELSEWHERE = {
     "a slot": ("s = Slotted()", "c.attribute(s, 'size', s.size)", ["- s.size = [1]"]),
     "a cell": (
         "s = CellType([1])",
-        "c.captured(s, s.cell_contents)",
+        "c.attribute(s, 'cell_contents', s.cell_contents)",
         ["- s.cell_contents = [1]", "- del s.cell_contents"],
     ),
     "a class": ("m = torch.nn.ReLU()", "c.kind(m, type(m))", ["- m.__class__ = torch.nn.Tanh"]),

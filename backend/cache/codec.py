@@ -27,6 +27,7 @@ from ..launches import torch_facts
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View, with_native
 from ..launches.torch_native import BuiltKernel
 
+Encode = Callable[[Any], Any]
 Decode = Callable[[str, Any], Any]
 Coded = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -79,43 +80,34 @@ _READ_WHOLE = {name: read for name, _, read in _WHOLE.values()}
 _READ_PARTS = {name: read for name, _, read in _PARTS.values()}
 
 
-class _Encoder:
-    """Encodes values with their types."""
-
-    def own(self, value: Any) -> Any:
-        """Encodes what only this encoder knows; returns None for the rest."""
-        return None
-
-    def encode(self, value: Any) -> Any:
-        kind: type = type(value)
-        if isinstance(value, (list, dict)):  # torch.fx has classes of its own of them
-            kind = list if isinstance(value, list) else dict
-        if kind in _PLAIN:
-            return value
-        if kind is tuple or kind is torch.Size:
-            return list(map(self.encode, value))
-        if (encoded := self.own(value)) is not None:
-            return encoded
-        if kind in _WHOLE:
-            name, write, _ = _WHOLE[kind]
-            return {name: write(value)}
-        if kind in _PARTS:
-            name, write, _ = _PARTS[kind]
-            return {name: list(map(self.encode, write(value)))}
-        if callable(value):
-            if (function := torch_facts.function_name(value)) is None:
-                raise NotCacheableError(f"the operator {value}")
-            return {"torch": function}
-        if isinstance(value, (torch.SymInt, sympy.Expr)):
-            raise NotCacheableError("a symbolic size")
-        raise NotCacheableError(f"an operand of type {kind.__name__}")
-
-
-encode_value = _Encoder().encode
+def encode_value(value: Any, own: Encode = lambda value: None) -> Any:
+    """Writes a value with its type; ``own`` writes what only a caller knows, else None."""
+    kind: type = type(value)
+    if isinstance(value, (list, dict)):  # torch.fx has classes of its own of them
+        kind = list if isinstance(value, list) else dict
+    if kind in _PLAIN:
+        return value
+    if kind is tuple or kind is torch.Size:
+        return [encode_value(part, own) for part in value]
+    if (encoded := own(value)) is not None:
+        return encoded
+    if kind in _WHOLE:
+        name, write, _ = _WHOLE[kind]
+        return {name: write(value)}
+    if kind in _PARTS:
+        name, write, _ = _PARTS[kind]
+        return {name: [encode_value(part, own) for part in write(value)]}
+    if callable(value):
+        if (function := torch_facts.function_name(value)) is None:
+            raise NotCacheableError(f"the operator {value}")
+        return {"torch": function}
+    if isinstance(value, (torch.SymInt, sympy.Expr)):
+        raise NotCacheableError("a symbolic size")
+    raise NotCacheableError(f"an operand of type {kind.__name__}")
 
 
 def decode_value(data: Any, own: Decode | None = None) -> Any:
-    """Reads what an encoder wrote; ``own`` reads what only that one knows."""
+    """Reads what :func:`encode_value` wrote; ``own`` reads what only the caller knows."""
     if type(data) in _PLAIN:
         return data
     if isinstance(data, list):
@@ -181,7 +173,7 @@ def decode_leaf(data: Any, name: str, input_names: tuple[str, ...]) -> Leaf:
     )
 
 
-class _Graph(_Encoder):
+class _Graph:
     """One leaf's graph, its nodes numbered."""
 
     def __init__(self, leaf: Leaf) -> None:
@@ -190,8 +182,8 @@ class _Graph(_Encoder):
 
     def content(self) -> dict[str, Any]:
         return {
-            "inputs": self.encode(self._leaf.input_types),
-            "outputs": self.encode(self._leaf.output_types),
+            "inputs": self._encode(self._leaf.input_types),
+            "outputs": self._encode(self._leaf.output_types),
             "level": self._leaf.level,
             "kernels": self._leaf.kernels,
             "nodes": list(map(self._node, self._number)),
@@ -206,9 +198,12 @@ class _Graph(_Encoder):
         # Where a line stands says nothing of what it computes.
         stamp = replace(stamp_of(node), source="")
         parts = (target, node.args, dict(node.kwargs), None if stamp == DEFAULT_STAMP else stamp)
-        return [node.op, *map(self.encode, parts)]
+        return [node.op, *map(self._encode, parts)]
 
-    def own(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> Any:
+        return encode_value(value, self._own)
+
+    def _own(self, value: Any) -> Any:
         if isinstance(value, TensorType) and value.device.type != "cpu":
             raise NotCacheableError(f"a tensor on {value.device}")
         return {"node": self._number[value]} if isinstance(value, torch.fx.Node) else None
@@ -224,7 +219,7 @@ class _Graph(_Encoder):
                 continue
             memory = memories.setdefault(memory_id(value), len(memories))
             found.append((TensorType.of(value), memory, int(value.storage_offset())))
-        return list(map(self.encode, found))
+        return list(map(self._encode, found))
 
 
 # ---- derivatives ---------------------------------------------------------------------------
@@ -260,24 +255,18 @@ def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any])
         kernels: the launches.
         object_of: keeps a compiled kernel; returns what finds it again (plain data), or None.
     """
-    # The native form holds addresses of this process; it is made again from the launch.
-    launches = tuple(replace(launch, native=None) for launch in kernels.launches)
-    return _Launches(object_of).encode(replace(kernels, name="", launches=launches))
 
-
-class _Launches(_Encoder):
-    """The launches of one leaf, their compiled kernels kept elsewhere."""
-
-    def __init__(self, object_of: Callable[[BuiltKernel], Any]) -> None:
-        self._object_of = object_of
-
-    def own(self, value: Any) -> Any:
+    def own(value: Any) -> Any:
         if not isinstance(value, BuiltKernel):
             return None
-        reference = self._object_of(value)
+        reference = object_of(value)
         if reference is None:
             raise NotCacheableError("a kernel whose object was not kept")
         return {"kernel": reference}
+
+    # The native form holds addresses of this process; it is made again from the launch.
+    launches = tuple(replace(launch, native=None) for launch in kernels.launches)
+    return encode_value(replace(kernels, name="", launches=launches), own)
 
 
 def decode_kernels(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -167,10 +166,8 @@ def _native(
         given = [*outputs[:count], *scanned, *same, *outputs]
         rows = {*range(count, count + len(scanned)), *range(len(operands) + count, len(given))}
         body = _body(linked[0], given, scratch, rows)
-        begin = [word for pair in _begun(carried, outputs) for word in pair]
-        return NativeOp(
-            (*begin, REPEAT, control.num_steps, control.is_reversed, *body), 1 + len(carried)
-        )
+        head = (*_begun(carried, outputs), REPEAT, control.num_steps, control.is_reversed)
+        return NativeOp((*head, *body), 1 + len(carried))
     assert isinstance(control, RepeatWhile)
     count = control.num_carried
     given = [*outputs, *operands[count:]]
@@ -179,13 +176,14 @@ def _native(
         _body(one, [*given, *last], scratch)
         for one, last in zip(linked, ([flag], outputs), strict=True)
     )
-    begin = [word for pair in _begun(operands[:count], outputs) for word in pair]
+    begin = _begun(operands[:count], outputs)
     return NativeOp((*begin, REPEAT_WHILE, flag, *test, *body), 1 + count)
 
 
-def _begun(carried: Sequence[View], outputs: Sequence[View]) -> list[tuple[Any, ...]]:
-    """Returns the copies of what is carried into the first step."""
-    return [copied(output, first) for first, output in zip(carried, outputs, strict=False)]
+def _begun(carried: Sequence[View], outputs: Sequence[View]) -> list[int | View]:
+    """Returns the words that copy what is carried into the first step."""
+    pairs = zip(carried, outputs, strict=False)
+    return [word for first, output in pairs for word in copied(output, first)]
 
 
 def _body(

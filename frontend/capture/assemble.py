@@ -145,13 +145,11 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
     decisions = [
         d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
     ]
-    traced = sum(not d.shared for d in decisions)
     met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
     evidence = _root_evidence(recording, program, met)
     return CapturedModel(
         program,
         decisions,
-        traced,
         evidence,
         met,
         recording.readings,

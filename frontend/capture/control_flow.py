@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch.fx
 from ...autodiff.higher_order.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
-from ...reuse.ir.control import Choose, Repeat, RepeatWhile
+from ...reuse.ir.control import Choose, Repeat, RepeatWhile, stacked_type
 from ...reuse.ir.operators import is_draw, is_view
 from ...reuse.ir.printer import tensor_type_text
 from ...reuse.ir.program import Call, Closure, Composite, Control, Leaf, Program, Value
@@ -95,7 +94,7 @@ class ControlFlow:
             (self._closure(body, [*nodes, *same]),), num_steps, len(carried), len(slabs)
         )
         _leave(nodes, body.region)
-        stacked = [_stacked(t, num_steps) for t in body.types[len(carried) :]]
+        stacked = [stacked_type(t, num_steps) for t in body.types[len(carried) :]]
         operands = [*map(self._recording.tensors.node_of, (*carried, *slabs)), *same]
         return self._made(control, operands, [body], [*body.types[: len(carried)], *stacked])
 
@@ -253,11 +252,6 @@ def _text(body: _Body) -> str:
 def _row_type(slab: torch.Tensor) -> TensorType:
     type_ = TensorType.of(slab)
     return replace(type_, shape=type_.shape[1:], stride=type_.stride[1:])
-
-
-def _stacked(row: TensorType, num_steps: int) -> TensorType:
-    """Returns the type of the results of all steps; those of one are contiguous."""
-    return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
 
 
 def _forget(region: Region) -> None:

@@ -306,7 +306,6 @@ class CapturedModel:
 
     program: Program
     decisions: list[SharingDecision]
-    num_traced: int
     evidence: RootEvidence
     """The reads of the model's Python, which the guard compares."""
     modules: list[nn.Module]

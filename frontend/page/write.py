@@ -13,7 +13,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any, TypeAlias
 
 import torch
@@ -49,10 +49,8 @@ def as_json(data: PageData) -> str:
 def about() -> dict[str, Any]:
     """Returns where a page was made: machine, versions, and the command."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    try:
-        version = metadata.version("lazyinline")
-    except metadata.PackageNotFoundError:  # a bare checkout
-        version = "not installed"
+    from lazyinline import __version__
+
     return {
         "rows": [
             ["Processor", _processor()],
@@ -60,7 +58,7 @@ def about() -> dict[str, Any]:
             ["System", f"{platform.system()} {platform.machine()}"],
             ["Python", platform.python_version()],
             ["PyTorch", torch.__version__],
-            ["lazyinline", version],
+            ["lazyinline", __version__],
         ],
         # In a notebook or a console, its name.
         "command": shlex.join([pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ...autodiff.derivative import Choice, Differentiator, Request
+from ...autodiff.derivative import Differentiator
+from ...autodiff.leaf_derivative import Choice, Request
 from ...autodiff.traces.torch_make_fx import SizesAt
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.cut_problem import MeasuredCosts
-from ...recompute.fit_budget import BudgetFit
-from ...recompute.fit_budget import ProgramPeaks as ProgramPeaks
+from ...recompute.fit_budget import BudgetFit, ProgramPeaks
 from ...recompute.planner import Planner
 from ...recompute.policy import Budget, Policy, policy_of
 from ...recompute.summary import summarize

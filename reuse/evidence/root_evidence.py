@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
-from types import CellType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -63,10 +62,6 @@ class IdentityChecks:
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """Checks that an attribute, looked up as usual, is this object."""
         self._facts["attribute"] += (owner, name, value)
-
-    def captured(self, cell: CellType, value: Any) -> None:
-        """Checks that a captured variable holds this object."""
-        self.attribute(cell, "cell_contents", value)
 
     def kind(self, owner: Any, kind: type) -> None:
         """Checks that an object is of exactly this class."""

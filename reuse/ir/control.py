@@ -7,6 +7,7 @@ PyTorch runs a program; a planned program has the bodies' launches in the native
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -138,6 +139,11 @@ class RepeatWhile(_Operator):
 
 OPERATORS = {kind.word: kind for kind in (Choose, Repeat, RepeatWhile)}
 """The operators by their printed names."""
+
+
+def stacked_type(row: TensorType, num_steps: int) -> TensorType:
+    """Returns the type of a row of all steps; one without gaps."""
+    return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
 
 
 def control_leaf(

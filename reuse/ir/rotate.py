@@ -168,8 +168,6 @@ class _Block:
     Attributes:
         entries: its inputs.
         outputs: what it returns.
-        handed_on: the result that is the next block's operand.
-        received: that operand.
         head: what comes before its first product.
         body: from its first product to its last.
         tail: what comes after.
@@ -179,8 +177,6 @@ class _Block:
 
     entries: Sequence[Node]
     outputs: Sequence[Node]
-    handed_on: Node
-    received: Node
     head: _Piece
     body: _Piece
     tail: _Piece
@@ -303,7 +299,7 @@ def _block(leaf: Leaf, pieces: Sequence[_Piece], handed_on: Node, received: Node
     uses = Counter((*made, *last.args, *head_call.args))
     seam = _fused(f"{leaf.name}.seam", [last, head_call], uses)
     period = Composite(f"{leaf.name}{_PERIOD}", Program(inputs, (first, seam), tuple(made)))
-    return _Block(entries, outputs, handed_on, received, head, body, tail, period, own, following)
+    return _Block(entries, outputs, head, body, tail, period, own, following)
 
 
 def _fused(name: str, calls: Sequence[Call], uses: Counter[Value]) -> Call:
