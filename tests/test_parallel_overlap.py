@@ -144,6 +144,8 @@ def test_gradients_are_summed_in_buckets_beside_the_backward(
     monkeypatch.setattr(sharded, "BUCKET_BYTES", 25 * 2**20)
     (together,) = (c for c in collectives({"data": 2}) if c.part == "gradients")
     assert together.num_bytes == sum(c.num_bytes for c in found)
+    scattered = [c for c in collectives({"fsdp": 2}) if c.part == "gradients"]
+    assert [c.num_bytes for c in scattered] == [c.num_bytes for c in found]
 
 
 def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:

@@ -174,7 +174,12 @@ class Sharder:
             for i, (layout, target) in enumerate(zip(layouts, targets, strict=True))
             if target is not None and layout.held != target
         }
-        buckets = _buckets(calls, {i: values[i] for i in ways})
+        scattered = {
+            i
+            for i, way in ways.items()
+            if any(held.is_partial() and to.is_shard() for held, to in zip(*way, strict=True))
+        }
+        buckets = _buckets(calls, {i: values[i] for i in ways}, scattered)
         assert calls or not ways
         results, schedule = list(values), Schedule(())
         for place, call in enumerate(calls):
@@ -313,7 +318,9 @@ def _scheduled(
     return values
 
 
-def _buckets(calls: Sequence[Call], moves: Mapping[int, Value]) -> dict[int, list[int]]:
+def _buckets(
+    calls: Sequence[Call], moves: Mapping[int, Value], scattered: set[int]
+) -> dict[int, list[int]]:
     """Returns which results are brought to another layout together, and after which call."""
     made_at: dict[Value, int] = {}
     end = last = len(calls) - 1
@@ -328,7 +335,8 @@ def _buckets(calls: Sequence[Call], moves: Mapping[int, Value]) -> dict[int, lis
     for place in sorted(set(places.values())):
         bucket += [index for index in moves if places[index] == place]
         num_bytes += sum(tensor_type(moves[i]).num_bytes for i in bucket if places[i] == place)
-        if num_bytes >= BUCKET_BYTES:
+        # What is scattered frees memory: it does not wait for other blocks.
+        if num_bytes >= BUCKET_BYTES or not scattered.isdisjoint(bucket):
             buckets[place], bucket, num_bytes = bucket, [], 0
     if bucket:
         buckets[max(places.values())] = bucket
