@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import math
 import pathlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -139,12 +140,11 @@ def parallelize(
         goal = step_goal(Batching(micro_batches, "forward_first"))
         state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options)
         return ParallelStep(model, batch, state)
-    if plan == "auto":
-        raise PlanError("plan='auto' does not plan a mesh with pipeline stages yet. Give a plan.")
-    own = _without(mesh, dim)
-    on_mesh = OnMesh(own, _planner(subject, own, plan, memory_bytes_per_rank, options))
-    ranks = ranks_along(mesh, dim, REPLICATED, 1, _TIMEOUT_S)
+    own, ranks = _without(mesh, dim), ranks_along(mesh, dim, REPLICATED, 1, _TIMEOUT_S)
     num_ranks = ranks.num_ranks
+    # The step that is planned is that of all stages, of which a rank has one part in so many.
+    limit = memory_bytes_per_rank and memory_bytes_per_rank * num_ranks
+    on_mesh = OnMesh(own, _planner(subject, own, plan, limit, options))
     name = schedule_name(schedule)
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
     example = (args, kwargs or {})
@@ -203,17 +203,20 @@ def _planner(
     return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))
 
 
-def _given(plan: MeshPlan, step: StepProgram | None) -> MeshPlan:
+def _given(plan: MeshPlan, step: Callable[[], StepProgram]) -> MeshPlan:
     return plan
 
 
 def _found(
-    mesh: Any, memory_bytes_per_rank: int | None, target: str | None, step: StepProgram | None
+    mesh: Any,
+    memory_bytes_per_rank: int | None,
+    target: str | None,
+    make_step: Callable[[], StepProgram],
 ) -> MeshPlan:
     """Finds the plan of a step."""
-    assert step is not None
     from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
 
+    step = make_step()
     for closure in walk_closures(step.program):
         # Leaves that came from the cache have no examples, and costs are read off those.
         if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
@@ -569,6 +572,9 @@ class _Parameters:
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
             _put(held.tables, own)
+            # The captured program holds the old parameter, and is not to hold its memory.
+            nothing = math.nan if tensor.is_floating_point() else 0
+            tensor.data = tensor.new_full((), nothing).expand_as(tensor)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns what took the place of a captured tensor; buffers stay."""

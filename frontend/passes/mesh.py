@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...autodiff.flows import drawing_leaf
 from ...autodiff.traces.torch_make_fx import Decompositions
+from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
-from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ...pipeline_parallel.mesh.plan import LeafPlan, MeshPlan, Placements
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Leaf, Value, tensor_type
+from ...reuse.ir.program import Call, Composite, Leaf, Program, Value, tensor_type, walk_closures
 from ...reuse.ir.types import StructType
-from .programs import tensor_name
+from ..options import Batching
+from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, part_name, parts_of
-from .state import Compilation, State, compile_pass
+from .recompute import choose_recompute
+from .state import Compilation, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.sharded import Layout, Sharder
@@ -35,7 +39,7 @@ def shard(state: State) -> State:
     on_mesh = state.goal.on_mesh
     assert on_mesh is not None
     step = replace(state.step, program=state.programs["step"])
-    plan = on_mesh.planner(step)
+    plan = on_mesh.planner(lambda: step)
     sharder = _sharder(state, plan)
     whole = replicated(on_mesh.mesh)
     model = [_layout(plan, source.name, whole) for source in step.model]
@@ -64,19 +68,49 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
                 "own, which one process does not. Switch that off (dropout), or use a mesh without "
                 "a pipeline."
             )
-    plan = on_mesh.planner(None)
+    decomposed = state.context.decomposed
+    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
+    try:
+        plan = on_mesh.planner(partial(_whole_step, state))
+    except PlanError as error:
+        raise PlanError(f"For the {len(state.table.ranks)} ranks of a pipeline: {error}") from error
+    plan = replace(plan, calls=_calls_of(plan, (p for one in parts for p in one.values())))
     sharder = _sharder(state, plan)
     whole = replicated(on_mesh.mesh)
     names = {source.name for one in state.derived for source in one.stage.model_tensors}
     layouts = {name: _layout(plan, name, whole) for name in names}
     replicas = frozenset(i for i, (name, _) in enumerate(plan.axes) if name in REPLICATED)
-    decomposed = state.context.decomposed
-    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
     made = StageSharder(sharder, layouts, plan.batch, replicas).sharded(state.derived, parts)
     plan = replace(plan, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
     programs = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
     return replace(state, programs=programs)
+
+
+def _whole_step(state: RankCompilation) -> StepProgram:
+    """Returns the step of all stages as one program, with as many micro-batches as they hold."""
+    number = min(len(state.table.ranks), state.table.num_micro_batches)
+    whole = Compilation(
+        context=state.context,
+        report=state.report,
+        goal=step_goal(Batching(number, "forward_first")),
+        seen=state.captured,
+        programs={PARTS[0]: state.captured.program},
+    )
+    passes = (differentiate, choose_recompute, repeat_micro_batches, decompose)
+    whole = apply(passes, whole)
+    return replace(whole.step, program=whole.programs["step"])
+
+
+def _calls_of(plan: MeshPlan, programs: Iterable[Program]) -> dict[Call, LeafPlan]:
+    """Returns what is planned for the calls of stages: by their leaves, which the step shares."""
+    planned = {call.closure: one for call, one in reversed([*plan.calls.items()])}
+    found: dict[Call, LeafPlan] = {}
+    for program in programs:
+        inner = [c.program for c in walk_closures(program) if isinstance(c, Composite)]
+        calls = [call for one in (program, *inner) for call in one.calls]
+        found.update((call, planned[call.closure]) for call in calls if call.closure in planned)
+    return found
 
 
 def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:

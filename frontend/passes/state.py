@@ -32,8 +32,8 @@ GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
 GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
-Planner: TypeAlias = Callable[[StepProgram | None], MeshPlan]
-"""Says what lies where, of a decomposed step of global shapes; of stages, it is not given one."""
+Planner: TypeAlias = Callable[[Callable[[], StepProgram]], MeshPlan]
+"""Says what lies where in a step; what it is given makes that, decomposed and of global shapes."""
 
 
 @dataclass(frozen=True)

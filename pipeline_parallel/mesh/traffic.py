@@ -26,7 +26,7 @@ class Collective:
         kind: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
         axis: the dimension of the mesh.
         num_bytes: of the tensor that is whole on one side: what is summed or gathered.
-        num_beside: launches between its start and the wait for it.
+        num_beside: launches between its start and the wait for it; None where it is not linked.
     """
 
     path: str
@@ -34,7 +34,7 @@ class Collective:
     kind: str
     axis: str
     num_bytes: int
-    num_beside: int = 0
+    num_beside: int | None = None
 
 
 def collectives_of(program: Program, launches: Iterable[Any]) -> tuple[Collective, ...]:
@@ -159,11 +159,13 @@ def traffic_text(collectives: tuple[Collective, ...]) -> str:
     for (part, kind, axis), row in rows.items():
         calls = sum(name == part for name, _ in places)
         num_bytes = sum(one.num_bytes for one in row)
-        beside = sorted({one.num_beside for one in row})
+        beside = sorted({one.num_beside for one in row if one.num_beside is not None})
         lines.append(
             f"{part}: {len(row) / calls:g} {kind} over {axis}, {num_bytes / calls:,.0f} bytes"
             + (f" (each of {calls} calls)" if calls > 1 else "")
-            + f", waited for after {' to '.join(map(str, beside[:1] + beside[1:][-1:]))} launches"
         )
+        if beside:
+            ends = " to ".join(map(str, beside[:1] + beside[1:][-1:]))
+            lines[-1] += f", waited for after {ends} launches"
     total = sum(c.num_bytes for c in collectives)
     return "\n".join([*lines, f"in all: {len(collectives)} collectives, {total:,} bytes per step"])
