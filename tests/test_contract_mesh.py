@@ -94,6 +94,14 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
     assert torch.equal(second, expected[1])
 
 
+@contract("._to_copy")
+def test_a_cast_leaves_a_part_of_a_sum_as_it_is() -> None:
+    with one_of_many(2):
+        part = DTensor.from_local(torch.ones(2), mesh_of(tensor=2), [Partial()])
+        made = _ATEN._to_copy.default(part, dtype=torch.float64)
+        assert tuple(made.placements) == (Partial(),)
+
+
 @contract("torch.testing._internal.distributed.fake_pg")
 def test_ranks_can_be_absent_and_collectives_over_them_move_nothing() -> None:
     before = sys.excepthook

@@ -14,7 +14,6 @@ from ...backend.run.planned import PlannedProgram
 from ...pipeline_parallel.mesh.plan import LeafPlan, MeshPlan, Placements
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Call, Composite, Leaf, Program, Value, tensor_type, walk_closures
-from ...reuse.ir.types import StructType
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, part_name, parts_of
@@ -172,10 +171,8 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.plan.peak_bytes - gradients,
         runs.outside_bytes,
     )
-    results = (value.type for call in step.program.calls for value in call.results)
-    saved = sum(t.num_bytes for t in results if isinstance(t, StructType)) // num_losses
     moved = collectives_of(step.program, runs.layout.parts[0].launches)
-    return ShardedStep(state.mesh_plan, moved, memory, saved)
+    return ShardedStep(state.mesh_plan, moved, memory)
 
 
 def _num_bytes(values: Sequence[Value]) -> int:

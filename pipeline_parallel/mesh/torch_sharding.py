@@ -54,9 +54,14 @@ _MEAN, _SUM = 1, 2
 _RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 # Each row and head of attention is computed alone: sharded along these, it is a local operator.
 ATTENTION = frozenset(
-    getattr(_ATEN, f"_scaled_dot_product_{name}").default
-    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
-    for name in (kind, f"{kind}_backward")
+    {
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_backward.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention_backward.default,
+    }
 )
 _ROWS_AND_HEADS = 2
 
