@@ -172,7 +172,9 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.outside_bytes,
     )
     moved = collectives_of(step.program, runs.layout.parts[0].launches)
-    return ShardedStep(state.mesh_plan, moved, memory)
+    # What the first forward gives besides its loss.
+    saved = _num_bytes(step.program.calls[0].results[1:])
+    return ShardedStep(state.mesh_plan, moved, memory, saved)
 
 
 def _num_bytes(values: Sequence[Value]) -> int:

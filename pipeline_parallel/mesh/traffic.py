@@ -125,11 +125,13 @@ class ShardedStep:
         layouts: what lies where.
         collectives: in the order in which they run.
         memory: of one rank.
+        saved_bytes: what a rank keeps of a micro-batch from its forward to its backward.
     """
 
     layouts: MeshPlan
     collectives: tuple[Collective, ...]
     memory: RankMemory | None = None
+    saved_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
