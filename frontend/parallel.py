@@ -128,7 +128,7 @@ def parallelize(
     from ..pipeline_parallel.mesh.given import PIPELINE, REPLICATED, check_mesh
     from ..pipeline_parallel.torch_pipelining import action_table
 
-    check_mesh(mesh)
+    check_mesh(mesh, any_names=plan == "auto")
     _check_devices(model, mesh)
     check_runnable(model)
     batch = Batch((args, kwargs or {}), micro_batches)
@@ -225,8 +225,7 @@ def _found(
     rates = target_named(target).rates if target else rates
     device_type = "cuda" if target else mesh.device_type
     axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type)
-    # What is split in several parts is gathered by what runs the plan, so it is not planned with.
-    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory_bytes_per_rank, strided=False)
+    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory_bytes_per_rank)
     lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
     return replace(found.plan, parameters=lies)
 

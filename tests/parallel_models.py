@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import lazyinline
 
 VOCABULARY = 32
+
+Model = TypeVar("Model", bound=nn.Module)
 
 MEGATRON = {
     "layers.*.attention.[qkv]": ColwiseParallel(),
@@ -89,8 +91,13 @@ class TinyLlama(nn.Module):
 
 def tiny(layers: int = 2, **options: Any) -> TinyLlama:
     """A model in float64, the same at each call."""
+    return numbered(TinyLlama(layers, **options))
+
+
+def numbered(model: Model) -> Model:
+    """Returns a model in float64 with the same numbers at each call, from any thread."""
     generator = torch.Generator().manual_seed(0)
-    model = TinyLlama(layers, **options).double()
+    model = model.double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)

@@ -171,6 +171,12 @@ def test_data_and_tensor_parallel_are_found_together() -> None:
     assert found.seconds == pytest.approx(found.bound_s)
 
 
+def test_gradients_of_a_joint_projection_are_joined_by_rows() -> None:
+    found = find_plan(decoder_step("gpt", batch=4), [axis("data", 2)], RATES)
+    assert "all_to_all" not in {one.step.kind for one in found.collectives}
+    assert kinds(found, "GptBlock.forward") == []
+
+
 def test_what_memory_cannot_hold_is_refused() -> None:
     step, axes = decoder_step("gpt"), [axis("tensor", 2)]
     with pytest.raises(PlanError, match="at most 1000 bytes") as refused:
@@ -282,14 +288,14 @@ def test_every_kind_of_operator_can_be_split() -> None:
         (
             (split(0), split(1)),
             (split(1), split(0)),
-            ["all_gather 1 400", "all_to_all 0 400", "slice 1 400"],
+            ["all_gather 1 400", "all_to_all 0 400", "slice 1 100"],
         ),
         (
             (split(0), split(0)),
             (WHOLE, split(0)),
-            ["all_gather 1 400", "all_gather 0 800", "slice 1 800"],
+            ["all_gather 1 400", "all_gather 0 800", "slice 1 200"],
         ),
-        ((split(0, 3), WHOLE), (split(0), WHOLE), ["all_gather 0 800", "slice 0 800"]),
+        ((split(0, 3), WHOLE), (split(0), WHOLE), ["all_gather 0 800", "slice 0 400"]),
     ],
     ids=lambda one: text(one) if isinstance(one, tuple) else "",
 )

@@ -3,13 +3,16 @@
 import copy
 import re
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens
+from decoders import DecoderConfig, GptDecoder
+from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, numbered, tiny, tokens
 from rank_threads import one_of_many, run_in_threads
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -40,6 +43,11 @@ SEQUENCE = {
 }
 
 
+def tiny_gpt() -> nn.Module:
+    """A model whose queries, keys and values are of one projection."""
+    return numbered(GptDecoder(DecoderConfig(2, 16, 4, vocab=VOCABULARY, seq=8)))
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -56,16 +64,22 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "key_heads"), [("tensor", 190_000, 4), ("data x tensor", None, 2)]
+    ("name", "memory", "model"),
+    [
+        ("tensor", 190_000, tiny),
+        ("data x tensor", None, partial(tiny, key_heads=2)),
+        ("data x tensor", None, tiny_gpt),
+    ],
+    ids=["memory", "fewer keys", "joint projection"],
 )
 def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
-    name: str, memory: int | None, key_heads: int, monkeypatch: pytest.MonkeyPatch
+    name: str, memory: int | None, model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
     monkeypatch.setattr(lazyinline.frontend.parallel, "CPU", Rates(2e6, 8e6))
 
     def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
-        ids, _ = tokens(seed)
+        ids, _ = tokens(seed, rows=2 if model is tiny_gpt else 4)
         return ids, ids
 
     made, parallelize = list[Any](), lazyinline.parallelize
@@ -80,8 +94,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     def train(rank: int) -> list[str]:
         options: dict[str, Any] = {"backend": "eager", "memory_bytes_per_rank": memory}
         options["micro_batches"] = 1 if memory is None else 2
-        model = tiny(key_heads=key_heads)
-        return far_off(model, mesh_of(**axes), "auto", batch, **options)
+        return far_off(model(), mesh_of(**axes), "auto", batch, **options)
 
     world = torch.Size(axes.values()).numel()
     assert run_in_threads(world, train) == [[]] * world
@@ -89,6 +102,17 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     assert said == {one.plan.num_bytes for one in made}
     assert min(said) > 0
     assert "next best" in str(made[0].plan)
+    joint = made[0].plan.layouts.parameters.get("blocks.0.attention.qkv.weight")
+    assert joint is None or repr(joint[1]) == "_StridedShard(dim=0, sf=3)"
+
+
+def test_a_plan_is_found_for_dimensions_of_any_name() -> None:
+    with one_of_many(2):
+        mesh, options = mesh_of(x=2), {"backend": "eager"}
+        step = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh, plan="auto", **options)
+        assert "mesh: x 2" in str(step.plan)
+        with pytest.raises(lazyinline.PlanError, match="says what it is for"):
+            lazyinline.parallelize(tiny(1), tokens(), mesh=mesh)
 
 
 def test_a_plan_is_found_or_given() -> None:

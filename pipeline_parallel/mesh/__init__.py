@@ -11,6 +11,7 @@ problem               the choice of options as a linear program
 taken                 what was chosen, by operator and as a plan
 table                 a found plan as text
 torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
+torch_parts           adapter: tensors of which a dimension consists of parts, each split by itself
 torch_collectives     adapter: collectives as two operators, whose memory a plan places
 overlap               the order of a leaf's operators in which collectives run beside other work
 split                 a leaf split at its collectives, and a program's calls in order around those

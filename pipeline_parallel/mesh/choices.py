@@ -182,6 +182,10 @@ def _fits(
             return False  # DTensor has no order for these
         if tensor.shape[dim] % parts:
             return False
+        # Parts are split before what is in them.
+        plain = math.prod(size for size, one in splits if one.factor == 1)
+        if any(one.factor > 1 and one.factor % plain for _, one in splits):
+            return False
     return True
 
 

@@ -61,8 +61,8 @@ class Pins:
     output: Placement | None = None
 
 
-def check_mesh(mesh: Any) -> DeviceMesh:
-    """Returns a mesh whose dimensions say what they are for.
+def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
+    """Returns a mesh whose dimensions say what they are for, where that is not found.
 
     Raises:
         PlanError: if it is none, or a name is not known.
@@ -75,7 +75,7 @@ def check_mesh(mesh: Any) -> DeviceMesh:
     known = (*REPLICATED, *GATHERED, *TENSOR, *PIPELINE)
     names = mesh.mesh_dim_names or ()
     is_twice = any(sum(n in kind for n in names) > 1 for kind in (TENSOR, PIPELINE))
-    if not names or set(names) - set(known) or is_twice:
+    if not names or is_twice or (set(names) - set(known) and not any_names):
         raise PlanError(
             f"The dimensions of the mesh are named {names}. Each needs a name that says what it "
             f"is for: {', '.join(REPLICATED)} (each rank has its own rows of the batch), "

@@ -104,7 +104,7 @@ class Step(NamedTuple):
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, or
             ``"slice"``, which moves nothing between ranks (a part of a sum is a fraction).
         axis: position of the axis.
-        num_bytes: of the larger of what one rank has before and after it.
+        num_bytes: of the larger of what one rank has before and after it; of a slice, after it.
     """
 
     kind: str
@@ -154,10 +154,14 @@ class Moves:
 
     Args:
         axes: of the mesh.
+
+    Attributes:
+        sizes: of the axes.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
         self._axes = tuple(axes)
+        self.sizes = tuple(axis.size for axis in axes)
         self._known: dict[tuple[Layouts, Layouts], Move] = {}
 
     def steps(self, before: Layouts, after: Layouts, num_bytes: int) -> list[Step]:
@@ -199,7 +203,7 @@ class Moves:
                 if kind == "":
                     return None
                 # A gather moves what it makes and a scatter what it takes: the larger of both.
-                share = self._share(present)
+                share = 0.0 if kind == "slice" else self._share(present)
                 present[axis] = reached
                 steps.append((kind, axis, max(share, self._share(present))))
         return tuple(steps)
@@ -241,6 +245,6 @@ def _ways(before: Layout, after: Layout, *, exchanges: bool) -> list[tuple[str, 
             return [("all_to_all", after)]
         return [("all_gather", WHOLE), ("slice", after)]
     kind = _KINDS.get((before.kind, after.kind), "")
-    if before.is_partial and after.is_split and (after.factor > 1 or not kind):
+    if before.is_partial and after.is_split and not kind:
         return [("all_reduce", WHOLE), ("slice", after)]
     return [(kind, after)]

@@ -29,7 +29,8 @@ class NodeLayouts:
     Attributes:
         inputs: of each tensor operand, in the order of ``node.all_input_nodes``; None leaves it to
             DTensor's propagation.
-        outputs: of each tensor that it returns, after which it is brought to it.
+        outputs: of each tensor that it returns, after which it is brought to it; parts of a sum are
+            as DTensor's rules make them.
     """
 
     inputs: tuple[Placements | None, ...] = ()
@@ -115,7 +116,9 @@ def placement_text(placement: Placement) -> str:
         return "whole"
     if placement.is_partial():
         return "a part of the sum"
-    return f"dimension {placement.dim} split"  # type: ignore[attr-defined]
+    parts = getattr(placement, "split_factor", None)
+    within = "" if parts is None else f" in each of its {parts} parts"
+    return f"dimension {placement.dim} split{within}"  # type: ignore[attr-defined]
 
 
 def merged_names(names: Sequence[str]) -> list[str]:

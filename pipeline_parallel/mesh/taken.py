@@ -14,7 +14,7 @@ from .folding import Port
 from .layouts import Layouts, Moves, Step
 from .plan import LeafPlan, NodeLayouts, Placements
 from .problem import Solution, layouts_at, move_s, sharing
-from .torch_sharding_rules import placement
+from .torch_sharding_rules import placements
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Taken:
     def parameters(self) -> dict[str, Placements]:
         """Returns how each parameter lies."""
         slots = enumerate(self.choices.folded.slots)
-        return {name: _placements(self.slot(i)) for i, slot in slots for name in slot.names}
+        return {name: self._placements(self.slot(i)) for i, slot in slots for name in slot.names}
 
     def batch(self, step: StepProgram) -> tuple[Placements, ...]:
         """Returns how each input of the user's is split."""
         by_input = {i: n for n, slot in enumerate(self.choices.folded.slots) for i in slot.inputs}
         inputs = [user for micro_batch in step.batch for user in micro_batch]
         lies = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
-        return tuple(_placements(lies[user]) for user in sorted(lies))
+        return tuple(self._placements(lies[user]) for user in sorted(lies))
 
     def leaf_plans(self, role: int) -> dict[Call, LeafPlan]:
         """Returns the plan of each call of a role: one object."""
@@ -82,14 +82,14 @@ class Taken:
         for node, item in self.choices.items_of(role).items():
             inputs, outputs = self.ways(item)
             nodes[node] = NodeLayouts(
-                tuple(None if one is None else _asked(one) for one in inputs),
-                tuple(map(_asked, outputs)),
+                tuple(None if one is None else self._asked(one) for one in inputs),
+                tuple(map(self._placements, outputs)),
             )
         leaf = folded.roles[role].leaf
 
         def lies(port: Port) -> Placements | None:
             slot = folded.slot_of.get(port)
-            return None if slot is None else _placements(self.slot(slot))
+            return None if slot is None else self._placements(self.slot(slot))
 
         plan = LeafPlan(
             tuple(lies(Port(role, False, i)) for i in range(len(leaf.entries))),
@@ -97,6 +97,13 @@ class Taken:
             nodes,
         )
         return dict.fromkeys(folded.roles[role].calls, plan)
+
+    def _asked(self, layouts: Layouts) -> Placements | None:
+        """Returns what is asked for; parts of a sum are as DTensor's rules make them."""
+        return None if any(one.is_partial for one in layouts) else self._placements(layouts)
+
+    def _placements(self, layouts: Layouts) -> Placements:
+        return placements(layouts, self.moves.sizes)
 
     def moved(self, edge: Edge) -> list[Step]:
         """Returns the steps that an edge takes."""
@@ -135,12 +142,3 @@ def _name(item: Item) -> str:
         return str(item.node.name)
     assert item.slot is not None
     return item.slot.names[0] if item.slot.names else item.slot.kind
-
-
-def _asked(layouts: Layouts) -> Placements | None:
-    """Returns the layout that is asked for; parts of a sum are as DTensor's rules make them."""
-    return None if any(one.is_partial for one in layouts) else _placements(layouts)
-
-
-def _placements(layouts: Layouts) -> Placements:
-    return tuple(map(placement, layouts))

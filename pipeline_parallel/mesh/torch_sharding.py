@@ -29,6 +29,14 @@ from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
 from ...reuse.torch_names import RESHAPES
 from ..process_groups import first_line
 from .plan import LeafPlan, NodeLayouts, Placements
+from .torch_parts import (
+    SPLIT,
+    distributed,
+    joined_in_parts,
+    moved,
+    of_own_parts,
+    without_data,
+)
 
 _ATEN = torch.ops.aten
 # A sum that is still to be taken may go through these first.
@@ -85,7 +93,7 @@ class LocalGraph:
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
     """Returns the type of this rank's part of a tensor; it keeps the order of axes."""
-    if not any(p.is_shard() for p in layout):
+    if not any(isinstance(p, SPLIT) for p in layout):
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
     shape = tuple(int(size) for size in shape)
@@ -125,7 +133,7 @@ def local_graph(
 
     def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         parts = zip(flat, flat_types(leaf.input_types), layouts, strict=True)
-        given = [_distributed(local, mesh, lies, type_) for local, type_, lies in parts]
+        given = [distributed(local, mesh, lies, type_) for local, type_, lies in parts]
         runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs))
         return runs[-1].local_results(given)
 
@@ -146,14 +154,6 @@ def local_graph(
             )
     layouts_made = tuple(sharding.output_layouts)
     return LocalGraph(module, tuple(input_types), layouts_made, tuple(sharding.whole))
-
-
-def _distributed(
-    local: torch.Tensor, mesh: DeviceMesh, layout: Placements, type_: TensorType | torch.Tensor
-) -> DTensor:
-    shape = torch.Size(type_.shape)
-    stride = tuple(type_.stride() if isinstance(type_, torch.Tensor) else type_.stride)
-    return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=stride)
 
 
 class _Sharding(torch.fx.Interpreter):
@@ -230,9 +230,11 @@ class _Sharding(torch.fx.Interpreter):
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
         if layouts is None or not layouts.outputs:
             return result
+        # Parts of a sum stay as they were made.
+        wanted = [o if o and not any(p.is_partial() for p in o) else None for o in layouts.outputs]
         if isinstance(result, torch.Tensor):
-            return self._at(self._wrapped(result), layouts.outputs[0])
-        planned = iter(layouts.outputs)  # of the tensors: attention on a GPU gives numbers as well
+            return self._at(self._wrapped(result), wanted[0])
+        planned = iter(wanted)  # of the tensors: attention on a GPU gives numbers as well
         return tuple(
             self._at(self._wrapped(t), next(planned)) if isinstance(t, torch.Tensor) else t
             for t in result
@@ -242,7 +244,7 @@ class _Sharding(torch.fx.Interpreter):
         if tensor.device_mesh is self._mesh:
             return tensor
         layout = tuple(tensor.placements)
-        return _distributed(tensor.to_local(), self._mesh, layout, _without_data(tensor))
+        return distributed(tensor.to_local(), self._mesh, layout, without_data(tensor))
 
     def _sum_operands(self, node: torch.fx.Node) -> None:
         """Sums over ranks what the operator cannot take in parts."""
@@ -295,6 +297,8 @@ class _Sharding(torch.fx.Interpreter):
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_operand)  # type: ignore[misc]
         if target is _CAT:  # rules of PyTorch 2.13 split an empty operand (a new cache), too
             args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
+            if (made := joined_in_parts(args, self._asked(node))) is not None:
+                return made
         if is_local_attention(node) and (made := self._attention(args, kwargs, target)) is not None:
             return made
         if target in _TABLES and (made := self._looked_up(target, args)) is not None:
@@ -309,16 +313,24 @@ class _Sharding(torch.fx.Interpreter):
         if draws or target in _LOSSES_OF_IMAGES or not has_rule(target):
             return self._call_whole(node, args, kwargs)
         if target in RESHAPES:
-            return self._reshaped(args, kwargs)
+            return self._reshaped(args, kwargs, self._asked(node))
+        planned = self._plan.nodes.get(node)
+        if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
+            return made
         if target is _CONVERT:  # whose rule sums first
             return _ATEN._to_copy.default(args[0], dtype=args[1])
         return target(*args, **kwargs)
 
-    def _reshaped(self, args: Any, kwargs: Any) -> DTensor:
+    def _asked(self, node: torch.fx.Node) -> Placements | None:
+        """Returns how the plan wants the first result of an operator."""
+        planned = self._plan.nodes.get(node)
+        return planned.outputs[0] if planned is not None and planned.outputs else None
+
+    def _reshaped(self, args: Any, kwargs: Any, asked: Placements | None) -> DTensor:
         """Reshapes; gathers first what would be split in strides, which few rules can take."""
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
-        if not any(strided):
+        if not any(strided) or tuple(made.placements) == asked:
             return made
         layout = tuple(
             Replicate() if is_strided else p
@@ -383,7 +395,7 @@ class _Sharding(torch.fx.Interpreter):
         parts = tuple(Partial() if s else p for p, s in zip(layout, split, strict=True))
         shape = ids.shape if target is _GATHER else (*ids.shape, table.shape[1])
         whole = torch.empty(shape, device="meta")
-        return _distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
+        return distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
 
     def _in_own_part(
         self, ids: torch.Tensor, num_rows: int, split: Sequence[bool], num_all: int
@@ -414,22 +426,22 @@ class _Sharding(torch.fx.Interpreter):
         """
         is_forward = target is _LOSSES[0]
         scores, targets, weight, reduction, *others = args if is_forward else args[1:]
-        is_split = any(p.is_shard() for p in scores.placements)
+        is_split = any(isinstance(p, SPLIT) for p in scores.placements)
         if reduction != _MEAN or scores.dim() != 2 or not is_split:
             return None
-        lead = tuple(p if p.is_shard(0) else Replicate() for p in scores.placements)
+        lead = tuple(p if _splits_rows(p) else Replicate() for p in scores.placements)
         own: list[Any] = [self._at(t, lead).to_local() for t in (scores, targets)]
         own.append(weight if weight is None else self._at(weight, self._replicated).to_local())
         if is_forward:
-            layout = tuple(Partial() if p.is_shard() else p for p in lead)
+            layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
             sums = target(*own, _SUM, *others)
             number = torch.empty((), device="meta")
-            parts = (_distributed(t, self._mesh, layout, number) for t in sums)
+            parts = (distributed(t, self._mesh, layout, number) for t in sums)
             total, num_counted = (self._at(part, self._replicated) for part in parts)
             return total / num_counted, num_counted
         gradient, count = (self._at(t, self._replicated).to_local() for t in (args[0], args[-1]))
         made = target(gradient, *own, reduction, *others[:-1], count)
-        return _distributed(made, self._mesh, lead, _without_data(scores))
+        return distributed(made, self._mesh, lead, without_data(scores))
 
     def _rows_added(self, node: torch.fx.Node, args: Any) -> Any:
         """Adds this rank's rows to zeros: a part of the sum; None where it is not that."""
@@ -440,13 +452,13 @@ class _Sharding(torch.fx.Interpreter):
         if (
             not is_zero
             or len(indices) != 1
-            or not all(p.is_replicate() or p.is_shard(0) for p in lead)
+            or not all(p.is_replicate() or _splits_rows(p) for p in lead)
         ):
             return None
         parts = [self._at(t, lead).to_local() for t in (mask, indices[0], values)]
         made = _ADD_ROWS(zeros.to_local(), parts[0], [parts[1]], parts[2])
-        layout = tuple(Partial() if p.is_shard() else p for p in lead)
-        return _distributed(made, self._mesh, layout, zeros)
+        layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
+        return distributed(made, self._mesh, layout, zeros)
 
     def _attention(self, args: Any, kwargs: Any, target: Any) -> Any:
         """Runs attention on this rank's rows and heads; None where they are not split so."""
@@ -475,12 +487,12 @@ class _Sharding(torch.fx.Interpreter):
         own_args, own_kwargs = torch.fx.node.map_aggregate((args, kwargs), local)  # type: ignore[misc]
         made = target(*own_args, **own_kwargs)
         # What one process would get says how large the whole results are.
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_data)  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), without_data)  # type: ignore[misc]
         with disable_proxy_modes_tracing():  # on a GPU it would stay in the graph: it may draw
             whole = target(*args, **kwargs)
         # On a GPU results lie as operands do, and with them are numbers and a generator's state.
         return tuple(
-            _distributed(_in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
+            distributed(_in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
             for t, w in zip(made, whole, strict=True)
         )
 
@@ -511,13 +523,13 @@ class _Sharding(torch.fx.Interpreter):
             return tensor
         pairs = zip(tensor.placements, layout, strict=True)
         whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
-        made = tensor.redistribute(self._mesh, whole)
+        made = moved(tensor, whole)
         if whole == layout:
             return made
         # What is whole on each rank is a sum of equal parts.
         sizes = zip(whole, layout, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, q, size in sizes if p != q)
-        return _distributed(made.to_local() / num_parts, self._mesh, layout, made)
+        return distributed(made.to_local() / num_parts, self._mesh, layout, made)
 
 
 def is_local_attention(node: torch.fx.Node) -> bool:
@@ -541,6 +553,10 @@ def _split_dim(placement: Any) -> int:
     return placement.dim if isinstance(placement, Shard) else -1
 
 
+def _splits_rows(placement: Any) -> bool:
+    return isinstance(placement, SPLIT) and placement.dim == 0
+
+
 def _is_single(tensor: DTensor, dim: int) -> bool:
     return tensor.dim() == 2 or tensor.shape[dim] == 1
 
@@ -553,13 +569,6 @@ def has_rule(operator: Any) -> bool:
     """Whether DTensor says how an operator is split."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return any(operator in getattr(propagator, name, ()) for name in _RULES)
-
-
-def _without_data(value: Any) -> Any:
-    """Returns a tensor of a DTensor's whole shape that has no memory."""
-    if not isinstance(value, DTensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:

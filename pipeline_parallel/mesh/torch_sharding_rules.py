@@ -7,6 +7,7 @@ axis; older ones are asked with the layouts that operands may have. Views are am
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,18 @@ def placement(layout: Layout) -> Placement:
     if layout.factor > 1:
         return _StridedShard(layout.dim, split_factor=layout.factor)
     return Shard(layout.dim)
+
+
+def placements(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[Placement, ...]:
+    """Returns a tensor's layouts as DTensor's placements, given the sizes of the axes."""
+    made = [placement(one) for one in layouts]
+    for place, one in enumerate(layouts):
+        if one.factor > 1:
+            # DTensor counts the parts of what the axes before have left, even of one.
+            pairs = zip(layouts[:place], sizes, strict=False)
+            left = one.factor // math.prod(n for other, n in pairs if other == split(one.dim))
+            made[place] = _StridedShard(one.dim, split_factor=left)
+    return tuple(made)
 
 
 def layout_of(one: Any) -> Layout | None:
@@ -157,6 +170,8 @@ class Rules:
     ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
         """Yields layouts of results and of operands, as the tables have them."""
         target: Any = node.target
+        if target is torch.ops.aten.cat.default:
+            yield from _joined_in_parts(node, occurrences)
         if is_local_attention(node):
             for dim in (0, 1):  # by sequence or by head
                 full = [has_rows(tensors_of(n)[0]) for n in occurrences]
@@ -227,6 +242,16 @@ class Rules:
 
     def _spec(self, layout: Layout, meta: TensorMeta) -> OpSpec:
         return OpSpec(DTensorSpec(self._mesh, (placement(layout),), tensor_meta=meta))
+
+
+def _joined_in_parts(
+    node: torch.fx.Node, operands: Sequence[torch.fx.Node]
+) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
+    """Yields how equal tensors are joined rank by rank along what each is split by."""
+    dim, shape = node.args[1] if len(node.args) > 1 else 0, tensors_of(node)[0].shape
+    assert isinstance(dim, int)
+    if all(tensors_of(n)[0].shape[dim] * len(operands) == shape[dim] for n in operands):
+        yield [split(dim % len(shape), len(operands))], [split(dim % len(shape))] * len(operands)
 
 
 def _with(arguments: Any, values: Mapping[torch.fx.Node, Any]) -> Any:

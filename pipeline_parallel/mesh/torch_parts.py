@@ -1,0 +1,126 @@
+"""Adapter: tensors of which a dimension consists of parts, each split by itself.
+
+DTensor has a placement for it, ``_StridedShard``, but traces of its moves ask for numbers, and few
+of its rules know it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.node import map_aggregate as aggregate
+
+from ...reuse import torch_pytree
+from ...reuse.ir.types import TensorType
+from .plan import NodeLayouts, Placements
+
+SPLIT = Shard, _StridedShard  # neither is the other's class in all versions
+_SIZES = frozenset({"size", "shape", "sizes", "input_sizes", "repeats"})
+
+
+def distributed(
+    local: torch.Tensor, mesh: DeviceMesh, layout: Placements, type_: TensorType | torch.Tensor
+) -> DTensor:
+    """Returns this rank's part of a tensor of that type as a DTensor."""
+    shape = torch.Size(type_.shape)
+    stride = tuple(type_.stride() if isinstance(type_, torch.Tensor) else type_.stride)
+    return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=stride)
+
+
+def without_data(value: Any) -> Any:
+    """Returns a tensor of a DTensor's whole shape that has no memory."""
+    if not isinstance(value, DTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def moved(tensor: DTensor, layout: Placements) -> DTensor:
+    """Brings a tensor to another layout."""
+    mesh, present = tensor.device_mesh, tuple(tensor.placements)
+    parts = {*_parts(present, mesh.shape), *_parts(layout, mesh.shape)}
+    if not parts:
+        return tensor.redistribute(mesh, layout)
+    (dim, num), *others = parts
+    if not others and all(num % _ranks_of(one, mesh.shape, dim) == 0 for one in (present, layout)):
+        return _moved(tensor, layout, dim, num)
+    # From one way of splitting in parts to another there is none but over the whole.
+    whole = tuple(Replicate() if isinstance(p, SPLIT) else p for p in present)
+    return moved(moved(tensor, whole), layout)
+
+
+def _moved(tensor: DTensor, layout: Placements, dim: int, num: int) -> DTensor:
+    """Moves a tensor whose parts are a dimension of their own meanwhile."""
+    mesh, present, whole = tensor.device_mesh, tuple(tensor.placements), without_data(tensor)
+    own = num // _ranks_of(present, mesh.shape, dim)
+    local = tensor.to_local().unflatten(dim, (own, -1))
+    shape = whole.unflatten(dim, (num, -1))
+    made = distributed(local, mesh, _unflattened(present, dim), shape)
+    made = made.redistribute(mesh, _unflattened(layout, dim))
+    return distributed(made.to_local().flatten(dim, dim + 1), mesh, layout, whole)
+
+
+def _parts(layout: Placements, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields dimensions that are split in each of their parts, and how many parts those are."""
+    for axis, p in enumerate(layout):
+        if isinstance(p, _StridedShard):
+            yield p.dim, int(p.split_factor) * _ranks_of(layout[:axis], sizes, p.dim)
+
+
+def _ranks_of(layout: Placements, sizes: Sequence[int], dim: int) -> int:
+    pairs = zip(layout, sizes, strict=False)
+    return math.prod(size for p, size in pairs if p == Shard(dim))
+
+
+def _unflattened(layout: Placements, dim: int) -> Placements:
+    return tuple(
+        Shard(p.dim + (p.dim > dim or isinstance(p, _StridedShard))) if isinstance(p, SPLIT) else p
+        for p in layout
+    )
+
+
+def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
+    """Joins what each rank has, along what it is split by; None where that is not asked for."""
+    tensors, *others = args
+    lies = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in asked or ())
+    if asked is None or lies == asked or any(tuple(t.placements) != lies for t in tensors):
+        return None
+    made = torch.cat([t.to_local() for t in tensors], *others)
+    whole = torch.cat([without_data(t) for t in tensors], *others)
+    return distributed(made, tensors[0].device_mesh, asked, whole)
+
+
+def of_own_parts(node: torch.fx.Node, args: Any, kwargs: Any, layouts: NodeLayouts) -> Any:
+    """Runs an operator on what each rank has, as planned; None where nothing is in parts.
+
+    That is what a rule means: split so, an operator is one for each rank. What is told sizes is
+    left out, and what is planned for a part of a sum.
+    """
+    target: Any = node.target
+    flat = [t for t in torch_pytree.flatten((args, kwargs))[0] if isinstance(t, DTensor)]
+    lies = (p for t in flat for p in t.placements)
+    if not any(isinstance(p, _StridedShard) for p in lies) or None in layouts.inputs:
+        return None
+    if any(argument.name in _SIZES for argument in target._schema.arguments):
+        return None
+    own, whole = (
+        target(*aggregate(args, take), **aggregate(kwargs, take)) for take in (_local, without_data)
+    )
+    mesh = flat[0].device_mesh
+    if isinstance(own, torch.Tensor):
+        return distributed(own, mesh, cast("Placements", layouts.outputs[0]), whole)
+    rest = iter(cast("tuple[Placements, ...]", layouts.outputs))
+    return tuple(
+        distributed(t, mesh, next(rest), w) if isinstance(t, torch.Tensor) else t
+        for t, w in zip(own, whole, strict=True)
+    )
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
