@@ -87,7 +87,7 @@ def parallelize(
             ``torch.distributed.tensor.parallel`` by patterns of module paths, as torchtitan has
             them; :func:`.marks.shard` pins more. What is not pinned follows by DTensor's rules.
             ``"auto"`` finds the plan that takes the least time by the costs of the device and of
-            the mesh, whatever its dimensions are named.
+            the mesh, whatever its dimensions are named; parameters that are pinned stay so.
         memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
             optimizer state (two tensors of a parameter's size) and what is saved for backward.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
@@ -184,18 +184,14 @@ def _planner(
     options: Options,
 ) -> Planner:
     """Returns what says how a step lies on a mesh."""
-    from ..pipeline_parallel.mesh.given import Pins, given_plan
+    from ..pipeline_parallel.mesh.given import Pins, given_plan, pinned
 
     assert isinstance(subject.model, LossModel)
     modules = [(path, module) for path, module in walk_modules(subject.model.model)]
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
     if plan == "auto":
-        if marks:
-            raise PlanError(
-                f"{marks[0][0] or 'The model'} has a mark of lazyinline.shard, which plan='auto' "
-                "does not take yet. Leave out the marks, or give a plan."
-            )
-        return partial(_found, mesh, memory_bytes_per_rank, options.target)
+        pins = pinned(modules, mesh, marks)
+        return partial(_found, mesh, memory_bytes_per_rank, options.target, pins)
     if memory_bytes_per_rank is not None:
         raise PlanError("memory_bytes_per_rank= is for plan='auto'.")
     leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
@@ -211,6 +207,7 @@ def _found(
     mesh: Any,
     memory_bytes_per_rank: int | None,
     target: str | None,
+    pins: Mapping[str, tuple[int, Any]],
     make_step: Callable[[], StepProgram],
 ) -> MeshPlan:
     """Finds the plan of a step."""
@@ -225,7 +222,9 @@ def _found(
     rates = target_named(target).rates if target else rates
     device_type = "cuda" if target else mesh.device_type
     axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type)
-    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory_bytes_per_rank)
+    own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
+    memory = memory_bytes_per_rank
+    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
     lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
     return replace(found.plan, parameters=lies)
 

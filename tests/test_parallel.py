@@ -94,7 +94,12 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     def train(rank: int) -> list[str]:
         options: dict[str, Any] = {"backend": "eager", "memory_bytes_per_rank": memory}
         options["micro_batches"] = 1 if memory is None else 2
-        return far_off(model(), mesh_of(**axes), "auto", batch, **options)
+        own, mesh = model(), mesh_of(**axes)
+        lazyinline.shard(own.head, {"weight": Shard(0)} if model is tiny else {})
+        wrong = far_off(own, mesh, "auto", batch, **options)
+        if model is tiny:
+            wrong += [] if own.head.weight.placements == (Shard(0),) else ["the head is not pinned"]
+        return wrong
 
     world = torch.Size(axes.values()).numel()
     assert run_in_threads(world, train) == [[]] * world
@@ -120,10 +125,14 @@ def test_a_plan_is_found_or_given() -> None:
         mesh = mesh_of(tensor=2)
         with pytest.raises(lazyinline.PlanError, match="for plan='auto'"):
             lazyinline.parallelize(tiny(), tokens(), mesh=mesh, memory_bytes_per_rank=1)
-        model = tiny()
-        lazyinline.shard(model.head, {"weight": Shard(0)})
-        with pytest.raises(lazyinline.PlanError, match="head has a mark"):
-            lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")
+        for module, options, said in (
+            ("head", {"output": Shard(0)}, "head is marked with output"),
+            ("layers.0.up", {}, "Equal layers have one plan"),
+        ):
+            model = tiny()
+            lazyinline.shard(model.get_submodule(module), {"weight": Shard(0)}, **options)
+            with pytest.raises(lazyinline.PlanError, match=said):
+                lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

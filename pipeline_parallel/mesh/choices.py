@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.fx
 
+from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates, flops, is_free, tensors_of
 from ...reuse.ir.operators import is_elementwise
 from ...reuse.ir.program import outputs_of
@@ -197,6 +198,7 @@ class Choices:
         axes: of the mesh.
         rates: of a rank.
         strided: lets a dimension that consists of several parts be split part by part.
+        pinned: the axis and the layout along it of parameters, by name.
 
     Attributes:
         slots: an item for each slot.
@@ -212,8 +214,10 @@ class Choices:
         rates: Rates,
         *,
         strided: bool = True,
+        pinned: Mapping[str, tuple[int, Layout | None]] | None = None,
     ) -> None:
         self.folded = folded
+        self._pinned = pinned or {}
         factors = tuple(_factors(folded)) if strided else ()
         by_size = {axis.size: Rules(axis.size, factors) for axis in axes}
         self._rules = [by_size[axis.size] for axis in axes]
@@ -248,8 +252,17 @@ class Choices:
     def _slot_item(self, slot: Slot) -> Item:
         tensor = example(slot.type)
         ways = []
-        for rules in self._rules:
+        pins = {self._pinned.get(name) for name in slot.names} or {None}
+        if len(pins) > 1:
+            raise PlanError(
+                f"Equal layers have one plan, and some of {', '.join(slot.names)} are pinned, or "
+                "in another way. Pin them alike: lazyinline.shard takes the class, too."
+            )
+        (pin,) = pins
+        for axis, rules in enumerate(self._rules):
             layouts = rules.layouts(tensor)
+            if pin is not None and pin[0] == axis:
+                layouts = [one for one in layouts if one == pin[1]]
             # A buffer stays the plain tensor that it is, and the user receives whole results.
             if slot.kind in ("buffer", "result"):
                 layouts = layouts[:1]

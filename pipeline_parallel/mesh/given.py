@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -122,16 +122,48 @@ def given_plan(
             _apply(path, by_path[path], pin, dims)
             if pin.output is not None:
                 outputs[path] = _at(axes, tensor, pin.output)
-    parameters = {}
-    for path, module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            whole_name = f"{path}.{name}" if path else name
-            parameters[whole_name] = _layout(
-                whole_name, parameter, axes, tensor, dims.get(id(parameter))
-            )
+    parameters = {
+        name: _layout(name, parameter, axes, tensor, dims.get(id(parameter)))
+        for name, parameter in _named(modules)
+    }
     gathered = frozenset(i for i, (name, _) in enumerate(axes) if name in GATHERED)
     rows = tuple(_rows(leaf, axes) for leaf in batch)
     return MeshPlan(axes, parameters, rows, outputs, gathered)
+
+
+def pinned(
+    modules: Sequence[tuple[str, nn.Module]], mesh: DeviceMesh, marks: Sequence[tuple[str, Pins]]
+) -> dict[str, tuple[int, Placement]]:
+    """Returns the dimension of the mesh and the placement of each parameter that marks pin.
+
+    Raises:
+        PlanError: if something cannot be split as asked, or a result is pinned.
+    """
+    if not marks:
+        return {}
+    for path, pin in marks:
+        if pin.output is not None:
+            raise PlanError(
+                f"{path or 'The model'} is marked with output={pin.output}, and plan='auto' finds "
+                "how results lie. Leave output= out, or give a plan."
+            )
+    layouts = given_plan(modules, mesh, {}, marks, ()).parameters
+    axis = next(i for i, (name, _) in enumerate(_axes(mesh)) if name in TENSOR)
+    by_path = dict(modules)
+    # A tied weight has several names, any of which may be the captured one.
+    tensors = {id(getattr(by_path[path], name)) for path, pin in marks for name in pin.parameters}
+    return {
+        name: (axis, layouts[name][axis])
+        for name, tensor in _named(modules)
+        if id(tensor) in tensors
+    }
+
+
+def _named(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields every parameter by all its names."""
+    for path, module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}" if path else name, parameter
 
 
 def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from .plan import MeshPlan
 from .problem import Problem
 from .table import format_plan
 from .taken import PlannedCollective, Taken
+from .torch_sharding_rules import layout_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 RANKS_OF_A_HOST = 8
 STATES_PER_PARAMETER = 4
@@ -66,6 +70,7 @@ def find_plan(
     *,
     memory_bytes_per_rank: int | None = None,
     strided: bool = True,
+    pinned: Mapping[str, tuple[int, Placement]] | None = None,
 ) -> FoundPlan:
     """Finds the plan that takes the least time by the costs of a device and of a mesh.
 
@@ -79,13 +84,15 @@ def find_plan(
         memory_bytes_per_rank: what parameters, gradients, optimizer state and what is saved for
             backward may take; activations within one closure are not counted.
         strided: lets a dimension that consists of several parts be split part by part.
+        pinned: position of an axis, and the placement along it, of parameters by their names.
 
     Raises:
-        PlanError: if nothing fits the memory.
+        PlanError: if nothing fits the memory, or equal layers are pinned in different ways.
     """
     folded = folded_step(step)
     moves = Moves(axes)
-    choices = Choices(folded, axes, rates, strided=strided)
+    pins = {name: (axis, layout_of(one)) for name, (axis, one) in (pinned or {}).items()}
+    choices = Choices(folded, axes, rates, strided=strided, pinned=pins)
     memory = _memory(choices, axes)
     solution = Problem(choices, moves, memory, memory_bytes_per_rank).solve()
     taken = Taken(choices, moves, solution)
