@@ -14,13 +14,13 @@ from link_tree import ROOT
 # +40, pipeline_parallel +1,990), what a rank holds (frontend +350, pipeline_parallel +110),
 # collectives beside other work (pipeline_parallel +540, backend +10), stages of a pipeline over it
 # (frontend +320, pipeline_parallel +230), joint projections and pins in
-# found plans (pipeline_parallel +215).
+# found plans (pipeline_parallel +217).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (24_745, 92),
     "reuse": (8_280, 30),
     "autodiff": (6_590, 26),
     "recompute": (1_280, 7),
-    "pipeline_parallel": (7_565, 30),
+    "pipeline_parallel": (7_567, 30),
     "backend": (12_190, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

@@ -21,7 +21,7 @@ import lazyinline
 from lazyinline.frontend.passes.programs import tensor_name
 from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.reuse.ir.leaf import interpret
-from lazyinline.reuse.ir.program import tensor_type
+from lazyinline.reuse.ir.program import Leaf, tensor_type, walk_closures
 
 RANKS = 8
 
@@ -140,6 +140,15 @@ def test_five_steps_of_eight_ranks_give_what_one_process_gives(name: str) -> Non
                 for rank, own in found.items():
                     assert relative_error(own, part_of(parameter.grad, layout, rank)) < 1e-5
             optimizer.step()
+
+
+def test_a_plan_is_found_where_an_empty_cache_is_concatenated() -> None:
+    model, batch = llama(), dict.fromkeys(("input_ids", "labels"), ids())
+    with one_of_many(2):
+        mesh = mesh_of(tensor=2)
+        step = lazyinline.parallelize(model, (), batch, mesh=mesh, plan="auto", backend="eager")
+    leaves = [one for one in walk_closures(step._step.program) if isinstance(one, Leaf)]
+    assert any(n.target is torch.ops.aten.cat.default for leaf in leaves for n in leaf.nodes)
 
 
 def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list[Any]]:

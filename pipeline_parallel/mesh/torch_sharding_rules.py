@@ -250,7 +250,9 @@ def _joined_in_parts(
     """Yields how equal tensors are joined rank by rank along what each is split by."""
     dim, shape = node.args[1] if len(node.args) > 1 else 0, tensors_of(node)[0].shape
     assert isinstance(dim, int)
-    if all(tensors_of(n)[0].shape[dim] * len(operands) == shape[dim] for n in operands):
+    # An empty operand (a new cache) has one dimension, whatever the others have.
+    shapes = {tensors_of(n)[0].shape for n in operands}
+    if len(shapes) == 1 and shapes.pop()[dim] * len(operands) == shape[dim]:
         yield [split(dim % len(shape), len(operands))], [split(dim % len(shape))] * len(operands)
 
 
