@@ -247,5 +247,5 @@ def rank_page(reports: Sequence[RankReport]) -> PageData:
         f"rank {report.rank}, {way}": report.compiled
         for report, way in zip(reports, cycle(WAYS), strict=False)
     }
-    page = plan_page(ShownPlan.of(first.plan, first.compiled, first.rank))
+    page = plan_page(ShownPlan.of(first.plan, first.compiled, rank=first.rank))
     return page | {"title": title_of(first), "passes": passes_section(sides)}

@@ -53,7 +53,7 @@ def shard(state: State) -> State:
 
 @compile_pass("shard", "aten", goals=("rank",), wanted=_is_on_mesh, verified="always")
 def shard_stages(state: RankCompilation) -> RankCompilation:
-    """Rewrites the stages of all ranks so, over the dimensions of a mesh beside the pipeline's."""
+    """Rewrites the stages of all ranks to local shapes, over the other dimensions of a mesh."""
     from ...pipeline_parallel.mesh.given import REPLICATED
     from ...pipeline_parallel.mesh.stages import StageSharder
     from ...pipeline_parallel.mesh.torch_sharding import replicated
