@@ -437,7 +437,7 @@ def test_blocks_traced_apart_still_share_an_equal_graph() -> None:
     """The evidence says no (an attribute differs), the graphs turn out equal: one closure."""
     kind = block(lambda self, x: self.linear(x) * (2 if self.scale > 0 else 3))
     captured = capture_model(Subject(Stack(kind(scale=1), kind(scale=5)), (example(),)), train=True)
-    assert captured.num_traced == 2
+    assert sum(not d.shared for d in captured.decisions) == 2
     assert len(captured.program.closures) == 1
 
 
@@ -455,7 +455,7 @@ def test_python_of_a_block_runs_once_whatever_the_depth(nested: bool) -> None:
         warnings.simplefilter("always")
         captured = capture_model(Subject(model, (example(),), effects="undo"), train=True)
     assert [str(w.message) for w in seen].count("forward ran") == 1
-    assert captured.num_traced == (2 if nested else 1)
+    assert sum(not d.shared for d in captured.decisions) == (2 if nested else 1)
     assert captured.program.num_nodes() - len(captured.program.calls) <= 4
 
 
