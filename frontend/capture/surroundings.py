@@ -10,11 +10,13 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.weak
 
 from ...reuse.errors import CaptureError, CompileInterrupted
 from ..effects.effects import EffectError, OnEffects
@@ -26,6 +28,7 @@ _DEFERRED_S = 0.02
 _OUR_SEED = 0x1A2C1B0D0F5EED
 _IMPORTING = "<frozen importlib"
 _OPERATORS_FILE = sys.modules[type(torch.ops).__module__].__file__
+_WEAK_FILES = frozenset({weakref.__file__, torch.utils.weak.__file__})
 # A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
 # have changed it for their time, and a lock that nobody opens.
 if hasattr(os, "register_at_fork"):
@@ -58,7 +61,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class _Deferring:
-    """Handles SIGINT: not in an import, an operator, or where a state is changed or put back."""
+    """Handles SIGINT: not in an import, an operator, a finalizer, or where a state is changed."""
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self._handler = handler
@@ -79,21 +82,24 @@ class _Deferring:
             raise
 
     def raise_again(self) -> None:
-        """Raises what the handler raised, if Python ignored it (in a weak reference's callback)."""
+        """Raises what the handler raised, if Python ignored it (in some callback from C)."""
         if self._raised is not None:
             raise self._raised
 
 
 def _is_changing(frame: Any) -> bool:
-    """Whether a frame runs for an import, an operator, or a context that begins or ends."""
+    """Whether a frame runs for an import, an operator, a finalizer, or a context's begin or end."""
     # Half an import of PyTorch's cannot be repeated in a process, nor half a change undone. Where
-    # the dispatcher in C++ calls Python, an error may end the process (``noexcept``).
+    # the dispatcher in C++ calls Python, an error may end the process (``noexcept``). What a
+    # finalizer raises, Python prints and forgets.
     top = frame
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_IMPORTING):
             return True
         if code.co_filename == _OPERATORS_FILE and frame is not top:
+            return True
+        if code.co_filename in _WEAK_FILES or code.co_name == "__del__":
             return True
         if code.co_filename == contextlib.__file__ and code.co_name in ("__enter__", "__exit__"):
             return True
