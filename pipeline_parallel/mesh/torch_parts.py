@@ -96,6 +96,16 @@ def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
     return distributed(made, tensors[0].device_mesh, asked, whole)
 
 
+def reshaped_in_parts(tensor: DTensor, shape: Sequence[int], asked: Placements) -> DTensor:
+    """Reshapes what each rank has, so that the whole has a shape and lies as asked."""
+    mesh, whole = tensor.device_mesh, without_data(tensor).reshape(shape)
+    own = list(whole.shape)
+    for p, size in zip(asked, mesh.shape, strict=True):
+        if isinstance(p, SPLIT):
+            own[p.dim] //= size
+    return distributed(tensor.to_local().reshape(own), mesh, asked, whole)
+
+
 def of_own_parts(node: torch.fx.Node, args: Any, kwargs: Any, layouts: NodeLayouts) -> Any:
     """Runs an operator on what each rank has, as planned; None where nothing is in parts.
 

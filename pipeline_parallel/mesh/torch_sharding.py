@@ -35,6 +35,7 @@ from .torch_parts import (
     joined_in_parts,
     moved,
     of_own_parts,
+    reshaped_in_parts,
     without_data,
 )
 
@@ -328,9 +329,15 @@ class _Sharding(torch.fx.Interpreter):
 
     def _reshaped(self, args: Any, kwargs: Any, asked: Placements | None) -> DTensor:
         """Reshapes; gathers first what would be split in strides, which few rules can take."""
+        lies = (*args[0].placements, *(asked or ()))
+        in_parts = any(isinstance(p, _StridedShard) for p in lies)
+        if asked and in_parts and not any(p.is_partial() for p in lies):
+            # Planned so, a rank's part of the result is its part of the operand: DTensor has no
+            # rule where several dimensions of the mesh split one in parts.
+            return reshaped_in_parts(args[0], args[1], asked)
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
-        if not any(strided) or tuple(made.placements) == asked:
+        if not any(strided):
             return made
         layout = tuple(
             Replicate() if is_strided else p
