@@ -178,14 +178,15 @@ def _fits(
     for dim, splits in by_dim.items():
         if len(splits) < 2:
             continue
-        parts = math.prod(size for size, _ in splits) * max(one.factor for _, one in splits)
-        if at_rest and any(one.factor > 1 for _, one in splits):
+        factors = {one.factor for _, one in splits if one.factor > 1}
+        if (at_rest and factors) or len(factors) > 1:
             return False  # DTensor has no order for these
+        parts = math.prod(size for size, _ in splits) * max(factors, default=1)
         if tensor.shape[dim] % parts:
             return False
         # Parts are split before what is in them.
         plain = math.prod(size for size, one in splits if one.factor == 1)
-        if any(one.factor > 1 and one.factor % plain for _, one in splits):
+        if any(factor % plain for factor in factors):
             return False
     return True
 

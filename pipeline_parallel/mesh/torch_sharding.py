@@ -329,9 +329,10 @@ class _Sharding(torch.fx.Interpreter):
 
     def _reshaped(self, args: Any, kwargs: Any, asked: Placements | None) -> DTensor:
         """Reshapes; gathers first what would be split in strides, which few rules can take."""
-        lies = (*args[0].placements, *(asked or ()))
-        in_parts = any(isinstance(p, _StridedShard) for p in lies)
-        if asked and in_parts and not any(p.is_partial() for p in lies):
+        lies: Placements = tuple(args[0].placements)
+        in_parts = any(isinstance(p, _StridedShard) for p in (*lies, *(asked or ())))
+        sums, asked_sums = ([p.is_partial() for p in one] for one in (lies, asked or ()))
+        if asked and in_parts and sums == asked_sums:
             # Planned so, a rank's part of the result is its part of the operand: DTensor has no
             # rule where several dimensions of the mesh split one in parts.
             return reshaped_in_parts(args[0], args[1], asked)
