@@ -27,8 +27,10 @@ dispatch             runs a model's calls: by compiled programs, or eagerly
 func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
+batch                a batch in micro-batches
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
+mesh_parameters      parameters as DTensors
 fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
 measure              ``measure`` and ``lazyinline bench``
 advise               ``advise(model)``

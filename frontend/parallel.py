@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import math
 import pathlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +18,8 @@ from ..autodiff.training_program import StepProgram
 from ..backend.gpu.targets import target_named
 from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
-from ..pipeline_parallel.actions import ActionTable, schedule_name
-from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ..pipeline_parallel.actions import schedule_name
+from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.policy import Budget, Policy
 from ..reuse import torch_pytree
@@ -31,12 +30,14 @@ from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import Leaf, ModelTensor, tensor_type, walk_closures
 from ..reuse.ir.transfer import in_own_storage
 from .autograd.torch_engine import have_hooks
+from .batch import Batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around
 from .compiler import PASSES, Compiler, made_by
 from .guards.guard import Guard
 from .marks import shard_mark
+from .mesh_parameters import MeshParameters, gradient_of, local_part, part_of
 from .options import Batching, Options
 from .passes.context import Context
 from .passes.mesh import sharded_step
@@ -44,7 +45,7 @@ from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Goal, OnMesh, Planner, Subject, between, run, step_goal
-from .pipeline import Batch, Pipeline
+from .pipeline import AskedPipeline, Pipeline
 from .training_step import LossFunction, LossModel
 
 # How long a transfer between stages waits for the other rank.
@@ -147,9 +148,10 @@ def parallelize(
     on_mesh = OnMesh(own, _planner(subject, own, plan, limit, options))
     name = schedule_name(schedule)
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
-    example = (args, kwargs or {})
-    context = Context(options)
-    return ParallelPipeline(whole, example, context, ranks, table, Splitting(split), on_mesh)
+    splitting = Splitting(split)
+    return ParallelPipeline(
+        AskedPipeline(whole, batch, Context(options), ranks, table, splitting, on_mesh)
+    )
 
 
 def _without(mesh: Any, dim: str) -> Any:
@@ -282,7 +284,7 @@ class ParallelStep:
         subject = state.subject
         flat = torch_pytree.flatten((subject.args, subject.kwargs))
         self._guard = Guard(subject.model, state.captured, *flat)
-        self._parameters = _Parameters(model, self._mesh, self._layout_of)
+        self._parameters = MeshParameters(model, self._mesh, self._layout_of)
         self._own = [self._parameters.of(source.tensor) for source in sources]
         self._trained = [self._own[i] for i in self._step.gradients]
         self._lease: Lease | None = None
@@ -348,7 +350,7 @@ class ParallelStep:
             for leaves, row in zip(parts, self._step.batch, strict=True)
             for u in row
         ]
-        own = [_part_of(tensor, self._mesh, layout) for tensor, layout in users]
+        own = [part_of(tensor, self._mesh, layout) for tensor, layout in users]
         if not self._staged:
             types = [tensor_type(v) for v in self._step.program.inputs]
             self._staged = [
@@ -360,7 +362,7 @@ class ParallelStep:
 
     def _leased(self) -> Lease:
         """Keeps one lease, for as long as the parameters stay where they are."""
-        tensors = [*self._staged, *map(_local, self._own), self._seed]
+        tensors = [*self._staged, *map(local_part, self._own), self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease, self._given = None, []  # released before another one is made
             self._lease = self._runner.lease(tensors)
@@ -370,7 +372,7 @@ class ParallelStep:
         """Changes the model's buffers as its forward does."""
         states = outputs[len(outputs) - len(self._step.writes) :]
         for index, state in zip(self._step.writes, states, strict=True):
-            _local(self._own[index]).copy_(state)
+            local_part(self._own[index]).copy_(state)
 
     def _hand_out(self, outputs: Sequence[Tensor]) -> None:
         if have_hooks(self._trained):
@@ -380,7 +382,7 @@ class ParallelStep:
             )
         if not self._given:
             made = outputs[self._num_parts : self._num_parts + len(self._trained)]
-            self._given = list(map(_gradient_of, self._trained, map(in_own_storage, made)))
+            self._given = list(map(gradient_of, self._trained, map(in_own_storage, made)))
         for parameter, gradient in zip(self._trained, self._given, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -393,23 +395,15 @@ class ParallelPipeline(Pipeline):
     pipeline. Those of other stages stay as they are, and get no gradient.
     """
 
-    def __init__(
-        self,
-        model: LossModel,
-        example: tuple[Sequence[Any], Mapping[str, Any]],
-        context: Context,
-        ranks: Ranks,
-        table: ActionTable,
-        splitting: Splitting,
-        on_mesh: OnMesh,
-    ) -> None:
-        super().__init__(model, example, context, ranks, table, splitting, on_mesh=on_mesh)
+    def __init__(self, asked: AskedPipeline) -> None:
+        super().__init__(asked)
         assert self.plan.layouts is not None
-        self._mesh, self._batch_lies = on_mesh.mesh, self.plan.layouts.batch
-        self._agreement = _Agreement(ranks.device)
+        assert asked.on_mesh is not None
+        self._mesh, self._batch_lies = asked.on_mesh.mesh, self.plan.layouts.batch
+        self._agreement = _Agreement(asked.ranks.device)
         self._agreement.check_plan(self.plan.moved_text)
         own = {id(source.tensor) for source in self._own_tensors()}
-        self._on_mesh = _Parameters(model.model, self._mesh, self.plan.layouts, own)
+        self._on_mesh = MeshParameters(asked.model.model, self._mesh, self.plan.layouts, own)
         self._tensors = [self._on_mesh.of(tensor) for tensor in self._guard.tensors]
         self._given: dict[Tensor, Tensor] = {}
 
@@ -446,12 +440,12 @@ class ParallelPipeline(Pipeline):
         return self._tensors
 
     def _local(self) -> Sequence[Tensor]:
-        return list(map(_local, self._tensors))
+        return list(map(local_part, self._tensors))
 
     def _rows(self, leaves: Sequence[Any]) -> list[Tensor]:
         pairs = zip(super()._rows(leaves), self._batch_lies, strict=True)
         # A part of a tensor may have gaps, which no closure is compiled for.
-        return [_part_of(tensor, self._mesh, lies).clone() for tensor, lies in pairs]
+        return [part_of(tensor, self._mesh, lies).clone() for tensor, lies in pairs]
 
     def _check(self, micro_batches: Sequence[Sequence[Any]]) -> None:
         self._on_mesh.check_present()
@@ -461,7 +455,7 @@ class ParallelPipeline(Pipeline):
 
     def _gradient(self, parameter: Tensor, summed: Tensor) -> Tensor:
         if parameter not in self._given:
-            self._given[parameter] = _gradient_of(parameter, summed)
+            self._given[parameter] = gradient_of(parameter, summed)
         return self._given[parameter]
 
 
@@ -498,124 +492,3 @@ class _Agreement:
         if draws:
             text = "Ranks would draw different random numbers; seed them alike"
             self.ranks.check_same_values({"random state": torch.get_rng_state()}, text)
-
-
-def _gradient_of(parameter: Any, local: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
-    from torch.distributed.tensor import DTensor
-
-    made: Tensor = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def _part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
-    """Returns this rank's part of a tensor that it has whole."""
-    coordinate = mesh.get_coordinate()
-    for index, placement in enumerate(layout):
-        if placement.is_shard():
-            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
-    return tensor
-
-
-@dataclass(frozen=True)
-class _Held:
-    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
-
-    tables: tuple[tuple[dict[str, Any], str], ...]
-    captured: Tensor
-    own: Tensor
-
-
-class _Parameters:
-    """The model's parameters as DTensors, and stand-ins for what was captured.
-
-    Args:
-        model: whose parameters are replaced.
-        mesh: that they lie on.
-        plan: how.
-        only: the identities of those to replace; None for all.
-    """
-
-    def __init__(
-        self, model: nn.Module, mesh: Any, plan: MeshPlan, only: Container[int] | None = None
-    ) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        names: dict[int, str] = {}
-        tensors: dict[int, Tensor] = {}
-        for path, module in walk_modules(model):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (only is None or id(parameter) in only):
-                    places.setdefault(id(parameter), []).append((module._parameters, name))
-                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-                    tensors[id(parameter)] = parameter
-        self._held: dict[int, _Held] = {}
-        for key, tensor in tensors.items():
-            layout = plan.parameters[names[key]]
-            whole = distribute_tensor(tensor.detach(), mesh, layout)
-            own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
-            _put(held.tables, own)
-            # The captured program holds the old parameter, and is not to hold its memory.
-            nothing = math.nan if tensor.is_floating_point() else 0
-            tensor.data = tensor.new_full((), nothing).expand_as(tensor)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns what took the place of a captured tensor; buffers stay."""
-        held = self._held.get(id(tensor))
-        return tensor if held is None else held.own
-
-    def as_captured(self) -> _AsCaptured:
-        """Within it modules hold what looks like the parameters they were captured with."""
-        return _AsCaptured(self._held.values())
-
-    def check_present(self) -> None:
-        """Raises PlanError if a parameter was replaced."""
-        for held in self._held.values():
-            for table, name in held.tables:
-                if table.get(name) is not held.own:
-                    raise PlanError(
-                        f"The parameter {name} was replaced since the model was parallelized. "
-                        "Change parameters in place, or parallelize the model anew."
-                    )
-
-
-class _AsCaptured:
-    def __init__(self, held: Iterable[_Held]) -> None:
-        self._held = list(held)
-
-    def __enter__(self) -> None:
-        for one in self._held:
-            _put(one.tables, one.captured)
-
-    def __exit__(self, *error: object) -> None:
-        for one in self._held:
-            _put(one.tables, one.own)
-
-
-def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
-    for table, name in tables:
-        table[name] = tensor
-
-
-def _stand_in(tensor: Tensor) -> nn.Parameter:
-    """Returns a parameter of the same layout, without memory: only its type is compared."""
-    memory = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    memory.untyped_storage().resize_(0)
-    return nn.Parameter(memory, requires_grad=tensor.requires_grad)

@@ -27,11 +27,10 @@ from ..reuse.errors import PipelineError, door
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
-from ..reuse.torch_names import is_lazy
 from .autograd.torch_engine import have_hooks, pass_through_autograd
+from .batch import Batch
 from .capture.blocks import Reuse
-from .checks.refusals import check_example, check_leaves, check_runnable, refuse_containers
-from .checks.torch_state import why_no_memory, why_watched
+from .checks.refusals import check_example, check_leaves, check_runnable
 from .compile_record import CompileRecord
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
@@ -59,55 +58,6 @@ from .training_step import LossFunction, LossModel
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ..pipeline_parallel.mesh.traffic import Collective
-
-
-class Batch:
-    """The batch's structure, and how it is split.
-
-    Args:
-        example: args and kwargs of a whole batch.
-        num_micro_batches: parts.
-    """
-
-    def __init__(
-        self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
-    ) -> None:
-        self._count = num_micro_batches
-        args, kwargs = example
-        self._example, self.tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
-        refuse_containers(self.tree, "pipeline")
-
-    def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns args and kwargs of the first micro-batch of the example."""
-        leaves = [self._part(leaf)[0] for leaf in self._example]
-        args, kwargs = torch_pytree.unflatten(leaves, self.tree)
-        return args, kwargs
-
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-        """Returns the flat inputs of each micro-batch."""
-        leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
-        if tree != self.tree:
-            raise PipelineError("The batch has another structure than the example batch had.")
-        parts = [self._part(leaf) for leaf in leaves]
-        return [list(row) for row in zip(*parts, strict=True)]
-
-    def _part(self, leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * self._count
-        if leaf.requires_grad:
-            raise PipelineError("A pipeline takes inputs that do not require grad.")
-        if why := why_watched((leaf,)) or why_no_memory(leaf):
-            raise PipelineError(
-                f"A batch tensor is {why}, and kernels bypass it. Pass plain tensors."
-            )
-        if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
-            leaf = leaf.clone()
-        if leaf.dim() == 0 or leaf.shape[0] % self._count:
-            raise PipelineError(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
-                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
-            )
-        return leaf.tensor_split(self._count)
 
 
 _LEAD = (
@@ -281,35 +231,47 @@ def pipeline(
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
     settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     context = Context(settings)
-    example = (args, kwargs or {})
+    batch = Batch((args, kwargs or {}), micro_batches)
     splitting = Splitting(split, memory_bytes_per_rank)
-    return Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting, update)
+    whole = LossModel(model, loss_fn)
+    return Pipeline(AskedPipeline(whole, batch, context, ranks, table, splitting), update)
+
+
+@dataclass(frozen=True)
+class AskedPipeline:
+    """Holds what a pipeline is made of.
+
+    Attributes:
+        model: the whole model, and its loss.
+        batch: how a batch is split into micro-batches.
+        context: options, and what compiles have in common.
+        ranks: of the pipeline.
+        table: which rank does what, and when.
+        splitting: how the model is cut into stages.
+        on_mesh: the mesh that stages are split over, if they are.
+    """
+
+    model: LossModel
+    batch: Batch
+    context: Context
+    ranks: Ranks
+    table: ActionTable
+    splitting: Splitting
+    on_mesh: OnMesh | None = None
 
 
 class Pipeline:
     """One rank's part of a pipeline. Made by :func:`pipeline`."""
 
-    def __init__(
-        self,
-        model: LossModel,
-        example: tuple[Sequence[Any], Mapping[str, Any]],
-        context: Context,
-        ranks: Ranks,
-        table: ActionTable,
-        splitting: Splitting,
-        optimizer: StepOptimizer | None = None,
-        on_mesh: OnMesh | None = None,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._table = table
-        self._ranks = ranks
-        self._batch = Batch(example, table.num_micro_batches)
+    def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None = None) -> None:
+        model, context, ranks, table = asked.model, asked.context, asked.ranks, asked.table
+        self._model, self._optimizer = model, optimizer
+        self._table, self._ranks, self._batch = table, ranks, asked.batch
         args, kwargs = self._batch.first_micro_batch()
         rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs)
-        state = started(context, subject, table, ranks.rank, splitting, rates)
-        goal = replace(state.goal, on_mesh=on_mesh)
+        state = started(context, subject, table, ranks.rank, asked.splitting, rates)
+        goal = replace(state.goal, on_mesh=asked.on_mesh)
         state = replace(state, goal=goal, has_replicas=ranks.data_group is not None)
         self.last_report = state.report
         state = run(between(PASSES, "capture", "derive"), state)

@@ -1,0 +1,63 @@
+"""How a batch is split into micro-batches, for a pipeline and for a step over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..reuse import torch_pytree
+from ..reuse.errors import PipelineError
+from ..reuse.torch_names import is_lazy
+from .checks.refusals import refuse_containers
+from .checks.torch_state import why_no_memory, why_watched
+
+
+class Batch:
+    """The batch's structure, and how it is split.
+
+    Args:
+        example: args and kwargs of a whole batch.
+        num_micro_batches: parts.
+    """
+
+    def __init__(
+        self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
+    ) -> None:
+        self._count = num_micro_batches
+        args, kwargs = example
+        self._example, self.tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+        refuse_containers(self.tree, "pipeline")
+
+    def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns args and kwargs of the first micro-batch of the example."""
+        leaves = [self._part(leaf)[0] for leaf in self._example]
+        args, kwargs = torch_pytree.unflatten(leaves, self.tree)
+        return args, kwargs
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+        """Returns the flat inputs of each micro-batch."""
+        leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+        if tree != self.tree:
+            raise PipelineError("The batch has another structure than the example batch had.")
+        parts = [self._part(leaf) for leaf in leaves]
+        return [list(row) for row in zip(*parts, strict=True)]
+
+    def _part(self, leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * self._count
+        if leaf.requires_grad:
+            raise PipelineError("A pipeline takes inputs that do not require grad.")
+        if why := why_watched((leaf,)) or why_no_memory(leaf):
+            raise PipelineError(
+                f"A batch tensor is {why}, and kernels bypass it. Pass plain tensors."
+            )
+        if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
+            leaf = leaf.clone()
+        if leaf.dim() == 0 or leaf.shape[0] % self._count:
+            raise PipelineError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
+                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+        return leaf.tensor_split(self._count)

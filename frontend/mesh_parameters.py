@@ -1,0 +1,136 @@
+"""A model's parameters as DTensors, in the places of those that were captured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ..reuse.errors import PlanError
+from ..reuse.evidence.module_state import walk_modules
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
+
+    tables: tuple[tuple[dict[str, Any], str], ...]
+    captured: Tensor
+    own: Tensor
+
+
+class MeshParameters:
+    """The model's parameters as DTensors, and stand-ins for what was captured.
+
+    Args:
+        model: whose parameters are replaced.
+        mesh: that they lie on.
+        plan: how.
+        only: the identities of those to replace; None for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Any, plan: MeshPlan, only: Container[int] | None = None
+    ) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        names: dict[int, str] = {}
+        tensors: dict[int, Tensor] = {}
+        for path, module in walk_modules(model):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (only is None or id(parameter) in only):
+                    places.setdefault(id(parameter), []).append((module._parameters, name))
+                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+                    tensors[id(parameter)] = parameter
+        self._held: dict[int, _Held] = {}
+        for key, tensor in tensors.items():
+            layout = plan.parameters[names[key]]
+            whole = distribute_tensor(tensor.detach(), mesh, layout)
+            own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
+            _put(held.tables, own)
+            # The captured program holds the old parameter, and is not to hold its memory.
+            nothing = math.nan if tensor.is_floating_point() else 0
+            tensor.data = tensor.new_full((), nothing).expand_as(tensor)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns what took the place of a captured tensor; buffers stay."""
+        held = self._held.get(id(tensor))
+        return tensor if held is None else held.own
+
+    def as_captured(self) -> _AsCaptured:
+        """Within it modules hold what looks like the parameters they were captured with."""
+        return _AsCaptured(self._held.values())
+
+    def check_present(self) -> None:
+        """Raises PlanError if a parameter was replaced."""
+        for held in self._held.values():
+            for table, name in held.tables:
+                if table.get(name) is not held.own:
+                    raise PlanError(
+                        f"The parameter {name} was replaced since the model was parallelized. "
+                        "Change parameters in place, or parallelize the model anew."
+                    )
+
+
+class _AsCaptured:
+    def __init__(self, held: Iterable[_Held]) -> None:
+        self._held = list(held)
+
+    def __enter__(self) -> None:
+        for one in self._held:
+            _put(one.tables, one.captured)
+
+    def __exit__(self, *error: object) -> None:
+        for one in self._held:
+            _put(one.tables, one.own)
+
+
+def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
+    for table, name in tables:
+        table[name] = tensor
+
+
+def _stand_in(tensor: Tensor) -> nn.Parameter:
+    """Returns a parameter of the same layout, without memory: only its type is compared."""
+    memory = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    memory.untyped_storage().resize_(0)
+    return nn.Parameter(memory, requires_grad=tensor.requires_grad)
+
+
+def gradient_of(parameter: Any, local: Tensor) -> Tensor:
+    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
+    """Returns this rank's part of a tensor that it has whole."""
+    coordinate = mesh.get_coordinate()
+    for index, placement in enumerate(layout):
+        if placement.is_shard():
+            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
+    return tensor
