@@ -153,6 +153,7 @@ def run_fit(options: argparse.Namespace) -> None:
         micro_batches=options.micro_batches,
         recompute=options.recompute,
         optimizer_tensors=options.optimizer_tensors,
+        links=options.links,
     )
     print(found)
     if options.show:

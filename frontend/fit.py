@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from ..backend.gpu.targets import GIB, Target, target_named
+from ..pipeline_parallel.mesh.links import Links
 from ..recompute.policy import PolicyName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
@@ -45,6 +46,7 @@ class Fit:
         step: what lies where, and what is moved.
         memory: of one rank.
         compute_s: of the launches, by the roofline.
+        links: rates of the mesh; None takes those of this package.
         instead: where it does not fit, the fastest of what was tried that does.
     """
 
@@ -54,6 +56,7 @@ class Fit:
     step: ShardedStep
     memory: RankMemory
     compute_s: float
+    links: Links | None = None
     instead: Fit | None = None
 
     @property
@@ -65,7 +68,8 @@ class Fit:
         alone = replace(
             self.step, collectives=tuple(c for c in self.step.collectives if not c.num_beside)
         )
-        return max(self.compute_s + collectives_s(alone), collectives_s(self.step))
+        alone_s, all_s = (collectives_s(step, self.links) for step in (alone, self.step))
+        return max(self.compute_s + alone_s, all_s)
 
     @property
     def fits(self) -> bool:
@@ -114,6 +118,7 @@ def fit(
     recompute: PolicyName | None = None,
     optimizer_tensors: int = 2,
     loss_fn: LossFunction | None = None,
+    links: Links | None = None,
     reuse: Reuse = "auto",
 ) -> Fit:
     """Says what a rank of a mesh holds in a training step, and whether it fits; runs nothing.
@@ -135,6 +140,8 @@ def fit(
         optimizer_tensors: of a parameter's size that the optimizer holds: two of AdamW's with
             ``fused=True``, none of SGD's.
         loss_fn: computes the scalar loss from the model's output.
+        links: rates of the mesh, as :func:`measure_links` returned or wrote them; without, those
+            of this package.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
 
     Raises:
@@ -157,6 +164,7 @@ def fit(
         memory_bytes_per_rank,
         optimizer_tensors,
         reuse,
+        links,
     )
     asked = offline.fit(plan, recompute)
     if asked.fits:
@@ -190,6 +198,7 @@ class _Offline:
     memory_bytes: int | None
     optimizer_tensors: int
     reuse: Reuse
+    links: Links | None
 
     @property
     def limit_bytes(self) -> int:
@@ -231,8 +240,9 @@ class _Offline:
             reuse=self.reuse, recompute=recompute, cache="disk", target=self.target.name
         )
         with absent_ranks(self.mesh) as mesh:
+            goal, links = step_goal(self.batching), self.links if plan == "auto" else None
             state = step_on_mesh(
-                self.subject, step_goal(self.batching), check_mesh(mesh), plan, room_bytes, options
+                self.subject, goal, check_mesh(mesh), plan, room_bytes, options, links
             )
             with state.context.cached(state.report):
                 state = run(PASSES, state)
@@ -248,19 +258,19 @@ class _Offline:
         if recompute is not None:
             way += f", recompute {recompute}"
         compute_s = state.report.gpu.prediction.cost.seconds
-        return Fit(self.target, self.limit_bytes, way, step, memory, compute_s)
+        return Fit(self.target, self.limit_bytes, way, step, memory, compute_s, self.links)
 
 
 _BY_COST: tuple[PolicyName | None, ...] = (None, "selective", "full")
 
 
-def collectives_s(step: ShardedStep) -> float:
+def collectives_s(step: ShardedStep, links: Links | None = None) -> float:
     """Returns what the collectives of a step take, one after the other."""
     from ..pipeline_parallel.mesh.layouts import SUM, WHOLE, Moves, split
     from ..pipeline_parallel.mesh.planner import axes_of_mesh
 
     names, sizes = zip(*step.layouts.axes, strict=True)
-    moves = {axis.name: Moves([axis]) for axis in axes_of_mesh(names, sizes, "cuda")}
+    moves = {axis.name: Moves([axis]) for axis in axes_of_mesh(names, sizes, "cuda", links)}
     ways = {
         "all_gather": ((split(0),), (WHOLE,)),
         "all_reduce": ((SUM,), (WHOLE,)),

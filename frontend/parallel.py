@@ -19,6 +19,7 @@ from ..backend.gpu.targets import target_named
 from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
+from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.policy import Budget, Policy
@@ -61,6 +62,7 @@ def parallelize(
     mesh: Any,
     plan: Mapping[str, Any] | Literal["auto"] | None = None,
     memory_bytes_per_rank: int | None = None,
+    links: Links | None = None,
     micro_batches: int = 1,
     schedule: str = "1F1B",
     num_stages: int | None = None,
@@ -91,6 +93,8 @@ def parallelize(
             the mesh, whatever its dimensions are named; parameters that are pinned stay so.
         memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
             optimizer state (two tensors of a parameter's size) and what is saved for backward.
+        links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them;
+            without, those of this package.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         schedule: with a pipeline, in which order stages run, as in :func:`.pipeline`.
         num_stages: with a pipeline, a multiple of its ranks; one for each where it is left out.
@@ -139,13 +143,13 @@ def parallelize(
     dim = next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
     if dim is None:
         goal = step_goal(Batching(micro_batches, "forward_first"))
-        state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options)
+        state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options, links)
         return ParallelStep(model, batch, state)
     own, ranks = _without(mesh, dim), ranks_along(mesh, dim, REPLICATED, 1, _TIMEOUT_S)
     num_ranks = ranks.num_ranks
     # The step that is planned is that of all stages, of which a rank has one part in so many.
     limit = memory_bytes_per_rank and memory_bytes_per_rank * num_ranks
-    on_mesh = OnMesh(own, _planner(subject, own, plan, limit, options))
+    on_mesh = OnMesh(own, _planner(subject, own, plan, limit, options, links))
     name = schedule_name(schedule)
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
     splitting = Splitting(split)
@@ -172,9 +176,10 @@ def step_on_mesh(
     plan: Mapping[str, Any] | Literal["auto"] | None,
     memory_bytes_per_rank: int | None,
     options: Options,
+    links: Links | None = None,
 ) -> Compilation:
     """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
-    on_mesh = OnMesh(mesh, _planner(subject, mesh, plan, memory_bytes_per_rank, options))
+    on_mesh = OnMesh(mesh, _planner(subject, mesh, plan, memory_bytes_per_rank, options, links))
     return Compiler(options).started(subject, replace(goal, on_mesh=on_mesh))
 
 
@@ -184,6 +189,7 @@ def _planner(
     plan: Mapping[str, Any] | Literal["auto"] | None,
     memory_bytes_per_rank: int | None,
     options: Options,
+    links: Links | None,
 ) -> Planner:
     """Returns what says how a step lies on a mesh."""
     from ..pipeline_parallel.mesh.given import Pins, given_plan, pinned
@@ -193,9 +199,9 @@ def _planner(
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
     if plan == "auto":
         pins = pinned(modules, mesh, marks)
-        return partial(_found, mesh, memory_bytes_per_rank, options.target, pins)
-    if memory_bytes_per_rank is not None:
-        raise PlanError("memory_bytes_per_rank= is for plan='auto'.")
+        return partial(_found, mesh, memory_bytes_per_rank, options.target, pins, links)
+    if memory_bytes_per_rank is not None or links is not None:
+        raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
     leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))
@@ -210,6 +216,7 @@ def _found(
     memory_bytes_per_rank: int | None,
     target: str | None,
     pins: Mapping[str, tuple[int, Any]],
+    links: Links | None,
     make_step: Callable[[], StepProgram],
 ) -> MeshPlan:
     """Finds the plan of a step."""
@@ -223,7 +230,7 @@ def _found(
     rates = CUDA if mesh.device_type == "cuda" else CPU
     rates = target_named(target).rates if target else rates
     device_type = "cuda" if target else mesh.device_type
-    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type)
+    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
     own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
     memory = memory_bytes_per_rank
     found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)

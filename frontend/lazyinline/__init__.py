@@ -29,6 +29,7 @@ from lazyinline.frontend.pipeline import Pipeline, pipeline
 from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
+from lazyinline.pipeline_parallel.mesh.links import measure_links
 from lazyinline.recompute.policy import Budget
 from lazyinline.reuse.errors import (
     CacheError,
@@ -80,6 +81,7 @@ __all__ = [
     "last_report",
     "lazy_inline",
     "measure",
+    "measure_links",
     "parallelize",
     "pipeline",
     "place",

@@ -211,6 +211,8 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     add("--recompute", choices=("full", "selective"))
     help_ = "of a parameter's size that the optimizer holds; default 2, as AdamW"
     add("--optimizer-tensors", type=int, default=2, metavar="N", help=help_)
+    help_ = "rates of the mesh, written by lazyinline.measure_links"
+    add("--links", type=pathlib.Path, metavar="FILE", help=help_)
     add("--show", action="store_true", help="print the plan and what is moved as well")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ...reuse.ir.costs import Rates
 from .choices import Choices, Group
 from .folding import Folded, fold
 from .layouts import LINKS, Axis, Layouts, Moves
+from .links import Links, links_from
 from .plan import MeshPlan
 from .problem import Problem
 from .table import format_plan
@@ -52,14 +53,22 @@ class FoundPlan:
         return f"{self.plan}\n\n{self.plan.table}"
 
 
-def axes_of_mesh(names: Sequence[str], sizes: Sequence[int], device: str) -> tuple[Axis, ...]:
-    """Returns the axes of a mesh with the rates of a row: the inner ones are within a host."""
+def axes_of_mesh(
+    names: Sequence[str], sizes: Sequence[int], device: str, links: Links | None = None
+) -> tuple[Axis, ...]:
+    """Returns the axes of a mesh with rates: as measured, or of rows.
+
+    Rows tell axes within a host, the inner ones, from those between hosts.
+    """
+    measured = {} if links is None else links_from(links, names, sizes)
     # Ranks are numbered from the inner dimension outwards, and those of a host one after another.
     axes, within = list[Axis](), 1
     for name, size in reversed(list(zip(names, sizes, strict=True))):
         within *= size
         row = "h100-nvlink" if within <= RANKS_OF_A_HOST else "h100-network"
-        axes.append(Axis(name, size, LINKS[row if device == "cuda" else "cpu-gloo"]))
+        of_row = LINKS[row if device == "cuda" else "cpu-gloo"]
+        rates = replace(measured.get(name, of_row), exchanges=of_row.exchanges)
+        axes.append(Axis(name, size, rates))
     return tuple(reversed(axes))
 
 
