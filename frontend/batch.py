@@ -1,14 +1,14 @@
-"""How a batch is split into micro-batches, for a pipeline and for a step over a mesh."""
+"""How a batch is split into micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..reuse import torch_pytree
-from ..reuse.errors import PipelineError
+from ..reuse.errors import LazyInlineError, PipelineError, PlanError
 from ..reuse.torch_names import is_lazy
 from .checks.refusals import refuse_containers
 from .checks.torch_state import why_no_memory, why_watched
@@ -55,9 +55,18 @@ class Batch:
             )
         if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()
-        if leaf.dim() == 0 or leaf.shape[0] % self._count:
-            raise PipelineError(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
-                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
+        check_splits([leaf], self._count, PipelineError)
+        return leaf.tensor_split(self._count) if self._count > 1 else [leaf]
+
+
+def check_splits(
+    leaves: Iterable[Any], count: int, error: type[LazyInlineError] = PlanError
+) -> None:
+    """Raises an error if a tensor of the batch cannot be split into equal micro-batches."""
+    for leaf in leaves:
+        is_batch = count > 1 and isinstance(leaf, Tensor)
+        if is_batch and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
+            raise error(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+                "micro-batches along dimension 0. Change micro_batches or the batch size."
             )
-        return leaf.tensor_split(self._count)

@@ -13,6 +13,7 @@ from ..pipeline_parallel.mesh.links import Links
 from ..recompute.policy import PolicyName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
+from .batch import check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from ..pipeline_parallel.mesh.traffic import RankMemory, ShardedStep
 
 CONTEXT_BYTES = 500 * 2**20
-"""What a CUDA context takes, about: PyTorch counts it nowhere, ``nvidia-smi`` shows it."""
+"""Memory of a CUDA context, about: PyTorch counts it nowhere, ``nvidia-smi`` shows it."""
 NCCL_BYTES = 2 * 32 * 4 * 2**20
-"""What NCCL takes for a group of ranks, about: 32 channels (``NCCL_MAX_NCHANNELS``), each with a
+"""Memory of NCCL for a group of ranks, about: 32 channels (``NCCL_MAX_NCHANNELS``), each with a
 buffer of 4 MiB (``NCCL_BUFFSIZE``) to each of two neighbours. (NCCL's guide, environment variables)
 """
 
@@ -61,7 +62,7 @@ class Fit:
 
     @property
     def seconds(self) -> float:
-        """What a step takes at the least.
+        """Seconds that a step takes at the least.
 
         Launches with the collectives that nothing runs beside, or all collectives.
         """
@@ -179,11 +180,9 @@ def _part(leaf: Any, count: int) -> Any:
     """Returns the part of a leaf of the batch, which may be without memory, in a micro-batch."""
     if not isinstance(leaf, Tensor) or count == 1:
         return leaf
-    if count < 1 or not leaf.dim() or leaf.shape[0] % count:
-        raise PlanError(
-            f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
-            "micro-batches along dimension 0. Change micro_batches or the batch size."
-        )
+    if count < 1:
+        raise PlanError(f"micro_batches={count}: there must be at least one.")
+    check_splits([leaf], count)
     return leaf[: leaf.shape[0] // count].clone()
 
 

@@ -27,6 +27,7 @@ from ..backend.kernels.lower import BackendName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
+from .batch import check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
@@ -37,7 +38,7 @@ from .page.page import measured_page
 from .page.write import about, error_text, write_page
 from .passes.state import Goal, step_goal
 from .report import CompileReport
-from .training_step import LossModel, TrainingStep, check_splits, loss_of
+from .training_step import LossModel, TrainingStep, loss_of
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
+from .batch import check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import (
     check_leaves,
@@ -496,17 +497,6 @@ class _StepEntry:
             runner.outside_bytes + self._loss_bytes,
             runner.why_no_graph,
         )
-
-
-def check_splits(leaves: Iterable[Any], count: int) -> None:
-    """Raises PlanError if a tensor of the batch cannot be split into equal micro-batches."""
-    for leaf in leaves:
-        is_batch = count > 1 and isinstance(leaf, torch.Tensor)
-        if is_batch and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
-            raise PlanError(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
-                "micro-batches along dimension 0. Change micro_batches or the batch size."
-            )
 
 
 def _split(leaf: Any, count: int) -> Any:

@@ -588,11 +588,7 @@ def _forward_input(program: PlannedProgram, position: int) -> int:
 
 
 def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns a tensor.
-
-    Raises:
-        RuntimeError: if it was changed in place since it had that version.
-    """
+    """Returns a tensor; raises RuntimeError if it was changed in place since it had a version."""
     found = version_of(tensor)
     if found != version:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What one rank moves and holds: the collectives of a local program, and its memory."""
+"""Counts what one rank moves and holds: the collectives of a local program, and its memory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds while a step runs, in bytes.
+    """Holds the bytes of one rank while a step runs, by what they are for.
 
     Attributes:
         parameters: its parts of parameters and buffers.
