@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,9 @@ from .guards.guard import Guard
 from .marks import shard_mark
 from .mesh_parameters import MeshParameters, gradient_of, local_part, part_of
 from .options import Batching, Options
+from .page.page import compile_page
+from .page.sections import mesh_section
+from .page.write import write_page
 from .passes.context import Context
 from .passes.mesh import sharded_step
 from .passes.numbers import note_examples
@@ -349,6 +353,20 @@ class ParallelStep:
             self._write(outputs)
             self._hand_out(outputs)
             return torch.stack(list(outputs[: self._num_parts])).mean()
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page: what lies where and what is moved, the program, its memory, its passes.
+
+        Args:
+            path: the file to write.
+
+        Example:
+            >>> parallel.save_html("parallel.html")
+        """
+        plan, page = self.plan, compile_page(self.last_report)
+        memory = {} if plan.memory is None else vars(plan.memory)
+        page["mesh"] = mesh_section(plan.layouts, {"": plan.collectives}, memory)
+        pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
 
     def _take(self, parts: Sequence[Sequence[Any]]) -> None:
         """Copies this rank's rows of the batch in."""

@@ -36,7 +36,14 @@ from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .options import Options
 from .page.page import compile_sections, notes, program_tiles, tile
-from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
+from .page.sections import (
+    Measured,
+    mesh_section,
+    pipeline_section,
+    plan_rows,
+    predicted_section,
+    recompute_rows,
+)
 from .page.write import PageData, about, bytes_text, count_text, seconds_text, write_page
 from .passes.context import Context
 from .passes.mesh import traffic_of
@@ -138,6 +145,7 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         rows += [(held, "bytes", record.held_bytes, None), *recompute_rows(record)]
         said = [_OF_A_RANK.format(plan.rank), *notes(record)]
         sections = compile_sections(record, {f"rank {plan.rank}": record})
+    traffic = {f"stage {number}": moved for number, moved in plan.traffic.items()}
     sentence = (
         f"A step is predicted to take {step}; ranks wait for {bubble} of it. The fullest rank "
         f"holds {fullest}."
@@ -149,6 +157,7 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         "about": about(),
         **sections,
         "pipeline": pipeline_section(plan),
+        "mesh": plan.layouts and mesh_section(plan.layouts, traffic),
         "predicted": predicted_section(rows, _LEAD),
     }
 

@@ -20,7 +20,9 @@ import torch
 from decoders import DecoderBlock, llama
 from large_models import compile_large
 from link_tree import ROOT
+from parallel_models import mesh_of, tiny, tokens
 from rank_bench import rank_page
+from rank_threads import one_of_many
 from test_large_models import rank_report
 from test_pipeline_plan import plan
 
@@ -157,7 +159,24 @@ def rank(path: pathlib.Path) -> None:
     path.write_text(write_page(rank_page(reports)), encoding="utf-8")
 
 
-PAGES = {"decoder": decoder, "t5": t5, "pipeline": pipeline, "rank": rank, "large": large}
+def mesh(path: pathlib.Path) -> None:
+    """A step over four ranks, of which the others are not there."""
+    ids, _ = tokens(0, rows=2)
+    with one_of_many(4):
+        axes = mesh_of(data=2, tensor=2)
+        step = lazyinline.parallelize(tiny(), (ids, ids), mesh=axes, plan="auto", backend="eager")
+    assert isinstance(step, lazyinline.ParallelStep)
+    step.save_html(path)
+
+
+PAGES = {
+    "decoder": decoder,
+    "t5": t5,
+    "pipeline": pipeline,
+    "rank": rank,
+    "mesh": mesh,
+    "large": large,
+}
 
 
 @pytest.mark.parametrize("name", [*list(PAGES)[:-1], pytest.param("large", marks=pytest.mark.slow)])
@@ -179,7 +198,7 @@ def test_pages_are_drawn_without_errors(
         assert found["problems"] == found["fetched"] == []
         assert max(found["overflow"]) <= 0, f"{name} is wider than {width} pixels"
         assert found["theme"] == scheme != found["switched"]
-        if name != "pipeline":
+        if name not in ("pipeline", "mesh"):
             assert len(found["opened"]) >= (3 if name == "rank" else 4)  # a rank shows the forward
             assert all(one == ["BUTTON", "true", True] for one in found["opened"])
         charts_are_told(found["charts"])

@@ -1,6 +1,7 @@
 """``parallelize``: a step over a mesh, all ranks as threads of one process."""
 
 import copy
+import pathlib
 import re
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from decoders import DecoderConfig, GptDecoder
 from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, numbered, tiny, tokens
 from rank_threads import one_of_many, run_in_threads
+from saved import page_data
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -111,11 +113,20 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     assert joint is None or repr(joint[1]) == "_StridedShard(dim=0, sf=3)"
 
 
-def test_a_plan_is_found_for_dimensions_of_any_name() -> None:
+def test_a_plan_is_found_for_dimensions_of_any_name_and_shown_on_a_page(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazyinline.frontend.parallel, "CPU", Rates(2e6, 8e6))
     with one_of_many(2):
         mesh, options = mesh_of(x=2), {"backend": "eager"}
         step = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh, plan="auto", **options)
         assert "mesh: x 2" in str(step.plan)
+        step.save_html(tmp_path / "step.html")
+        shown = page_data((tmp_path / "step.html").read_text(encoding="utf-8"))["mesh"]
+        assert shown["mesh"] == "x 2" and shown["moved_bytes"] == step.plan.num_bytes
+        moved = [row["num_calls"] * row["num_bytes"] for row in shown["moved"]]
+        assert sum(moved) == step.plan.num_bytes > 0
+        assert "embed.weight" in str(shown["layouts"]) and shown["table"] in str(step.plan)
         with pytest.raises(lazyinline.PlanError, match="says what it is for"):
             lazyinline.parallelize(tiny(1), tokens(), mesh=mesh)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...backend.launches.kernel_list import KernelList
 from ...pipeline_parallel.actions import (
@@ -19,6 +19,7 @@ from ...pipeline_parallel.actions import (
     COMPUTE,
     FORWARD,
 )
+from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...recompute.summary import RecomputeRecord
 from ...reuse.ir.leaf import stamp_of
@@ -28,6 +29,9 @@ from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
 from ..compile_record import CompileRecord, Frontier, Made, alike, reuse_rows
 from .write import error_text
+
+if TYPE_CHECKING:
+    from ...pipeline_parallel.mesh.traffic import Collective
 
 _LONGEST_PERIOD = 12
 """Most different calls that take turns in one group."""
@@ -306,6 +310,38 @@ def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes(rank),
         "bubble": 1.0 - busy / plan.step_s if plan.step_s else 0.0,
         "held": [*points.items(), (plan.step_s, held)],
+    }
+
+
+def mesh_section(
+    layouts: MeshPlan,
+    traffic: Mapping[str, Sequence[Collective]],
+    memory: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Returns what lies where on a mesh, and what one rank moves in a step.
+
+    Args:
+        layouts: the plan.
+        traffic: the collectives of each stage, by its name; of a step without stages one.
+        memory: bytes that a rank holds, by what they are for.
+    """
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ...pipeline_parallel.mesh.traffic import traffic_rows
+
+    return {
+        "mesh": layouts.mesh_text,
+        "num_collectives": sum(map(len, traffic.values())),
+        "moved_bytes": sum(one.num_bytes for moved in traffic.values() for one in moved),
+        "batch": list(dict.fromkeys(map(layouts.layout_text, layouts.batch))),
+        "layouts": [[how, ", ".join(names)] for how, names in layouts.by_layout().items()],
+        "moved": [
+            {**asdict(row), "part": f"{stage} {row.part}".strip()}
+            for stage, moved in traffic.items()
+            for row in traffic_rows(moved)
+        ],
+        "memory": [[what, size] for what, size in (memory or {}).items() if size],
+        "whole": ", ".join(layouts.whole),
+        "table": layouts.table,
     }
 
 

@@ -89,16 +89,23 @@ class MeshPlan:
         return None if gathered == held else gathered
 
     def __str__(self) -> str:
-        mesh = " x ".join(f"{name} {size}" for name, size in self.axes)
+        lines = [f"mesh: {self.mesh_text}"]
+        batch = dict.fromkeys(self.layout_text(p) for p in self.batch)
+        lines += [f"batch: {'; '.join(batch)}"] if batch else []
+        lines += [f"{layout}: {', '.join(names)}" for layout, names in self.by_layout().items()]
+        return "\n".join(lines)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh in words: ``data 2 x tensor 4``."""
+        return " x ".join(f"{name} {size}" for name, size in self.axes)
+
+    def by_layout(self) -> dict[str, list[str]]:
+        """Returns the names of parameters, those of equal layers merged, by how they lie."""
         groups: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             groups.setdefault(self.layout_text(placements), []).append(name)
-        lines = [f"mesh: {mesh}"]
-        batch = dict.fromkeys(self.layout_text(p) for p in self.batch)
-        lines += [f"batch: {'; '.join(batch)}"] if batch else []
-        for layout, names in groups.items():
-            lines.append(f"{layout}: {', '.join(merged_names(names))}")
-        return "\n".join(lines)
+        return {layout: merged_names(names) for layout, names in groups.items()}
 
     def layout_text(self, placements: Placements) -> str:
         """Returns a layout in words: ``dimension 0 split over tensor`` for ``Shard(0)`` there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,24 +148,53 @@ class ShardedStep:
         return "\n".join(lines)
 
 
-def traffic_text(collectives: tuple[Collective, ...]) -> str:
-    """Returns a table: of each kind of place, how many collectives there are, and their bytes."""
-    # Blocks move alike, so a part of the program has one row whatever the number of its calls.
-    places = set((c.part, c.path) for c in collectives)
+@dataclass(frozen=True)
+class TrafficRow:
+    """Counts the collectives of one kind in the calls of one part of a program.
+
+    Attributes:
+        part: of the program, such as ``Block.forward``.
+        num_calls: of it in a step.
+        kind: of the collectives.
+        axis: the dimension of the mesh.
+        count: in one call.
+        num_bytes: in one call.
+        beside: the fewest and the most launches from a start to its wait; empty if not linked.
+    """
+
+    part: str
+    num_calls: int
+    kind: str
+    axis: str
+    count: float
+    num_bytes: float
+    beside: tuple[int, ...]
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.part}: {self.count:g} {self.kind} over {self.axis}, {self.num_bytes:,.0f} bytes"
+        )
+        text += f" (each of {self.num_calls} calls)" if self.num_calls > 1 else ""
+        ends = " to ".join(map(str, dict.fromkeys(self.beside)))
+        return f"{text}, waited for after {ends} launches" if ends else text
+
+
+def traffic_rows(collectives: Iterable[Collective]) -> Iterator[TrafficRow]:
+    """Yields a row for each kind of collective in each part, whatever the number of its calls."""
+    paths: dict[str, set[str]] = defaultdict(set)
     rows: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in collectives:
+        paths[one.part].add(one.path)
         rows[one.part, one.kind, one.axis].append(one)
-    lines = []
     for (part, kind, axis), row in rows.items():
-        calls = sum(name == part for name, _ in places)
-        num_bytes = sum(one.num_bytes for one in row)
-        beside = sorted({one.num_beside for one in row if one.num_beside is not None})
-        lines.append(
-            f"{part}: {len(row) / calls:g} {kind} over {axis}, {num_bytes / calls:,.0f} bytes"
-            + (f" (each of {calls} calls)" if calls > 1 else "")
-        )
-        if beside:
-            ends = " to ".join(map(str, beside[:1] + beside[1:][-1:]))
-            lines[-1] += f", waited for after {ends} launches"
+        calls, num_bytes = len(paths[part]), sum(one.num_bytes for one in row)
+        beside = sorted(one.num_beside for one in row if one.num_beside is not None)
+        ends = (beside[0], beside[-1]) if beside else ()
+        yield TrafficRow(part, calls, kind, axis, len(row) / calls, num_bytes / calls, ends)
+
+
+def traffic_text(collectives: Sequence[Collective]) -> str:
+    """Returns a table: of each kind of place, how many collectives there are, and their bytes."""
     total = sum(c.num_bytes for c in collectives)
-    return "\n".join([*lines, f"in all: {len(collectives)} collectives, {total:,} bytes per step"])
+    end = f"in all: {len(collectives)} collectives, {total:,} bytes per step"
+    return "\n".join([*map(str, traffic_rows(collectives)), end])

@@ -412,6 +412,18 @@
     made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.index), num(s.rank), num(s.num_blocks),
       el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), flop(s.flops), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
   }
+
+  // ---- mesh -----------------------------------------------------------------------------------
+  if (data.mesh) {
+    const m = data.mesh;
+    const made = section("mesh", "Over the mesh", "Mesh", `${m.mesh}: in a step a rank takes part in ${many(m.num_collectives, "collective")} of ${bytes(m.moved_bytes)}. The batch: ${m.batch.join("; ") || "none"}.`);
+    made.append(table(["how it lies", "parameters"], m.layouts.map(([how, names]) => [how, el("code", {}, names)]), "What lies where", "stacked"));
+    if (m.moved.length) made.append(table(["part of the program", "calls", "collectives of a call", "over", "bytes of a call", "launches until waited for"], m.moved.map((r) => [
+      el("code", {}, r.part), num(r.num_calls), `${digits(r.count)} ${r.kind}`, r.axis, bytes(Math.round(r.num_bytes)), [...new Set(r.beside)].map(num).join(" to ") || "–"]), "Collectives"));
+    if (m.memory.length) made.append(table(["a rank holds", "bytes"], m.memory.map(([what, n]) => [what, bytes(n)]), "Memory of a rank"));
+    if (m.whole) made.append(el("p", { class: "callout" }, `On whole tensors on each rank, for want of a rule: ${m.whole}.`));
+    if (m.table) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "What was chosen"), el("pre", { class: "command", tabindex: "0", style: "white-space:pre;overflow-x:auto" }, m.table));
+  }
   if (data.predicted) {
     const p = data.predicted;
     const made = section("predicted", "Predicted and measured", "Measured", p.lead);
