@@ -54,7 +54,7 @@ class Row:
             f"{self.layers:3d} layers: planned in {self.plan_s:.2f} s, captured in "
             f"{self.capture_s:.2f} s; step {found.seconds * 1e3:.1f} ms, "
             f"{found.bound_s / found.seconds:.2%} of it certain; "
-            f"{found.held_bytes / GIB:.2f} GiB held; forward of a block: "
+            f"{found.plan.held_bytes / GIB:.2f} GiB held; forward of a block: "
             + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         )
 

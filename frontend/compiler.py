@@ -38,7 +38,7 @@ from .compiled import (
 from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
-from .passes.mesh import shard, shard_stages
+from .passes.mesh import plan_mesh, shard, shard_stages
 from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
     PARTS,
@@ -89,6 +89,7 @@ PASSES = (
     differentiate,
     differentiate_stages,
     add_gradients,
+    plan_mesh,
     choose_recompute,
     choose_stage_recompute,
     repeat_micro_batches,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -171,8 +172,8 @@ def fit(
     if asked.fits:
         return asked
     more = _BY_COST[_BY_COST.index(recompute) + 1 :]
-    found = [] if plan == "auto" else list(offline.first_that_fits(plan, more))
-    found += offline.first_that_fits("auto", _BY_COST)
+    ways = (offline.fit(plan, policy) for policy in ([] if plan == "auto" else more))
+    found = [*islice((one for one in ways if one.fits), 1), *offline.found()]
     return replace(asked, instead=min(found, key=lambda one: one.seconds, default=None))
 
 
@@ -203,20 +204,20 @@ class _Offline:
     def limit_bytes(self) -> int:
         return self.memory_bytes or self.target.memory_bytes
 
-    def first_that_fits(self, plan: Plan, policies: Sequence[PolicyName | None]) -> Iterator[Fit]:
-        """Yields what fits with the first policy that makes it fit; nothing if none does."""
-        for policy in policies:
+    def found(self) -> Iterator[Fit]:
+        """Yields a plan that is found to fit, with recompute where that is faster, if one is."""
+        room_bytes = None
+        for _ in range(_ATTEMPTS):
             try:
-                one = self.fit(plan, policy)
-                over_bytes = one.memory.num_bytes - self.limit_bytes
-                if plan == "auto" and over_bytes > 0:
-                    # What a closure needs meanwhile is not planned with: less room for the rest.
-                    one = self.fit(plan, policy, self.limit_bytes - over_bytes)
+                one = self.fit("auto", None, room_bytes)
             except PlanError:  # nothing fits into that
-                continue
+                return
             if one.fits:
                 yield one
                 return
+            # What a closure needs meanwhile is not planned with: less room for the rest.
+            held_bytes = one.step.layouts.held_bytes
+            room_bytes = held_bytes - (one.memory.num_bytes - self.limit_bytes)
 
     def fit(self, plan: Plan, recompute: PolicyName | None, room_bytes: int | None = None) -> Fit:
         """Compiles a plan.
@@ -254,13 +255,14 @@ class _Offline:
             outside=CONTEXT_BYTES + NCCL_BYTES * len(self.mesh),
         )
         way = "the plan that was found" if plan == "auto" else "the plan as given"
-        if recompute is not None:
-            way += f", recompute {recompute}"
+        if again := recompute or step.layouts.recompute:
+            way += f", recompute {again}"
         compute_s = state.report.gpu.prediction.cost.seconds
         return Fit(self.target, self.limit_bytes, way, step, memory, compute_s, self.links)
 
 
 _BY_COST: tuple[PolicyName | None, ...] = (None, "selective", "full")
+_ATTEMPTS = 4
 
 
 def collectives_s(step: ShardedStep, links: Links | None = None) -> float:

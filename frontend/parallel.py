@@ -23,13 +23,13 @@ from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
-from ..recompute.policy import Budget, Policy
+from ..recompute.policy import POLICIES, Budget, Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
-from ..reuse.ir.program import Leaf, ModelTensor, tensor_type, walk_closures
+from ..reuse.ir.program import Leaf, ModelTensor, RecomputeMark, tensor_type, walk_closures
 from ..reuse.ir.transfer import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .batch import Batch
@@ -97,6 +97,7 @@ def parallelize(
             the mesh, whatever its dimensions are named; parameters that are pinned stay so.
         memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
             optimizer state (two tensors of a parameter's size) and what is saved for backward.
+            Where a faster plan would hold more, ``recompute`` is weighed, too, unless it is given.
         links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them;
             without, those of this package.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
@@ -203,7 +204,7 @@ def _planner(
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
     if plan == "auto":
         pins = pinned(modules, mesh, marks)
-        return partial(_found, mesh, memory_bytes_per_rank, options.target, pins, links)
+        return partial(_found, mesh, memory_bytes_per_rank, options, pins, links)
     if memory_bytes_per_rank is not None or links is not None:
         raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
     leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
@@ -211,33 +212,38 @@ def _planner(
     return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))
 
 
-def _given(plan: MeshPlan, step: Callable[[], StepProgram]) -> MeshPlan:
+def _given(plan: MeshPlan, step: Callable[[RecomputeMark], StepProgram]) -> MeshPlan:
     return plan
 
 
 def _found(
     mesh: Any,
     memory_bytes_per_rank: int | None,
-    target: str | None,
+    options: Options,
     pins: Mapping[str, tuple[int, Any]],
     links: Links | None,
-    make_step: Callable[[], StepProgram],
+    make_step: Callable[[RecomputeMark], StepProgram],
 ) -> MeshPlan:
-    """Finds the plan of a step."""
-    from ..pipeline_parallel.mesh.planner import axes_of_mesh, find_plan
+    """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
+    from ..pipeline_parallel.mesh.planner import FoundPlan, axes_of_mesh, cheapest_plan, find_plan
 
-    step = make_step()
-    for closure in walk_closures(step.program):
-        # Leaves that came from the cache have no examples, and costs are read off those.
-        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
-            note_examples(closure)
+    target = options.target
     rates = CUDA if mesh.device_type == "cuda" else CPU
     rates = target_named(target).rates if target else rates
     device_type = "cuda" if target else mesh.device_type
     axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
-    own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
-    memory = memory_bytes_per_rank
-    found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+
+    def plan_of(policy: RecomputeMark) -> FoundPlan:
+        step = make_step(policy)
+        for closure in walk_closures(step.program):
+            # Leaves that came from the cache have no examples, and costs are read off those.
+            if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
+                note_examples(closure)
+        own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
+        memory = memory_bytes_per_rank
+        return find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+
+    found = cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ())
     lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
     return replace(found.plan, parameters=lies)
 

@@ -594,7 +594,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
         PipelineError: if it does not.
     """
     for attempt in range(_ATTEMPTS):
-        made = run(between(PASSES, "recompute", "link"), state)
+        made = run(between(PASSES, "plan", "link"), state)
         limit = limit_bytes(made, state.rank)
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,15 @@ from lazyinline.pipeline_parallel.mesh.layouts import (
     split,
     text,
 )
-from lazyinline.pipeline_parallel.mesh.planner import FoundPlan, find_plan, folded_step
-from lazyinline.pipeline_parallel.mesh.problem import Problem, evaluated
+from lazyinline.pipeline_parallel.mesh.planner import (
+    FoundPlan,
+    cheapest_plan,
+    find_plan,
+    folded_step,
+)
+from lazyinline.pipeline_parallel.mesh.problem import OverMemoryError, Problem, evaluated
 from lazyinline.reuse.ir.costs import Rates
-from lazyinline.reuse.ir.program import Leaf, walk_closures
+from lazyinline.reuse.ir.program import Leaf, RecomputeMark, walk_closures
 
 # Products and links take what they take; memory traffic is nearly free, so the plan is the one of
 # which collectives alone decide.
@@ -43,9 +49,11 @@ TINY = {"hidden": 32, "num_heads": 2, "ffn": 64, "vocab": 61, "seq": 8}
 MODELS = {"llama": Decoder, "gpt": GptDecoder}
 
 
-def step_of(model: nn.Module, *args: Tensor, micro_batches: int = 1) -> StepProgram:
+def step_of(
+    model: nn.Module, *args: Tensor, micro_batches: int = 1, recompute: Any = None
+) -> StepProgram:
     """Returns the decomposed step of a model."""
-    compiler = Compiler(Options())
+    compiler = Compiler(Options(recompute=recompute))
     batching = Batching(micro_batches=micro_batches)
     state = compiler.started(Subject(model, args, {}), step_goal(batching))
     state = run(between(PASSES, "capture", "decompose"), state)
@@ -54,14 +62,19 @@ def step_of(model: nn.Module, *args: Tensor, micro_batches: int = 1) -> StepProg
 
 @functools.cache
 def decoder_step(
-    name: str, *, batch: int = 1, layers: int = 3, micro_batches: int = 1
+    name: str,
+    *,
+    batch: int = 1,
+    layers: int = 3,
+    micro_batches: int = 1,
+    recompute: RecomputeMark = "",
 ) -> StepProgram:
     """Returns the step of a decoder on the meta device: nothing of it has memory."""
     config = DecoderConfig(layers, batch=batch, **SIZES)
     with torch.device("meta"):
         model = MODELS[name](config)
         ids = torch.zeros(batch, config.seq, dtype=torch.long)
-    return step_of(model, ids, ids, micro_batches=micro_batches)
+    return step_of(model, ids, ids, micro_batches=micro_batches, recompute=recompute or None)
 
 
 def axis(name: str, size: int) -> Axis:
@@ -127,9 +140,9 @@ def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
 def test_tokens_are_split_where_memory_asks_for_it() -> None:
     step = decoder_step("llama")
     plain = find_plan(step, [axis("tensor", 4)], RATES)
-    limit = int(plain.held_bytes * 0.66)
+    limit = int(plain.plan.held_bytes * 0.66)
     found = find_plan(step, [axis("tensor", 4)], RATES, memory_bytes_per_rank=limit)
-    assert found.held_bytes <= limit
+    assert found.plan.held_bytes <= limit
     assert found.seconds >= plain.seconds
     forward = kinds(found, "DecoderBlock.forward")
     assert forward == ["all_gather"] * 2 + ["reduce_scatter"] * 2, "each all-reduce, in halves"
@@ -140,12 +153,47 @@ def test_parameters_are_split_over_an_axis_of_the_batch_where_memory_asks_for_it
     plain = find_plan(step, axes, RATES)
     assert layouts(plain, "ffn.up.weight") == {"(Replicate(),)"}
     assert kinds(plain, "DecoderBlock.forward") == []
-    limit = int(plain.held_bytes * 0.6)
+    limit = int(plain.plan.held_bytes * 0.6)
     found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
-    assert found.held_bytes <= limit
+    assert found.plan.held_bytes <= limit
     assert "Shard" in str(layouts(found, "ffn.up.weight"))
     assert set(kinds(found, "DecoderBlock.forward")) == {"all_gather"}
     assert "reduce_scatter" in kinds(found, "DecoderBlock.backward")
+
+
+@pytest.mark.parametrize(
+    ("share", "bytes_per_s", "chosen"),
+    [(1.01, 3e11, ""), (0.9, 3e11, ""), (0.85, 2e10, "selective"), (0.75, 2e10, "full")],
+)
+def test_what_is_computed_again_is_weighed_against_what_moves_more(
+    share: float, bytes_per_s: float, chosen: RecomputeMark
+) -> None:
+    axes = [Axis("tensor", 2, AxisRates(bytes_per_s, 1e-5))]
+    plain = find_plan(decoder_step("llama", batch=4), axes, RATES)
+    limit, every = int(share * plain.plan.held_bytes), list[FoundPlan]()
+
+    def find(policy: RecomputeMark) -> FoundPlan:
+        step = decoder_step("llama", batch=4, recompute=policy)
+        every.append(find_plan(step, axes, RATES, memory_bytes_per_rank=limit))
+        return every[-1]
+
+    found = cheapest_plan(find, ("selective", "full"))
+    assert found.plan.recompute == chosen
+    assert found.seconds == min(one.seconds for one in every)
+    assert found.plan.held_bytes <= limit
+    assert len(every) == (1 if share > 1 else 3)
+    said = f"the fastest is recompute {chosen or 'none'}" in found.plan.table
+    assert said == (share < 1)
+
+
+def test_without_room_for_any_recompute_the_least_that_fits_is_told() -> None:
+    least = {"": 30, "selective": 20, "full": 25}
+
+    def find(policy: RecomputeMark) -> FoundPlan:
+        raise OverMemoryError(10, least[policy])
+
+    with pytest.raises(PlanError, match="at most 10 bytes per rank; any holds at least 20"):
+        cheapest_plan(find, ("selective", "full"))
 
 
 class Layers(nn.Module):
@@ -183,7 +231,7 @@ def test_what_memory_cannot_hold_is_refused() -> None:
         find_plan(step, axes, RATES, memory_bytes_per_rank=1000)
     (least,) = re.findall(r"at least ([\d,]+)", str(refused.value))
     limit = round(1.1 * int(least.replace(",", "")))
-    assert find_plan(step, axes, RATES, memory_bytes_per_rank=limit).held_bytes <= limit
+    assert find_plan(step, axes, RATES, memory_bytes_per_rank=limit).plan.held_bytes <= limit
 
 
 def test_the_number_of_layers_does_not_count() -> None:

@@ -69,10 +69,11 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
     ("name", "memory", "model"),
     [
         ("tensor", 190_000, tiny),
+        ("tensor", 155_000, tiny),
         ("data x tensor", None, partial(tiny, key_heads=2)),
         ("data x tensor", None, tiny_gpt),
     ],
-    ids=["memory", "fewer keys", "joint projection"],
+    ids=["memory", "recompute", "fewer keys", "joint projection"],
 )
 def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
     name: str, memory: int | None, model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,8 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     assert said == {one.plan.num_bytes for one in made}
     assert min(said) > 0
     assert "next best" in str(made[0].plan)
+    again = "selective" if memory == 155_000 else ""
+    assert {one.plan.layouts.recompute for one in made} == {again}
     joint = made[0].plan.layouts.parameters.get("blocks.0.attention.qkv.weight")
     assert joint is None or repr(joint[1]) == "_StridedShard(dim=0, sf=3)"
 

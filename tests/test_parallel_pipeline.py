@@ -159,7 +159,7 @@ def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
     with one_of_many(4):
         refused: list[tuple[str, dict[str, Any]]] = [
             ("For the 2 ranks of a pipeline: No", {"plan": "auto", "memory_bytes_per_rank": 1}),
-            ("is for plan='auto'", {"memory_bytes_per_rank": 1}),
+            ("are for plan='auto'", {"memory_bytes_per_rank": 1}),
             ("dimension 'pipeline' alone", {"axes": {"pipeline": 4}}),
             ("named \\('pp', 'pipeline'\\)", {"axes": {"pp": 2, "pipeline": 2}}),
         ]

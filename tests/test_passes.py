@@ -147,7 +147,7 @@ def test_reports_have_the_rows_of_their_list() -> None:
     _, module = compiler.compile(Net(), (torch.randn(4, 4),), {}, Goal(train=True))
     _, step = compiler.compile(Net(), (torch.randn(2, 4),), {}, step_goal(Batching(2)))
     # For a forward that takes gradients, fused boundaries, an optimizer, a mesh, a GPU not here.
-    others = ("derive", "rotate", "update", "shard", "predict")
+    others = ("derive", "rotate", "update", "plan", "shard", "predict")
     for report, passes in ((module, MODULE), (step, STEP)):
         assert [row.name for row in report.passes] == [
             one.name for one in passes if one.name not in others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,9 +11,10 @@ from ...autodiff.flows import drawing_leaf
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
-from ...pipeline_parallel.mesh.plan import LeafPlan, MeshPlan, Placements
+from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ...recompute.policy import POLICIES
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Call, Composite, Leaf, Program, Value, tensor_type, walk_closures
+from ...reuse.ir.program import Leaf, RecomputeMark, Value, tensor_type
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, part_name, parts_of
@@ -29,16 +30,36 @@ def _is_on_mesh(state: Compilation) -> bool:
     return state.goal.on_mesh is not None
 
 
+@compile_pass("plan", goals=("step", "rank"), wanted=_is_on_mesh)
+def plan_mesh(state: State) -> State:
+    """Says what lies where over a mesh, and what is computed again so that it fits."""
+    on_mesh, fitting = state.goal.on_mesh, None
+    assert on_mesh is not None
+    batching, ranks = state.goal.batching, ""
+    if isinstance(state, RankCompilation):  # as many micro-batches as its stages hold
+        number = len(state.table.ranks)
+        batching = Batching(min(number, state.table.num_micro_batches), "forward_first")
+        ranks = f"For the {number} ranks of a pipeline: "
+    try:
+        plan = on_mesh.planner(partial(_whole_step, state, batching))
+    except PlanError as error:
+        if not ranks:
+            raise
+        raise PlanError(f"{ranks}{error}") from error
+    if plan.recompute in POLICIES:
+        fitting = plan.recompute
+    return replace(state, mesh_plan=plan, fitting=fitting)
+
+
 @compile_pass("shard", "aten", goals=("step",), wanted=_is_on_mesh, verified="always")
 def shard(state: State) -> State:
     """Rewrites each different leaf to local shapes and collectives, as the plan of a mesh says."""
     from ...pipeline_parallel.mesh.sharded import Layout
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
-    on_mesh = state.goal.on_mesh
-    assert on_mesh is not None
+    on_mesh, plan = state.goal.on_mesh, state.mesh_plan
+    assert on_mesh is not None and plan is not None
     step = replace(state.step, program=state.programs["step"])
-    plan = on_mesh.planner(lambda: step)
     sharder = _sharder(state, plan)
     whole = replicated(on_mesh.mesh)
     model = [_layout(plan, source.name, whole) for source in step.model]
@@ -58,8 +79,8 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
     from ...pipeline_parallel.mesh.stages import StageSharder
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
-    on_mesh = state.goal.on_mesh
-    assert on_mesh is not None
+    on_mesh, plan = state.goal.on_mesh, state.mesh_plan
+    assert on_mesh is not None and plan is not None
     for one in state.derived:
         if leaf := drawing_leaf(one.forward):
             raise PlanError(
@@ -69,11 +90,6 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
             )
     decomposed = state.context.decomposed
     parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
-    try:
-        plan = on_mesh.planner(partial(_whole_step, state))
-    except PlanError as error:
-        raise PlanError(f"For the {len(state.table.ranks)} ranks of a pipeline: {error}") from error
-    plan = replace(plan, calls=_calls_of(plan, (p for one in parts for p in one.values())))
     sharder = _sharder(state, plan)
     whole = replicated(on_mesh.mesh)
     names = {source.name for one in state.derived for source in one.stage.model_tensors}
@@ -86,30 +102,19 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
     return replace(state, programs=programs)
 
 
-def _whole_step(state: RankCompilation) -> StepProgram:
-    """Returns the step of all stages as one program, with as many micro-batches as they hold."""
-    number = min(len(state.table.ranks), state.table.num_micro_batches)
+def _whole_step(state: Compilation, batching: Batching, policy: RecomputeMark) -> StepProgram:
+    """Returns the step of a whole model as one program, its blocks recomputed by a policy."""
     whole = Compilation(
         context=state.context,
         report=state.report,
-        goal=step_goal(Batching(number, "forward_first")),
+        goal=step_goal(batching),
         seen=state.captured,
         programs={PARTS[0]: state.captured.program},
+        fitting=policy if policy in POLICIES else None,
     )
     passes = (differentiate, choose_recompute, repeat_micro_batches, decompose)
     whole = apply(passes, whole)
     return replace(whole.step, program=whole.programs["step"])
-
-
-def _calls_of(plan: MeshPlan, programs: Iterable[Program]) -> dict[Call, LeafPlan]:
-    """Returns what is planned for the calls of stages: by their leaves, which the step shares."""
-    planned = {call.closure: one for call, one in reversed([*plan.calls.items()])}
-    found: dict[Call, LeafPlan] = {}
-    for program in programs:
-        inner = [c.program for c in walk_closures(program) if isinstance(c, Composite)]
-        calls = [call for one in (program, *inner) for call in one.calls]
-        found.update((call, planned[call.closure]) for call in calls if call.closure in planned)
-    return found
 
 
 def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
@@ -140,7 +145,7 @@ def _sharder(state: Compilation, plan: MeshPlan) -> Sharder:
         # What PyTorch's own kernels run stays as it is.
         return {} if leaf.kernels == "eager" else backend.recipe(leaf).decompositions
 
-    return Sharder(mesh, axes_of(mesh), decompositions, plan.calls)
+    return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves)
 
 
 def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:

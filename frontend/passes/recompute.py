@@ -25,7 +25,7 @@ def choose_recompute(state: State) -> State:
         recompute = recompute.at(sizes.example)
     trials = Trials(state)
     try:
-        request = recompute.chosen(state.request, trials.peaks)
+        request = recompute.chosen(state.request, trials.peaks, state.policy)
         return with_derivative(state, request, state.context.differentiator.of(request))
     finally:
         trials.end()

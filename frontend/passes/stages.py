@@ -72,7 +72,7 @@ class StageRecompute:
 
     def _policy(self, index: int) -> Policy:
         """Returns the policy; a bound on a rank becomes one on a stage's micro-batch."""
-        policy = self._state.context.options.recompute
+        policy = self._state.policy
         rank = self._table.rank_of[index]
         limit = limit_bytes(self._state, rank)
         if limit is None:

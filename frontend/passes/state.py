@@ -12,7 +12,8 @@ from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
 from ...pipeline_parallel.mesh.plan import MeshPlan
-from ...reuse.ir.program import Composite, Program
+from ...recompute.policy import Policy, PolicyName
+from ...reuse.ir.program import Composite, Program, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
 from ...reuse.torch_names import lazy_modules
@@ -32,8 +33,9 @@ GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
 GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
-Planner: TypeAlias = Callable[[Callable[[], StepProgram]], MeshPlan]
-"""Says what lies where in a step; what it is given makes that, decomposed and of global shapes."""
+Planner: TypeAlias = Callable[[Callable[[RecomputeMark], StepProgram]], MeshPlan]
+"""Says what lies where in a step; what it is given makes that, decomposed and of global shapes,
+for a policy of recompute (``""`` is the user's)."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Compilation:
         unplanned: why memory is not planned, if that is known.
         runs: what runs the parts.
         mesh_plan: what lies where, of a step over a mesh.
+        fitting: the policy of recompute that a plan over a mesh needs to fit, if it needs one.
     """
 
     context: Context
@@ -136,6 +139,12 @@ class Compilation:
     unplanned: Unplanned | None = None
     runs: Runnable | None = None
     mesh_plan: MeshPlan | None = None
+    fitting: PolicyName | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of recompute: the user's, or else what a plan over a mesh needs."""
+        return self.context.options.recompute or self.fitting
 
     @property
     def captured(self) -> CapturedModel:
@@ -155,7 +164,7 @@ class Compilation:
         if self.request is None or self.derivative is None:
             return False
         assert isinstance(self.request.closure, Composite)
-        return self.context.options.recompute is not None or has_marks(self.request.closure)
+        return self.policy is not None or has_marks(self.request.closure)
 
     @property
     def size(self) -> int:

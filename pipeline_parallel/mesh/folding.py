@@ -40,13 +40,11 @@ class Role:
 
     Attributes:
         leaf: the closure.
-        calls: those calls, each once.
         count: how often they run in a step.
         name: for the printed plan.
     """
 
     leaf: Leaf
-    calls: tuple[Call, ...]
     count: int
     name: str
 
@@ -219,16 +217,14 @@ def _kind(
 
 
 def _roles(flat: _Flat) -> dict[Leaf, Role]:
-    calls: dict[Leaf, list[Call]] = defaultdict(list)
+    counts: Counter[Leaf] = Counter()
     for call, _, _ in flat.calls:
         assert isinstance(call.closure, Leaf)
         # What adds up gradients of micro-batches is called for many parameters of equal shape,
         # which need not lie alike: each sum lies as what it adds.
         if [node.target for node in call.closure.nodes] != [torch.ops.aten.add.Tensor]:
-            calls[call.closure].append(call)
-    return {
-        leaf: Role(leaf, tuple(dict.fromkeys(of)), len(of), leaf.name) for leaf, of in calls.items()
-    }
+            counts[call.closure] += 1
+    return {leaf: Role(leaf, count, leaf.name) for leaf, count in counts.items()}
 
 
 def _held(flat: _Flat, given: set[int]) -> Callable[[Sequence[int]], int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch.fx
 
-from ...reuse.ir.program import Call
+from ...reuse.ir.program import Closure, RecomputeMark
 
 if TYPE_CHECKING:  # importing it takes as long as importing all of lazyinline
     from torch.distributed.tensor.placement_types import Placement
@@ -39,7 +39,7 @@ class NodeLayouts:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """The layouts of a leaf's call, whose tensors are flat.
+    """The layouts of a leaf's calls, whose tensors are flat.
 
     Attributes:
         inputs: of each operand; None takes it as it comes.
@@ -63,11 +63,13 @@ class MeshPlan:
         results: how the result of a module lies, by its path, where that is fixed.
         gathered: dimensions along which parameters are split for memory alone: they are made whole
             before a leaf computes with them.
-        calls: of calls of leaves in the decomposed step; what is left out follows what its operands
-            are. Calls of one leaf with an equal plan become calls of one sharded leaf.
+        leaves: of leaves of the decomposed step; what is left out follows what its operands are.
         whole: operators that every rank runs on whole tensors, as it turned out.
         table: of a plan that was found, what was chosen for each operator, as text.
         moved_bytes: of a plan that was found, what it says the collectives of a step move.
+        held_bytes: of a plan that was found, what it says a rank holds: parameters, gradients,
+            optimizer state, what is saved for backward.
+        recompute: of a plan that was found, what is computed again in each block, so that it fits.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -75,10 +77,12 @@ class MeshPlan:
     batch: tuple[Placements, ...] = ()
     results: Mapping[str, Placements] = field(default_factory=dict)
     gathered: frozenset[int] = frozenset()
-    calls: Mapping[Call, LeafPlan] = field(default_factory=dict)
+    leaves: Mapping[Closure, LeafPlan] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     table: str = field(default="", repr=False)
     moved_bytes: int | None = None
+    held_bytes: int = 0
+    recompute: RecomputeMark = ""
 
     def used(self, held: Placements) -> Placements | None:
         """Returns how a parameter that lies so is computed with; None if as it lies."""

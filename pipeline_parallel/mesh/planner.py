@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...autodiff.training_program import StepProgram
+from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates
+from ...reuse.ir.program import RecomputeMark
 from .choices import Choices, Group
 from .folding import Folded, fold
 from .layouts import LINKS, Axis, Layouts, Moves
 from .links import Links, links_from
 from .plan import MeshPlan
-from .problem import Problem
-from .table import format_plan
+from .problem import OverMemoryError, Problem
+from .table import bytes_text, format_plan, seconds_text
 from .taken import PlannedCollective, Taken
 from .torch_sharding_rules import layout_of
 
@@ -37,16 +40,16 @@ class FoundPlan:
         plan: the layouts.
         seconds: of a step, by the costs that it was chosen by.
         bound_s: less than which no plan with equal layers takes by these costs.
-        held_bytes: of a rank: parameters, gradients, optimizer state, what is saved for backward.
         collectives: that a step runs.
+        is_scarce: whether a plan that holds more would take less time.
         whole: operators without a rule, which every rank computes whole.
     """
 
     plan: MeshPlan
     seconds: float
     bound_s: float
-    held_bytes: int
     collectives: tuple[PlannedCollective, ...]
+    is_scarce: bool
     whole: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -109,18 +112,58 @@ def find_plan(
         tuple((axis.name, axis.size) for axis in axes),
         taken.parameters(),
         taken.batch(step),
-        calls={c: p for r in range(len(folded.roles)) for c, p in taken.leaf_plans(r).items()},
+        leaves=taken.leaf_plans(),
         table=format_plan(taken, axes),
         moved_bytes=sum(one.step.num_bytes * one.count for one in taken.collectives()),
+        held_bytes=solution.held_bytes,
     )
     return FoundPlan(
         plan,
         solution.seconds,
         solution.bound_s,
-        solution.held_bytes,
         taken.collectives(),
+        solution.is_scarce,
         tuple(choices.unknown),
     )
+
+
+def cheapest_plan(
+    found: Callable[[RecomputeMark], FoundPlan], policies: Sequence[RecomputeMark]
+) -> FoundPlan:
+    """Returns the plan that takes the least time, with recompute or without.
+
+    Where memory is not scarce without, no other is looked at.
+
+    Args:
+        found: finds the plan of a step in which each block is recomputed by a policy; ``""`` is
+            none.
+        policies: that may be taken instead of none.
+
+    Raises:
+        OverMemoryError: if nothing fits; of what holds least.
+    """
+    plans: dict[RecomputeMark, FoundPlan] = {}
+    lines, refused = list[str](), list[OverMemoryError]()
+    for policy in ("", *policies):
+        try:
+            one = plans[policy] = found(policy)
+        except PlanError as error:
+            if isinstance(error, OverMemoryError):
+                refused.append(error)
+            elif not policy:
+                raise
+            lines.append(f"recompute {policy or 'none'}: {str(error).partition('. ')[0]}")
+            continue
+        if not policy and not one.is_scarce:
+            return one
+        cost, held = seconds_text(one.seconds), bytes_text(one.plan.held_bytes)
+        lines.append(f"recompute {policy or 'none'}: {cost} a step, {held} held on a rank")
+    if not plans:
+        raise min(refused, key=attrgetter("least_bytes"))
+    best = min(plans, key=lambda policy: plans[policy].seconds)
+    plan = plans[best].plan
+    table = "\n".join([*lines, f"of these the fastest is recompute {best or 'none'}", plan.table])
+    return replace(plans[best], plan=replace(plan, recompute=best, table=table))
 
 
 def folded_step(step: StepProgram) -> Folded:

@@ -29,6 +29,21 @@ _TOLERANCE = 1e-4
 _BRANCHING_S = 60
 
 
+class OverMemoryError(PlanError):
+    """No plan holds as little as is allowed.
+
+    Attributes:
+        least_bytes: of a rank, that any plan holds.
+    """
+
+    def __init__(self, limit_bytes: int, least_bytes: int) -> None:
+        super().__init__(
+            f"No plan holds at most {limit_bytes} bytes per rank; any holds at least "
+            f"{least_bytes:,}. Allow more, or use more ranks."
+        )
+        self.least_bytes = least_bytes
+
+
 @dataclass(frozen=True)
 class Solution:
     """An option for each group.
@@ -38,12 +53,14 @@ class Solution:
         seconds: of a step by the costs that were chosen by.
         held_bytes: of a rank: parameters, gradients, optimizer state, what is saved.
         bound_s: less than which no plan takes.
+        is_scarce: whether a plan that holds more would take less time.
     """
 
     options: Mapping[Group, int]
     seconds: float
     held_bytes: int
     bound_s: float = 0.0
+    is_scarce: bool = False
 
 
 class Problem:
@@ -93,18 +110,15 @@ class Problem:
         below = self._upper()
         found = self._relaxed(costs, matrix, below)
         if found.x is None:
-            raise PlanError(
-                f"No plan holds at most {self._limit} bytes per rank; any holds at least "
-                f"{self._least_bytes(matrix):,}. Allow more, or use more ranks."
-            )
+            raise OverMemoryError(self._limit or 0, self._least_bytes(matrix))
         if self._is_whole(found.x):
-            return self._solution(found.x, found.fun)
+            return self._solution(found.x, found)
         # What the relaxation takes whole is taken; the few others are branched over.
         settled = [found.x[i] > 1 - _TOLERANCE for i in range(self.num_options)]
         for fixed in (settled, [False] * self.num_options):
             tried = self._branched(costs, matrix, below, fixed)
             if tried is not None:
-                return self._solution(tried, found.fun)
+                return self._solution(tried, found)
         raise PlanError(f"No plan was found that holds at most {self._limit} bytes per rank.")
 
     def _least_bytes(self, matrix: Any) -> int:
@@ -139,13 +153,15 @@ class Problem:
             options={"mip_rel_gap": 1e-3, "time_limit": _BRANCHING_S},
         ).x
 
-    def _solution(self, values: Any, bound: float) -> Solution:
+    def _solution(self, values: Any, relaxed: Any) -> Solution:
         options = {
             group: int(np.argmax(values[first : first + len(group)]))
             for group, first in self._first.items()
         }
         made = evaluated(self._choices, self._moves, self._memory, options)
-        return replace(made, bound_s=bound * _UNIT_S)
+        # What a byte more is worth: the last of the rows with an upper bound is the memory's.
+        is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < 0
+        return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=is_scarce)
 
     def _is_whole(self, values: Any) -> bool:
         taken = values[: self.num_options]

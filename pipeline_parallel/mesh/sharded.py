@@ -93,7 +93,7 @@ class Sharder:
         mesh: where it runs.
         axes: the dimensions of the mesh, by the names of their process groups.
         decompositions: of a leaf's operators, where its kernels are compiled.
-        plans: what is planned for calls of leaves.
+        plans: what is planned for leaves.
 
     Attributes:
         whole: operators that every rank runs on whole tensors, since no rule splits them.
@@ -102,7 +102,7 @@ class Sharder:
     mesh: DeviceMesh
     axes: Mapping[str, str]
     decompositions: Callable[[Leaf], Decompositions]
-    plans: Mapping[Call, LeafPlan] = field(default_factory=dict)
+    plans: Mapping[Closure, LeafPlan] = field(default_factory=dict)
     whole: dict[str, None] = field(default_factory=dict)
     _made: dict[Any, Sharded] = field(default_factory=dict)
 
@@ -257,7 +257,7 @@ class Sharder:
         # The strides of an operand come from whoever made it, not from its layout alone.
         types = tuple(tensor_type(value) for value, _ in args)
         layouts = tuple(layout for _, layout in args)
-        plan = self.plans.get(call, LeafPlan())
+        plan = self.plans.get(closure, LeafPlan())
         nodes = frozenset(plan.nodes.items())
         key = (closure, types, layouts, partial, plan.inputs, plan.outputs, nodes)
         if key not in self._made:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from ...autodiff.training_program import StepProgram
-from ...reuse.ir.program import Call, outputs_of
+from ...reuse.ir.program import Closure, outputs_of
 from .choices import Choices, Edge, Group, Item
 from .folding import Port
 from .layouts import Layouts, Moves, Step
@@ -75,8 +75,12 @@ class Taken:
         lies = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
         return tuple(self._placements(lies[user]) for user in sorted(lies))
 
-    def leaf_plans(self, role: int) -> dict[Call, LeafPlan]:
-        """Returns the plan of each call of a role: one object."""
+    def leaf_plans(self) -> dict[Closure, LeafPlan]:
+        """Returns the plan of the leaf of each role."""
+        roles = enumerate(self.choices.folded.roles)
+        return {role.leaf: self._leaf_plan(number) for number, role in roles}
+
+    def _leaf_plan(self, role: int) -> LeafPlan:
         folded = self.choices.folded
         nodes: dict[torch.fx.Node, NodeLayouts] = {}
         for node, item in self.choices.items_of(role).items():
@@ -91,12 +95,11 @@ class Taken:
             slot = folded.slot_of.get(port)
             return None if slot is None else self._placements(self.slot(slot))
 
-        plan = LeafPlan(
+        return LeafPlan(
             tuple(lies(Port(role, False, i)) for i in range(len(leaf.entries))),
             tuple(lies(Port(role, True, i)) for i in range(len(outputs_of(leaf.module)))),
             nodes,
         )
-        return dict.fromkeys(folded.roles[role].calls, plan)
 
     def _asked(self, layouts: Layouts) -> Placements | None:
         """Returns what is asked for; parts of a sum are as DTensor's rules make them."""
