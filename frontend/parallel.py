@@ -53,9 +53,6 @@ from .passes.state import Compilation, Goal, OnMesh, Planner, Subject, between, 
 from .pipeline import AskedPipeline, Pipeline
 from .training_step import LossFunction, LossModel
 
-# How long a transfer between stages waits for the other rank.
-_TIMEOUT_S = 300.0
-
 
 @door
 def parallelize(
@@ -75,6 +72,7 @@ def parallelize(
     recompute: Policy = None,
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
+    timeout_s: float = 300.0,
 ) -> ParallelStep | ParallelPipeline:
     """Compiles a training step that a device mesh runs; every rank calls it in the same way.
 
@@ -108,6 +106,8 @@ def parallelize(
         recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
+        timeout_s: with a pipeline, how long a transfer between stages may wait for another rank,
+            as in :func:`.pipeline`; collectives of the mesh wait as long as its own groups do.
 
     Raises:
         PlanError: if the model cannot be split so.
@@ -150,7 +150,7 @@ def parallelize(
         goal = step_goal(Batching(micro_batches, "forward_first"))
         state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options, links)
         return ParallelStep(model, batch, state)
-    own, ranks = _without(mesh, dim), ranks_along(mesh, dim, REPLICATED, 1, _TIMEOUT_S)
+    own, ranks = _without(mesh, dim), ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
     num_ranks = ranks.num_ranks
     # The step that is planned is that of all stages, of which a rank has one part in so many.
     limit = memory_bytes_per_rank and memory_bytes_per_rank * num_ranks

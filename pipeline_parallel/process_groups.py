@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..reuse.errors import PipelineError
+from ..reuse.errors import LazyInlineError, PipelineError
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import Program
 from ..reuse.ir.transfer import in_own_storage
@@ -228,7 +228,8 @@ class Ranks:
         if value is None:
             value = torch.empty(type_.shape, dtype=type_.dtype, device=self.device)
         row = next(row for row in self.rows if dist.get_rank() in row)
-        dist.broadcast(value, row[rank], group=self.group)
+        with _explained(f"in the broadcast from rank {row[rank]}", self.group):
+            dist.broadcast(value, row[rank], group=self.group)
         return value
 
     def reduction(
@@ -273,21 +274,13 @@ class Reduction:
         Raises:
             PipelineError: if another rank has ended, or does not answer in time.
         """
-        doing = ""
-        try:
-            for name, group in self.shared.items():
-                doing = f"the gradient of {name} was summed over the stages that use it"
+        for name, group in self.shared.items():
+            with _explained(f"in the sum of the gradient of {name} over its stages", group):
                 dist.all_reduce(self.sums.buffers[name], group=group)
-            doing = "gradients were summed over replicas"
-            if self.data_group is not None:
-                for flat in self.sums.flat:
-                    dist.all_reduce(flat, group=self.data_group)
-                    flat.div_(self.num_batches)
-        except RuntimeError as error:
-            raise PipelineError(
-                f"Rank {dist.get_rank()} stopped while {doing}. {first_line(error)} Another rank "
-                "has ended or hangs: look at its output first."
-            ) from error
+        for flat in self.sums.flat if self.data_group is not None else ():
+            with _explained("in the sum of gradients over replicas", self.data_group):
+                dist.all_reduce(flat, group=self.data_group)
+                flat.div_(self.num_batches)
 
     def total_norm(self, gradients: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Returns the norm of the gradients of all ranks; one that several share counts once."""
@@ -298,13 +291,33 @@ class Reduction:
             square = (norm if type(norm) is Tensor else norm.full_tensor()) ** 2
             shared = self.shared.get(name)
             total += square if shared is None else square / dist.get_world_size(shared)
-        dist.all_reduce(total, group=self.group)
+        with _explained("in the sum of the norms of stages", self.group):
+            dist.all_reduce(total, group=self.group)
         return total.sqrt().float()
 
     def agree_on_largest(self, flags: dict[Any, Tensor]) -> None:
         """Sets the number of this rank's device to the largest of all ranks of the pipeline."""
         flag = flags.setdefault(self.device, torch.zeros((), device=self.device))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        with _explained("in the agreement on infinite gradients", self.group):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+
+
+@contextmanager
+def _explained(where: str, group: Any) -> Iterator[None]:
+    """Makes an error of a collective a PipelineError that says where this rank stopped."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(stopped(where, group, error)) from error
+
+
+def stopped(where: str, group: Any, error: BaseException) -> str:
+    """Says in what this rank stopped, with which ranks, and why."""
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    text = f"Rank {dist.get_rank()} stopped {where} (ranks {ranks}). {first_line(error)}"
+    if isinstance(error, LazyInlineError):  # which says what to look at
+        return text
+    return f"{text} If one of them has ended or hangs, look at its output first."
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from ..reuse.errors import PipelineError
 from .actions import BACKWARD, COMPUTE, FORWARD, SCHEDULES, Action, ActionTable, rank_of_stages
-from .process_groups import first_line
+from .process_groups import stopped
 from .steps import StageSteps
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
@@ -196,7 +196,7 @@ class ClosureStage(PipelineStage):
     def _receive(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
         buffers = self.steps.inbox(way, micro_batch)
         if buffers:
-            self.doing = f"receive {way}{micro_batch} from stage {peer}"
+            self.doing = f"receive {way}{micro_batch} from stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
     def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
@@ -208,14 +208,15 @@ class ClosureStage(PipelineStage):
     def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
         tensors = self.steps.outbox(way, micro_batch)
         if tensors:
-            self.doing = f"send {way}{micro_batch} to stage {peer}"
+            self.doing = f"send {way}{micro_batch} to stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.isend, tensor, peer) for tensor in tensors]
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        rank = self.stage_index_to_group_rank[peer]
-        group = self.group if self.group is not None else dist.group.WORLD
-        assert group is not None
-        return dist.P2POp(kind, tensor, dist.get_global_rank(group, rank), self.group)
+        return dist.P2POp(kind, tensor, self._rank_of(peer), self.group)
+
+    def _rank_of(self, stage: int) -> int:
+        place = self.stage_index_to_group_rank[stage]  # which a schedule has set
+        return dist.get_process_group_ranks(self.group)[place]
 
     # ---- V-shaped schedules: two neighbours on one rank --------------------------------------
 
@@ -280,7 +281,6 @@ class Runner:
     def __init__(self, table: ActionTable, stages: Sequence[ClosureStage]) -> None:
         self._stages = stages
         self._num_micro_batches = table.num_micro_batches
-        self._rank_of = table.rank_of
         self._schedule = _make(table.schedule, stages, table.num_micro_batches)
         self._has_last = any(stage.is_last for stage in stages)
 
@@ -315,16 +315,5 @@ class Runner:
 
     def _explained(self, error: Exception) -> PipelineError:
         doing = "; ".join(f"stage {s.stage_index}: {s.doing}" for s in self._stages if s.doing)
-        rank = self._stages[0].group_rank
-        return PipelineError(
-            f"Rank {rank} stopped in the middle of a step. Last action of {doing}. "
-            f"{first_line(error)} If a transfer failed, the rank at its other end "
-            f"({self._neighbours()}) has ended or hangs: look at that rank's output first."
-        )
-
-    def _neighbours(self) -> str:
-        """Names the stages of other ranks that this rank's stages exchange tensors with."""
-        own = [stage.stage_index for stage in self._stages]
-        beside = sorted({s + step for s in own for step in (-1, 1)} - set(own))
-        found = [s for s in beside if 0 <= s < len(self._rank_of)]
-        return ", ".join(f"stage {s} on rank {self._rank_of[s]}" for s in found)
+        where = f"in the middle of a step. Last action of {doing}"
+        return PipelineError(stopped(where, self._stages[0].group, error))

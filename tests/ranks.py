@@ -5,6 +5,7 @@ import datetime
 import importlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -58,17 +59,24 @@ def started(
             rank.communicate()  # closes its pipe, too
 
 
-def said_by_survivor(folder: pathlib.Path, task: str, limit_s: float) -> str:
-    """Kills one of two ranks once both are ready; returns the output of the other, which fails."""
-    with started(folder, task) as ranks:
+def said_by_survivors(
+    folder: pathlib.Path,
+    task: str,
+    limit_s: float,
+    world: int = 2,
+    ended_by: signal.Signals = signal.SIGKILL,
+) -> list[str]:
+    """Ends the last rank once all are ready; returns the outputs of the others, which fail."""
+    with started(folder, task, world) as ranks:
         deadline = time.monotonic() + LIMIT_S
-        while len(list(folder.glob("ready*"))) < 2:
+        while len(list(folder.glob("ready*"))) < world:
             assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
             time.sleep(0.2)
-        ranks[1].kill()
-        output, _ = ranks[0].communicate(timeout=limit_s)
-    assert ranks[0].returncode != 0
-    return output
+        ranks[-1].send_signal(ended_by)
+        deadline = time.monotonic() + limit_s
+        outputs = [r.communicate(timeout=deadline - time.monotonic())[0] for r in ranks[:-1]]
+    assert [rank.returncode for rank in ranks[:-1]] == [1] * (world - 1), outputs
+    return outputs
 
 
 def two_replicas() -> Any:

@@ -4,6 +4,7 @@ import copy
 import pathlib
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -389,3 +390,30 @@ def test_a_plan_says_in_words_what_lies_where() -> None:
         "mesh: data 2 x tensor 4 batch: dimension 0 split over data "
         "dimension 0 split over tensor: layers.*.up whole on each rank: norm"
     )
+
+
+def test_what_is_under_way_when_a_collective_fails_is_held_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Work:
+        def __init__(self, error: str) -> None:
+            self.error = error
+
+        def wait(self) -> None:
+            if self.error:
+                raise RuntimeError(self.error)
+
+    works = [Work("the peer is gone"), Work("")]
+    monkeypatch.setitem(torch_collectives._STARTS, "all_reduce", lambda *given: works.pop(0))
+    with one_of_many(2):
+        where = mesh_of(tensor=2).get_group(0).group_name, "tensor"
+        failing, other = (torch.ones(4) for _ in range(2))
+        operand = weakref.ref(other)
+        started = torch.ops.lazyinline.all_reduce(failing, "sum", *where)
+        torch.ops.lazyinline.all_reduce(other, "sum", *where)
+        with pytest.raises(lazyinline.PlanError, match=r"16 bytes over 'tensor' \(ranks 0, 1\)"):
+            torch.ops.lazyinline.wait(started)
+        del other
+        assert operand() is not None
+        torch_collectives.settle()
+        assert operand() is None

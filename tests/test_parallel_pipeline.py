@@ -1,6 +1,8 @@
 """``parallelize`` over a mesh with pipeline stages, between real gloo processes."""
 
 import pathlib
+import re
+import signal
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,8 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
 from rank_threads import one_of_many
-from ranks import run_ranks
+from ranks import run_ranks, said_by_survivors
 from test_parallel import SEQUENCE
+from test_parallel_local import MIXTURE, mixture
 from test_parallel_processes import hugging_face
 
 import lazyinline
@@ -22,6 +25,7 @@ from lazyinline.reuse.ir.costs import Rates
 
 HERE = "test_parallel_pipeline"
 EAGER: dict[str, Any] = {"backend": "eager", "micro_batches": 2}
+INTERLEAVED: dict[str, Any] = {"schedule": "Interleaved1F1B", "num_stages": 4}
 HALVES: dict[str, Any] = {"schedule": "ZBVZeroBubble", "num_stages": 4, "micro_batches": 4}
 
 
@@ -36,13 +40,59 @@ def pipelined(model: Any, plan: Any = None, *, axes: Any = None, **options: Any)
     return lazyinline.parallelize(model, batch(), mesh=mesh, plan=plan, **{**EAGER, **options})
 
 
-def train_two(rank: int, folder: pathlib.Path) -> list[str]:
-    return far_off(tiny(), mesh_of(pipeline=2, tensor=1), MEGATRON, batch, **EAGER)
+def train_until_ended(rank: int, folder: pathlib.Path, **options: Any) -> None:
+    pipeline = pipelined(tiny(), MEGATRON, **options)
+    pipeline.step(*batch())
+    (folder / f"ready{rank}").touch()
+    while True:
+        pipeline.step(*batch())
+
+
+def train_two(rank: int, folder: pathlib.Path) -> None:
+    mesh = mesh_of(pipeline=2, tensor=1)
+    torch.save(far_off(tiny(), mesh, MEGATRON, batch, **EAGER), folder / f"wrong{rank}")
+    train_until_ended(rank, folder, axes={"pipeline": 2, "tensor": 1})
 
 
 @pytest.mark.smoke
-def test_two_stages_give_what_one_process_gives(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, f"{HERE}.train_two") == [[], []]
+def test_two_stages_give_what_one_process_gives_until_one_is_killed(tmp_path: pathlib.Path) -> None:
+    [output] = said_by_survivors(tmp_path, f"{HERE}.train_two", limit_s=60)
+    assert_stopped(output, 0)
+    assert [torch.load(tmp_path / f"wrong{rank}") for rank in range(2)] == [[], []]
+
+
+def assert_stopped(output: str, rank: int) -> None:
+    """Compares the last line of a rank with all that it may be doing when others end."""
+    last = output.strip().splitlines()[-1]
+    assert re.search(rf"(Pipeline|Plan)Error: Rank {rank} stopped in ", last), output[-3000:]
+    transfer = r"stage \d: (receive|send) [FB]\d (from|to) stage \d, rank \d"
+    collective = r"in (an all-reduce of [\d,]+ bytes over 'tensor'|the broadcast from rank \d)"
+    assert re.search(rf"({transfer}|{collective}) \(ranks [\d, ]+\)", last), last
+
+
+def train_four_until_killed(rank: int, folder: pathlib.Path) -> None:
+    train_until_ended(rank, folder)
+
+
+@pytest.mark.sweep
+def test_a_killed_rank_of_four_ends_the_others_with_errors_that_name_ranks(
+    tmp_path: pathlib.Path,
+) -> None:
+    said = said_by_survivors(tmp_path, f"{HERE}.train_four_until_killed", limit_s=60, world=4)
+    for rank, output in enumerate(said):
+        assert_stopped(output, rank)
+
+
+def train_two_until_stopped(rank: int, folder: pathlib.Path) -> None:
+    train_until_ended(rank, folder, axes={"pipeline": 2, "tensor": 1}, timeout_s=20.0)
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
+def test_a_rank_that_hangs_ends_the_other_after_the_time_out(tmp_path: pathlib.Path) -> None:
+    task, stop = f"{HERE}.train_two_until_stopped", signal.SIGSTOP
+    [output] = said_by_survivors(tmp_path, task, limit_s=90, ended_by=stop)
+    assert_stopped(output, 0)
 
 
 MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = {
@@ -51,6 +101,7 @@ MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = 
     "halves": ({"pp": 2, "tp": 2}, SEQUENCE, {}, HALVES),
     "rows": ({"data": 2, "pp": 2}, None, {"tied": True}, {"schedule": "GPipe"}),
     "gathered": ({"pp": 2, "fsdp": 2}, None, {}, {"backend": "inductor"}),
+    "interleaved": ({"pp": 2, "tp": 2}, MEGATRON, {}, INTERLEAVED),
 }
 
 
@@ -130,17 +181,29 @@ def _clipped() -> list[str]:
     return wrong
 
 
-def train_llama(rank: int, folder: pathlib.Path) -> list[str]:
-    two: Any = {"pipeline": 2, "tensor": 2}
-    wrong = hugging_face("llama", "eager", two, layers=4, **HALVES)
-    wrong += hugging_face("llama", "inductor", two, layers=4, micro_batches=4)
-    return wrong + hugging_face("llama", "eager", {"pp": 2, "data": 2}, layers=4, micro_batches=2)
+FAMILIES: tuple[tuple[str, str, dict[str, int], dict[str, Any]], ...] = (
+    ("llama", "eager", {"pipeline": 2, "tensor": 2}, HALVES),
+    ("llama", "inductor", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4}),
+    ("llama", "eager", {"pp": 2, "data": 2}, {"micro_batches": 2}),
+    ("llama", "eager", {"pp": 2, "fsdp": 2}, {"micro_batches": 2, "schedule": "GPipe"}),
+    ("gpt2", "eager", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4}),
+    ("gpt2", "eager", {"pipeline": 2, "tensor": 2}, {"micro_batches": 4, **INTERLEAVED}),
+)
+
+
+def train_families(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for name, backend, axes, options in FAMILIES:
+        found = hugging_face(name, backend, axes, layers=4, **options)
+        wrong += [f"{name}, {axes}, {options}: {text}" for text in found]
+    mesh = mesh_of(pipeline=2, tensor=2)
+    return wrong + [f"experts: {t}" for t in far_off(mixture(), mesh, MIXTURE, batch, **EAGER)]
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
-def test_llama_in_stages_gives_what_one_process_gives(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, f"{HERE}.train_llama", world=4) == [[]] * 4
+def test_families_in_stages_give_what_one_process_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, f"{HERE}.train_families", world=4) == [[]] * 4
 
 
 def test_a_plan_shows_stages_and_what_each_moves() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import selected
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
-from ranks import run_ranks, said_by_survivor
+from ranks import run_ranks, said_by_survivors
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -128,7 +128,7 @@ def train_until_killed(rank: int, folder: pathlib.Path) -> None:
 def test_a_killed_rank_ends_the_other_with_an_error_that_names_the_collective(
     tmp_path: pathlib.Path,
 ) -> None:
-    output = said_by_survivor(tmp_path, f"{HERE}.train_until_killed", limit_s=60)
+    [output] = said_by_survivors(tmp_path, f"{HERE}.train_until_killed", limit_s=60)
     last = output.strip().splitlines()[-1]
     said = "PlanError: Rank 0 stopped in an all-reduce of 4,096 bytes over 'tensor' (ranks 0, 1)"
     assert said in last, output[-3000:]

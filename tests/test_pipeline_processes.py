@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from comparing import relative_error
 from conftest import selected
 from memory_events import memory_use
-from ranks import LIMIT_S, run_ranks, said_by_survivor, two_replicas
+from ranks import LIMIT_S, run_ranks, said_by_survivors, two_replicas
 from test_pipeline import Net, make, net_and_batch, train
 from test_pipeline_optimizer import UPDATES
 
@@ -198,7 +198,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
     tmp_path: pathlib.Path,
 ) -> None:
     # It ends rather than wait for the dead one.
-    output = said_by_survivor(tmp_path, f"{HERE}.train_until_killed", limit_s=LIMIT_S)
+    [output] = said_by_survivors(tmp_path, f"{HERE}.train_until_killed", limit_s=LIMIT_S)
     last = output.strip().splitlines()[-1]
     assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
     in_schedule = "stage 0: " in last and "stage 1" in last

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ...reuse.errors import PlanError, VerifyError
-from ..process_groups import first_line
+from ..process_groups import stopped
 
 _LIBRARY = torch.library.Library("lazyinline", "FRAGMENT")
 _WHERE = "str group, str axis"
@@ -138,14 +138,12 @@ class _UnderWay(threading.local):
     def _failed(
         self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
     ) -> PlanError:
-        self._by_address.clear()
+        # Others stay here until they have ended: a thread of the process group that held the last
+        # reference to a tensor would abort a process that exits meanwhile.
         name, group, axis, _ = what
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        return PlanError(
-            f"Rank {dist.get_rank()} stopped in an {name.replace('_', '-')} of "
-            f"{x.numel() * x.element_size():,} bytes over {axis!r} (ranks {ranks}). "
-            f"{first_line(error)} Another rank has ended or hangs: look at its output first."
-        )
+        num_bytes = x.numel() * x.element_size()
+        where = f"in an {name.replace('_', '-')} of {num_bytes:,} bytes over {axis!r}"
+        return PlanError(stopped(where, group, error))
 
 
 _UNDER_WAY = _UnderWay()
