@@ -267,14 +267,10 @@ _ATTEMPTS = 4
 
 def collectives_s(step: ShardedStep, links: Links | None = None) -> float:
     """Returns what the collectives of a step take, one after the other."""
-    from ..pipeline_parallel.mesh.layouts import SUM, WHOLE, Moves, split
+    from ..pipeline_parallel.mesh.layouts import Moves
     from ..pipeline_parallel.mesh.planner import axes_of_mesh
 
     names, sizes = zip(*step.layouts.axes, strict=True)
-    moves = {axis.name: Moves([axis]) for axis in axes_of_mesh(names, sizes, "cuda", links)}
-    ways = {
-        "all_gather": ((split(0),), (WHOLE,)),
-        "all_reduce": ((SUM,), (WHOLE,)),
-        "reduce_scatter": ((SUM,), (split(0),)),
-    }
-    return sum(moves[c.axis].seconds(*ways[c.kind], c.num_bytes) for c in step.collectives)
+    moves = Moves(axes_of_mesh(names, sizes, "cuda", links))
+    places = {name: axis for axis, name in enumerate(names)}
+    return sum(sum(moves.taken_s(c.kind, places[c.axis], c.num_bytes)) for c in step.collectives)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from comparing import relative_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
@@ -101,6 +102,18 @@ def numbered(model: Model) -> Model:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def tokens_for_heads(layers: int = 2) -> TinyLlama:
+    """A model between whose projections tokens are split, and in its attention heads."""
+    model = tiny(layers)
+    lazyinline.shard(model.embed, {}, output=Shard(1))
+    for layer in model.layers:
+        attention: Any = layer.attention
+        for projection in (attention.q, attention.k, attention.v):
+            lazyinline.shard(projection, {}, output=Shard(2))
+        lazyinline.shard(attention.out, {}, output=Shard(1))
     return model
 
 

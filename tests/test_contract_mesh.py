@@ -12,13 +12,15 @@ import torch.distributed as dist
 from contracts import contract
 from parallel_models import mesh_of
 from rank_threads import one_of_many, run_in_threads
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 
 from lazyinline.autodiff.traces.torch_make_fx import new_fake_mode, traced
 from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     COLLECTIVES,
     WAIT,
     axes_of,
+    exchanges,
     with_own_collectives,
 )
 from lazyinline.pipeline_parallel.mesh.torch_offline import absent_ranks
@@ -38,34 +40,41 @@ def test_rules_are_found_where_they_are_looked_for() -> None:
     "torch.ops._c10d_functional",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+    "torch.distributed.tensor.placement_types.shard_dim_alltoall",
     "torch.utils._pytree.tree_map_only",
 )
-def test_a_trace_of_redistributions_holds_functional_collectives_alone() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # of which nothing is there
+def test_a_trace_of_redistributions_holds_functional_collectives_alone(device: str) -> None:
     def move(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         (local,) = inputs
         parts = DTensor.from_local(local, mesh, [Partial()], run_check=False)
         rows = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        targets = (parts, Replicate()), (parts, Shard(0)), (rows, Replicate())
+        targets = (
+            *((parts, Replicate()), (parts, Shard(0))),
+            *((rows, Replicate()), (rows, Shard(1))),
+        )
         return [t.redistribute(mesh, [to]).to_local() for t, to in targets]
 
     with one_of_many(2):
-        mesh = mesh_of(tensor=2)
+        mesh = init_device_mesh(device, (2,), mesh_dim_names=("tensor",))
         axes = axes_of(mesh)
-        mode = new_fake_mode()
-        with mode, torch.no_grad():
-            module = traced(move, [[torch.empty(4, 4)]], (), {})
+        own_move = placement_types.shard_dim_alltoall
+        with new_fake_mode(), torch.no_grad(), exchanges():
+            module = traced(move, [[torch.empty(4, 4, device=device)]], (), {})
+        assert placement_types.shard_dim_alltoall is own_move
         own = with_own_collectives(module, axes)
     targets = [n.target for n in own.graph.nodes if n.op == "call_function"]
     assert [t for t in targets if t in COLLECTIVES] == [
         torch.ops.lazyinline.all_reduce.default,
         torch.ops.lazyinline.reduce_scatter.default,
         torch.ops.lazyinline.all_gather.default,
+        torch.ops.lazyinline.all_to_all.default,
     ]
     assert not [t for t in targets if "functional" in str(t)]
-    assert targets.count(WAIT) == 3
+    assert targets.count(WAIT) == 4
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str) -> None:
     operator: Any = getattr(torch.ops.lazyinline, name)
 
@@ -73,9 +82,12 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
         axes = axes_of(mesh_of(tensor=2))
         ((group, axis),) = axes.items()
         x = torch.arange(8.0).reshape(4, 2) + 10 * rank
-        own: tuple[Any, ...] = {"all_gather": (2,), "reduce_scatter": ("sum", 2)}.get(
-            name, ("sum",)
-        )
+        own: tuple[Any, ...] = {
+            "all_reduce": ("sum",),
+            "all_gather": (2,),
+            "reduce_scatter": ("sum", 2),
+            "all_to_all": (2,),
+        }[name]
         made: torch.Tensor = WAIT(operator(x, *own, group, axis), x)
         out = WAIT(operator.out(x, *own, group, axis, out=torch.zeros_like(made)), x)
         predicted = operator(x.to("meta"), *own, group, axis)
@@ -89,6 +101,7 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
         "all_reduce": [sum(both)] * 2,
         "all_gather": [torch.cat(both)] * 2,
         "reduce_scatter": list(torch.chunk(both[0] + both[1], 2)),
+        "all_to_all": [torch.cat(rows) for rows in zip(*(x.chunk(2) for x in both), strict=True)],
     }[name]
     assert torch.equal(first, expected[0])
     assert torch.equal(second, expected[1])

@@ -344,6 +344,8 @@ def test_every_kind_of_operator_can_be_split() -> None:
             ["all_gather 1 400", "all_gather 0 800", "slice 1 200"],
         ),
         ((split(0, 3), WHOLE), (split(0), WHOLE), ["all_gather 0 800", "slice 0 400"]),
+        ((split(0, 4), WHOLE), (split(0), WHOLE), ["all_to_all 0 400"]),
+        ((split(1), WHOLE), (split(0, 3), WHOLE), ["all_to_all 0 400"]),
     ],
     ids=lambda one: text(one) if isinstance(one, tuple) else "",
 )

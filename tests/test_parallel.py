@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoders import DecoderConfig, GptDecoder
-from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, numbered, tiny, tokens
+from parallel_models import (
+    MEGATRON,
+    VOCABULARY,
+    far_off,
+    mesh_of,
+    numbered,
+    tiny,
+    tokens,
+    tokens_for_heads,
+)
 from rank_threads import one_of_many, run_in_threads
 from saved import page_data
 from torch import nn
@@ -110,6 +119,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     said = {one.plan.layouts.moved_bytes for one in made}
     assert said == {one.plan.num_bytes for one in made}
     assert min(said) > 0
+    assert "all_to_all" in {one.kind for one in made[0].plan.collectives}
     assert "next best" in str(made[0].plan)
     again = "selective" if memory == 155_000 else ""
     assert {one.plan.layouts.recompute for one in made} == {again}
@@ -157,6 +167,20 @@ def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(ba
         return far_off(tiny(), mesh_of(tensor=2), SEQUENCE, backend=backend)
 
     assert run_in_threads(2, train) == [[], []]
+
+
+def test_split_tokens_are_exchanged_for_split_heads() -> None:
+    def row(seed: int) -> Any:
+        return tokens(seed, rows=1)
+
+    def train(rank: int) -> list[str]:
+        mesh, options = mesh_of(tensor=4), {"backend": "eager"}
+        step = lazyinline.parallelize(tokens_for_heads(1), row(0), mesh=mesh, **options)
+        moved = "forward: 3 all_to_all over tensor, 768 bytes"
+        wrong = [] if moved in str(step.plan) else [str(step.plan)]
+        return wrong + far_off(tokens_for_heads(1), mesh, None, row, **options)
+
+    assert run_in_threads(4, train) == [[]] * 4
 
 
 @pytest.mark.parametrize("policy", ["selective", "full"])

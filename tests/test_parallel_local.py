@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,21 @@ from parallel_models import MEGATRON, mesh_of, tiny
 from rank_threads import one_of_many
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyinline
 from lazyinline.frontend.passes.programs import tensor_name
 from lazyinline.pipeline_parallel.mesh import torch_collectives
+from lazyinline.pipeline_parallel.mesh.sharded import Sharder
+from lazyinline.pipeline_parallel.mesh.torch_sharding import local_type
+from lazyinline.pipeline_parallel.mesh.traffic import collectives_in
 from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.program import Leaf, tensor_type, walk_closures
+from lazyinline.reuse.ir.types import TensorType
 
 RANKS = 8
 
@@ -80,8 +88,10 @@ GPT = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 def part_of(tensor: Tensor, layout: Sequence[Any], rank: int) -> Tensor:
     """A rank's part of a tensor on the mesh of 2 x 4."""
     for placement, size, place in zip(layout, (2, 4), divmod(rank, 4), strict=False):
-        if placement.is_shard():
-            tensor = tensor.tensor_split(size, placement.dim)[place]
+        if isinstance(placement, (Shard, _StridedShard)):
+            dim, num = placement.dim, getattr(placement, "split_factor", 1)
+            parts = tensor.unflatten(dim, (num, -1)).tensor_split(size, dim + 1)
+            tensor = parts[place].flatten(dim, dim + 1)
     return tensor
 
 
@@ -111,6 +121,9 @@ class Emulated(TorchDispatchMode):
             return functional.wait_tensor(args[0])
         if func not in torch_collectives.COLLECTIVES:
             return func(*args, **(kwargs or {}))
+        if func is torch.ops.lazyinline.all_to_all.default:
+            x, size, group, _ = args
+            return functional.all_to_all_single(x, *[[x.shape[0] // size] * size] * 2, group)
         return getattr(functional, FUNCTIONAL[str(func).split(".")[1]])(*args[:-1])
 
 
@@ -142,6 +155,47 @@ def test_five_steps_of_eight_ranks_give_what_one_process_gives(name: str) -> Non
             optimizer.step()
 
 
+TOKENS, COLUMNS = (Shard(0), Shard(1)), (Shard(0), Shard(2))
+PARTS = Replicate(), _StridedShard(1, split_factor=3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (TOKENS, COLUMNS),
+        (COLUMNS, TOKENS),
+        ((Shard(1), Shard(2)), (Shard(0), Shard(2))),
+        (PARTS, (Replicate(), Shard(2))),
+        ((Replicate(), Shard(0)), PARTS),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # of which nothing is there
+def test_tensors_are_moved_between_dimensions_by_one_exchange(
+    before: Any, after: Any, device: str
+) -> None:
+    tensors = torch.arange(4.0 * 12 * 8).view(4, 12, 8), torch.arange(4.0 * 24 * 4).view(4, 24, 4)
+    types = [replace(TensorType.of(t), device=torch.device(device)) for t in tensors]
+    with one_of_many(RANKS):
+        mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("data", "tensor"))
+        sharder = Sharder(mesh, torch_collectives.axes_of(mesh), lambda leaf: {})
+        local = [local_type(one, mesh, before) for one in types]
+        closure: Any = sharder._moved(types, local, [(before, after)] * 2).closure
+        moved = [(one.kind, one.num_bytes) for one in collectives_in(closure.program)]
+        assert moved == [("all_to_all", sum(one.num_bytes for one in local))]
+        if device == "cpu":
+            parts = (on_ranks(tensor, before) for tensor in tensors)
+            with LocalTensorMode(RANKS), Emulated():
+                made = interpret(closure.program, list(parts))
+            for tensor, found in zip(tensors, made, strict=True):
+                for rank, own in found._local_tensors.items():
+                    assert torch.equal(own, part_of(tensor, after, rank))
+
+
+def on_ranks(tensor: Tensor, layout: Sequence[Any]) -> Any:
+    """A tensor of which each rank has its part."""
+    return LocalTensor({r: part_of(tensor, layout, r).contiguous() for r in range(RANKS)})
+
+
 def test_a_plan_is_found_where_an_empty_cache_is_concatenated() -> None:
     model, batch = llama(), dict.fromkeys(("input_ids", "labels"), ids())
     with one_of_many(2):
@@ -163,10 +217,7 @@ def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list
         tensor = parameters.get(name, source.tensor)
         inputs.append((tensor.detach(), layouts.parameters.get(name, ())))
     inputs.append((torch.ones((), dtype=tensor_type(step.program.inputs[-1]).dtype), ()))
-    local = [
-        LocalTensor({rank: part_of(tensor, layout, rank).contiguous() for rank in range(RANKS)})
-        for tensor, layout in inputs
-    ]
+    local = [on_ranks(tensor, layout) for tensor, layout in inputs]
     with torch.no_grad(), LocalTensorMode(RANKS), Emulated():
         loss, *gradients = interpret(step.program, local)
     trained = [tensor_name(step.model[at].name) for at in step.gradients]

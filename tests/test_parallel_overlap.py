@@ -1,12 +1,13 @@
 """Collectives of a step over a mesh that run beside other work: started early, waited for late."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from comparing import relative_error
-from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens
+from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens, tokens_for_heads
 from rank_threads import run_in_threads
 from torch import nn
 
@@ -20,6 +21,7 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp": {"fsdp": 2},
     "tensor": {"tensor": 2},
     "fsdp x tensor": {"fsdp": 2, "tensor": 2},
+    "tokens for heads": {"tensor": 2},
 }
 
 
@@ -59,7 +61,7 @@ def buckets_of_a_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep=["eager-fsdp x tensor", "eager-data"])
+@pytest.mark.sweep(keep=["eager-fsdp x tensor", "eager-data", "eager-tokens for heads"])
 def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
     name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, buckets_of_a_block: None
 ) -> None:
@@ -73,10 +75,13 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
             return getattr(torch.distributed, name)
 
     monkeypatch.setattr(torch_collectives, "dist", Dist())
-    for one in ("_gather", "_scatter"):
+    for one in ("_gather", "_scatter", "_exchange"):
         monkeypatch.setattr(torch_collectives, one, late_exchange(getattr(torch_collectives, one)))
 
     def train(rank: int) -> list[str]:
+        if name == "tokens for heads":
+            row = partial(tokens, rows=1)
+            return far_off(tokens_for_heads(), mesh_of(**axes), None, row, backend=backend)
         plan = MEGATRON if "tensor" in axes else None
         return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
 

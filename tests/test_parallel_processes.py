@@ -1,6 +1,7 @@
 """``parallelize`` between real gloo processes."""
 
 import pathlib
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import selected
-from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens, tokens_for_heads
 from ranks import run_ranks, said_by_survivors
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -24,6 +25,11 @@ HERE = "test_parallel_processes"
 
 def train_in_kernels(rank: int, folder: pathlib.Path) -> list[str]:
     return far_off(tiny(), mesh_of(tensor=2), MEGATRON)
+
+
+def exchange(rank: int, folder: pathlib.Path) -> list[str]:
+    row, mesh = partial(tokens, rows=1), mesh_of(tensor=2)
+    return far_off(tokens_for_heads(1), mesh, None, row, backend="eager")
 
 
 def draw_as_one_process(rank: int, folder: pathlib.Path) -> list[str]:
@@ -90,14 +96,17 @@ def two_ranks(
 
 
 def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
-    tasks = (train_in_kernels, draw_as_one_process, save_and_load_on_another_mesh, disagree)
+    tasks = (
+        *(train_in_kernels, exchange, draw_as_one_process),
+        *(save_and_load_on_another_mesh, disagree),
+    )
     wanted = (folder / "task").read_text().split()
     return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "task", ["train_in_kernels", "draw_as_one_process", "save_and_load_on_another_mesh"]
+    "task", ["train_in_kernels", "exchange", "draw_as_one_process", "save_and_load_on_another_mesh"]
 )
 def test_two_processes_give_what_one_gives(
     task: str, two_ranks: list[dict[str, list[str]]]

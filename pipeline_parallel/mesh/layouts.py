@@ -66,16 +66,14 @@ class AxisRates:
     Attributes:
         bytes_per_s: that a rank sends while it receives as many.
         latency_s: of one collective.
-        exchanges: whether it has an all-to-all; without, everything is gathered.
     """
 
     bytes_per_s: float
     latency_s: float
-    exchanges: bool = True
 
 
 LINKS: Mapping[str, AxisRates] = {
-    "cpu-gloo": AxisRates(2e9, 1e-4, exchanges=False),
+    "cpu-gloo": AxisRates(2e9, 1e-4),
     "h100-nvlink": AxisRates(3.6e11, 1e-5),
     "h100-network": AxisRates(5e10, 2e-5),
 }
@@ -181,16 +179,17 @@ class Moves:
             steps = self._found(before, after)
             known = _NONE
             if steps is not None:
-                costs = [self._step(kind, axis, share) for kind, axis, share in steps]
+                costs = [self.taken_s(kind, axis, share) for kind, axis, share in steps]
                 known = Move(steps, sum(c[0] for c in costs), sum(c[1] for c in costs))
             self._known[key] = known
         return known
 
-    def _step(self, kind: str, axis: int, share: float) -> tuple[float, float]:
+    def taken_s(self, kind: str, axis: int, num_bytes: float) -> tuple[float, float]:
+        """Returns what a step takes: seconds of an empty one, and those that its bytes add."""
         if kind == "slice":
-            return _SLICE_S, share / _COPY_BYTES_PER_S
+            return _SLICE_S, num_bytes / _COPY_BYTES_PER_S
         size, rates = self._axes[axis].size, self._axes[axis].rates
-        sent = share * (size - 1) / size
+        sent = num_bytes * (size - 1) / size
         if kind == "all_reduce":  # a reduce-scatter and an all-gather
             sent *= 2
         return rates.latency_s, sent / rates.bytes_per_s
@@ -198,8 +197,7 @@ class Moves:
     def _found(self, before: Layouts, after: Layouts) -> tuple[tuple[str, int, float], ...] | None:
         present, steps = list(before), list[tuple[str, int, float]]()
         for axis, target in _targets(before, after):
-            exchanges = self._axes[axis].rates.exchanges
-            for kind, reached in _ways(present[axis], target, exchanges=exchanges):
+            for kind, reached in _ways(present[axis], target, self.sizes[axis]):
                 if kind == "":
                     return None
                 # A gather moves what it makes and a scatter what it takes: the larger of both.
@@ -236,12 +234,14 @@ def _splits(one: Layout, like: Layout) -> bool:
     return one.is_split and one.dim == like.dim
 
 
-def _ways(before: Layout, after: Layout, *, exchanges: bool) -> list[tuple[str, Layout]]:
+def _ways(before: Layout, after: Layout, size: int) -> list[tuple[str, Layout]]:
     """Returns the steps on one axis, each with what it leads to; one without a kind if none do."""
     if before == after:
         return []
     if before.is_split and after.is_split:
-        if exchanges and before.factor == after.factor == 1:
+        # Parts are a dimension meanwhile: of one tensor, those of one dimension can be.
+        factor = max(before.factor, after.factor)
+        if 1 in (before.factor, after.factor) and (before.dim != after.dim or factor % size == 0):
             return [("all_to_all", after)]
         return [("all_gather", WHOLE), ("slice", after)]
     kind = _KINDS.get((before.kind, after.kind), "")

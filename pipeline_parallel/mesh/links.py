@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,6 @@ Links: TypeAlias = "Mapping[str, AxisRates] | str | os.PathLike[str]"
 # A small gather takes as long as a collective takes at least; a large one shows the bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**25
 _TIMES = 5
-_FIELDS = ("bytes_per_s", "latency_s")
 
 
 @door
@@ -56,8 +56,7 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
     sizes = {name: mesh.size(i) for i, name in enumerate(names) if mesh.size(i) > 1}
     found = {name: _measured(mesh, name, groups[name], size) for name, size in sizes.items()}
     if path is not None and dist.get_rank() == 0:
-        table = {name: {k: getattr(r, k) for k in _FIELDS} for name, r in found.items()}
-        text = json.dumps(table, indent=1)
+        text = json.dumps({name: asdict(rates) for name, rates in found.items()}, indent=1)
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
     return found
 

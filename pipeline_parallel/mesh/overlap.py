@@ -25,10 +25,12 @@ from .torch_sharding import CASTS
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.lazyinline
 _GATHER, _SCATTER = _OWN.all_gather.default, _OWN.reduce_scatter.default
+_EXCHANGE = _OWN.all_to_all.default
 _TRANSPOSES = (_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int)
 _TAKES_PART = frozenset({*RESHAPES, *_TRANSPOSES, _ATEN.slice.Tensor})
 MOVES_ONLY = frozenset({*_TAKES_PART, _ATEN.cat.default})
 """Operators that need no kernel of a compiler's."""
+_SAME_ELEMENTS = frozenset({*_TAKES_PART, _ATEN.clone.default})
 Nodes: TypeAlias = "Collection[torch.fx.Node]"
 
 
@@ -39,7 +41,7 @@ class Ordered:
     Attributes:
         ahead: starts that need parameters alone, and what those need.
         body: all between.
-        behind: waits for what is only handed out, and views of it.
+        behind: waits for what is only handed out, and views and copies of it.
     """
 
     ahead: Sequence[torch.fx.Node]
@@ -130,11 +132,11 @@ def _given(graph: torch.fx.Graph, parameters: Nodes) -> Nodes:
 
 
 def _handed_out(graph: torch.fx.Graph) -> Nodes:
-    """Returns the waits whose results are only returned, and views of them."""
+    """Returns the waits whose results are only returned, and views and copies of them."""
     found: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        views = node.target is WAIT or node.target in _TAKES_PART
-        if views and all(user.op == "output" or user in found for user in node.users):
+        keeps = node.target is WAIT or node.target in _SAME_ELEMENTS
+        if keeps and all(user.op == "output" or user in found for user in node.users):
             found.add(node)
     for node in graph.nodes:
         if node.target is not WAIT and found.isdisjoint(node.all_input_nodes):
@@ -173,9 +175,10 @@ def _merge(graph: torch.fx.Graph, waits: Sequence[torch.fx.Node]) -> None:
     """Puts one collective in place of several of one kind: flat, one after another."""
     starts: list[Any] = [wait.args[0] for wait in waits]
     target, (_, *rest) = starts[0].target, starts[0].args
-    # A scatter hands out rows, and a gather makes them: a row holds a part of each tensor.
-    parts = rest[-3] if target is _SCATTER else 1
-    ranks = rest[-3] if target is _GATHER else 1
+    # A scatter hands out rows, a gather makes them, and an exchange does both: a row holds a part
+    # of each tensor.
+    parts = rest[-3] if target in (_SCATTER, _EXCHANGE) else 1
+    ranks = rest[-3] if target in (_GATHER, _EXCHANGE) else 1
     with graph.inserting_before(graph.output_node()):
         rows = [_viewed(graph, start.args[0], [parts, -1]) for start in starts]
         flat = _add(graph, _ATEN.cat.default, rows, 1)

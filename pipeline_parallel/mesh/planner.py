@@ -70,8 +70,7 @@ def axes_of_mesh(
         within *= size
         row = "h100-nvlink" if within <= RANKS_OF_A_HOST else "h100-network"
         of_row = LINKS[row if device == "cuda" else "cpu-gloo"]
-        rates = replace(measured.get(name, of_row), exchanges=of_row.exchanges)
-        axes.append(Axis(name, size, rates))
+        axes.append(Axis(name, size, measured.get(name, of_row)))
     return tuple(reversed(axes))
 
 

@@ -10,7 +10,8 @@ dimension of the mesh.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import placement_types
 
 from ...reuse.errors import PlanError, VerifyError
 from ..process_groups import stopped
@@ -30,9 +32,11 @@ _SCHEMAS = {
     "all_reduce": f"Tensor x, str op, {_WHERE}",
     "all_gather": f"Tensor x, int size, {_WHERE}",
     "reduce_scatter": f"Tensor x, str op, int size, {_WHERE}",
+    "all_to_all": f"Tensor x, int size, {_WHERE}",
 }
 
 
+_exchange: Any = dist.all_to_all_single
 # Their names are others from PyTorch 2.14 on.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,14 +51,6 @@ def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
     return dist.all_reduce(out, _reduction(op), group, True)
 
 
-def _all_gather(x: torch.Tensor, size: int, group: Any, out: torch.Tensor) -> Any:
-    return _gather(out, x, group=group, async_op=True)
-
-
-def _reduce_scatter(x: torch.Tensor, op: str, size: int, group: Any, out: torch.Tensor) -> Any:
-    return _scatter(out, x, op=_reduction(op), group=group, async_op=True)
-
-
 def _reduction(op: str) -> Any:
     # gloo has no mean: the sum is divided afterwards.
     return getattr(dist.ReduceOp, {"avg": "SUM", "mean": "SUM"}.get(op, op.upper()))
@@ -62,8 +58,11 @@ def _reduction(op: str) -> Any:
 
 _STARTS: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "all_gather": lambda x, size, group, out: _gather(out, x, group=group, async_op=True),
+    "reduce_scatter": lambda x, op, size, group, out: _scatter(
+        out, x, op=_reduction(op), group=group, async_op=True
+    ),
+    "all_to_all": lambda x, size, group, out: _exchange(out, x, group=group, async_op=True),
 }
 
 
@@ -74,7 +73,7 @@ def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
         rows *= args[0]
     elif name == "reduce_scatter":
         rows //= args[1]
-    elif name == "all_reduce":
+    else:
         return x.new_empty(x.shape)
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -178,6 +177,12 @@ _FUNCTIONAL = torch.ops._c10d_functional
 COLLECTIVES = frozenset(getattr(_OWN, name).default for name in _SCHEMAS)
 INTO = frozenset(getattr(_OWN, name).out for name in _SCHEMAS)
 """The operators that start, and their forms that write into memory that they are given."""
+_OWN_FORMS: Mapping[Any, Any] = {
+    _FUNCTIONAL.all_reduce.default: _OWN.all_reduce.default,
+    _FUNCTIONAL.all_gather_into_tensor.default: _OWN.all_gather.default,
+    _FUNCTIONAL.reduce_scatter_tensor.default: _OWN.reduce_scatter.default,
+    _FUNCTIONAL.all_to_all_single.default: _OWN.all_to_all.default,
+}
 WAIT = _OWN.wait.default
 """Waits for what one of them gives; takes its operand, too, where that is read until then."""
 
@@ -231,14 +236,50 @@ def started(
 
 def _own_form(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     """Returns the operator of ours for a functional collective, and its arguments."""
-    target, args = node.target, node.args
-    if target is _FUNCTIONAL.all_reduce.default:
-        return _OWN.all_reduce.default, args
-    if target is _FUNCTIONAL.all_gather_into_tensor.default:
-        return _OWN.all_gather.default, args
-    if target is _FUNCTIONAL.reduce_scatter_tensor.default:
-        return _OWN.reduce_scatter.default, args
-    return None
+    args: tuple[Any, ...] = node.args
+    if node.target is _FUNCTIONAL.all_to_all_single.default:
+        x, made, given, group = args
+        if made != given or len(set(given)) != 1:
+            return None
+        args = (x, len(given), group)
+    own = _OWN_FORMS.get(node.target)
+    return None if own is None else (own, args)
+
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def exchanges() -> Iterator[None]:
+    """Lets DTensor move a tensor from one split dimension to another by one all-to-all.
+
+    By itself it gathers and cuts on a CPU, and has an operator of its own on a GPU. Other threads
+    are not affected.
+    """
+    thread = threading.get_ident()
+
+    def move(*args: Any) -> torch.Tensor:
+        made: torch.Tensor = (_exchanged if threading.get_ident() == thread else own)(*args)
+        return made
+
+    with _LOCK:
+        own = placement_types.shard_dim_alltoall
+        placement_types.shard_dim_alltoall = move
+        try:
+            yield
+        finally:
+            placement_types.shard_dim_alltoall = own
+
+
+def _exchanged(
+    x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int
+) -> torch.Tensor:
+    size, group = mesh.size(axis), mesh.get_group(axis).group_name
+    parts, one_of_each = x.unflatten(shard_dim, (size, -1)).movedim(shard_dim, 0), [1] * size
+    rows = parts.reshape(size, -1)
+    begun = _FUNCTIONAL.all_to_all_single(rows, one_of_each, one_of_each, group)
+    made: torch.Tensor = _FUNCTIONAL.wait_tensor(begun)
+    return made.view(parts.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, str]:

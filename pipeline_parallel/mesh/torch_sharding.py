@@ -29,6 +29,7 @@ from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
 from ...reuse.torch_names import RESHAPES
 from ..process_groups import first_line
 from .plan import LeafPlan, NodeLayouts, Placements
+from .torch_collectives import exchanges
 from .torch_parts import (
     SPLIT,
     distributed,
@@ -139,7 +140,7 @@ def local_graph(
         return runs[-1].local_results(given)
 
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), exchanges():
             module = traced(run, [locals_], (), decompositions)
     except RuntimeError as error:  # a rule of DTensor's that asks for numbers, or has no way
         raise PlanError(
@@ -472,9 +473,11 @@ class _Sharding(torch.fx.Interpreter):
         """Runs attention on this rank's rows and heads; None where they are not split so."""
         mask = kwargs.get("attn_mask")
         tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
-        lead = tensors[0].placements
-        if not all(p.is_replicate() or 0 <= _split_dim(p) < _ROWS_AND_HEADS for p in lead):
+        splits = [t.placements for t in tensors if _splits_rows_or_heads(t.placements)]
+        if not splits:
             return None
+        # Of a backward, that of the forward: a gradient comes as who computed it had it.
+        lead = max(splits, key=lambda lies: sum(p.is_shard() for p in lies))
         if not all(self._splits_alike(tensors, dim) for dim in map(_split_dim, lead)):
             return None
         if isinstance(mask, DTensor) and mask.dim() not in (2, 4):
@@ -563,6 +566,11 @@ def _split_dim(placement: Any) -> int:
 
 def _splits_rows(placement: Any) -> bool:
     return isinstance(placement, SPLIT) and placement.dim == 0
+
+
+def _splits_rows_or_heads(layout: Sequence[Any]) -> bool:
+    """Whether a layout splits nothing but what attention computes alone."""
+    return all(p.is_replicate() or 0 <= _split_dim(p) < _ROWS_AND_HEADS for p in layout)
 
 
 def _is_single(tensor: DTensor, dim: int) -> bool:

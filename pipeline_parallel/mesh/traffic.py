@@ -23,9 +23,9 @@ class Collective:
     Attributes:
         path: the call that it is in, such as ``micro_batch_0.blocks.1``.
         part: the closure there, such as ``Block.forward``.
-        kind: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
         axis: the dimension of the mesh.
-        num_bytes: of the tensor that is whole on one side: what is summed or gathered.
+        num_bytes: of the larger of what this rank has before and after it.
         num_beside: launches between its start and the wait for it; None where it is not linked.
     """
 
@@ -135,7 +135,7 @@ class ShardedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are summed or gathered in a step, on one rank."""
+        """Bytes that are summed, gathered or exchanged in a step, on one rank."""
         return sum(one.num_bytes for one in self.collectives)
 
     def __str__(self) -> str:
