@@ -473,7 +473,8 @@ class _Sharding(torch.fx.Interpreter):
         """Runs attention on this rank's rows and heads; None where they are not split so."""
         mask = kwargs.get("attn_mask")
         tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
-        splits = [t.placements for t in tensors if _splits_rows_or_heads(t.placements)]
+        alone = (*map(Shard, range(_ROWS_AND_HEADS)), Replicate())
+        splits = [lies for lies in (t.placements for t in tensors) if all(p in alone for p in lies)]
         if not splits:
             return None
         # Of a backward, that of the forward: a gradient comes as who computed it had it.
@@ -566,11 +567,6 @@ def _split_dim(placement: Any) -> int:
 
 def _splits_rows(placement: Any) -> bool:
     return isinstance(placement, SPLIT) and placement.dim == 0
-
-
-def _splits_rows_or_heads(layout: Sequence[Any]) -> bool:
-    """Whether a layout splits nothing but what attention computes alone."""
-    return all(p.is_replicate() or 0 <= _split_dim(p) < _ROWS_AND_HEADS for p in layout)
 
 
 def _is_single(tensor: DTensor, dim: int) -> bool:
