@@ -155,6 +155,17 @@ def fit(
         >>> print(lazyinline.fit(model, (ids, ids), mesh={"fsdp": 8}, target="cuda:sm_90"))
     """
     check_example("fit", model, args)
+    sizes = mesh.values() if isinstance(mesh, Mapping) else [0]
+    if not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
+        raise PlanError(
+            f"mesh={mesh!r} is not the number of ranks, 1 to {2**20:,}, along each dimension by "
+            'its name, such as {"fsdp": 8, "tp": 2}.'
+        )
+    if optimizer_tensors < 0 or (memory_bytes_per_rank is not None and memory_bytes_per_rank <= 0):
+        raise PlanError(
+            f"optimizer_tensors={optimizer_tensors} and memory_bytes_per_rank="
+            f"{memory_bytes_per_rank}: the first is at least 0, and the second more."
+        )
     leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs or {})))
     parts = torch_pytree.unflatten([_part(leaf, micro_batches) for leaf in leaves], tree)
     subject = Subject(LossModel(model, loss_fn), *parts)
@@ -241,9 +252,8 @@ class _Offline:
         )
         with absent_ranks(self.mesh) as mesh:
             goal, links = step_goal(self.batching), self.links if plan == "auto" else None
-            state = step_on_mesh(
-                self.subject, goal, check_mesh(mesh), plan, room_bytes, options, links
-            )
+            check_mesh(mesh, any_names=plan == "auto")
+            state = step_on_mesh(self.subject, goal, mesh, plan, room_bytes, options, links)
             with state.context.cached(state.report):
                 state = run(PASSES, state)
             step = sharded_step(state)

@@ -123,11 +123,6 @@ def parallelize(
     check_example("parallelize", model, args)
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
-    if isinstance(recompute, Budget):
-        raise PlanError(
-            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
-            'mesh takes recompute="selective" or "full".'
-        )
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             "A mesh is of several processes, and torch.distributed is not initialized. Start the "
@@ -199,6 +194,11 @@ def _planner(
     """Returns what says how a step lies on a mesh."""
     from ..pipeline_parallel.mesh.given import Pins, given_plan, pinned
 
+    if isinstance(options.recompute, Budget):
+        raise PlanError(
+            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
+            'mesh takes recompute="selective" or "full".'
+        )
     assert isinstance(subject.model, LossModel)
     modules = [(path, module) for path, module in walk_modules(subject.model.model)]
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
@@ -207,6 +207,8 @@ def _planner(
         return partial(_found, mesh, memory_bytes_per_rank, options, pins, links)
     if memory_bytes_per_rank is not None or links is not None:
         raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
+    if not isinstance(plan, Mapping | None):
+        raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
     leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))

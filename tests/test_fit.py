@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import fit_large
@@ -13,6 +14,7 @@ from memory_events import memory_use
 from parallel_models import MEGATRON, mesh_of, tiny, tokens
 from rank_threads import one_of_many
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import lazyinline
 from lazyinline.backend.gpu.targets import GIB, target_named
@@ -133,17 +135,92 @@ def test_the_command_prints_what_fit_says(
     assert asked["memory_bytes_per_rank"] == 40 * GIB
 
 
-def test_what_cannot_be_asked_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def raising() -> None:
+    raise ValueError("no weights here")
+
+
+def without_loss() -> Any:
+    return nn.Linear(4, 4), (torch.zeros(8, 4),)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).sum()
+        return y * 2 if y > 0 else y
+
+
+def branching() -> Any:
+    return Branching(), (torch.zeros(8, 4),)
+
+
+def more_ranks_than_heads() -> Any:
+    model = tiny()
+    for name in "qkv":
+        lazyinline.shard(getattr(model.layers[0].attention, name), {"weight": Shard(0)})
+    return model, tokens()
+
+
+OF_DECODER: Mapping[str, str] = {
+    "--mesh fsdp": "fsdp is not of the form fsdp=8,tp=2",
+    "--mesh fsdp=x": "fsdp=x is not of the form",
+    "--mesh fsdp=2,fsdp=2": "each name once",
+    "--mesh rows=2": "named ('rows',). Each needs a name that says what it is for: data,",
+    "--mesh tp=2,tensor=2": "one of tensor, tp",
+    "--mesh pp=2,fsdp=2": "leave 'pp' out",
+    "--mesh fsdp=2000000": "number of ranks, 1 to 1,048,576",
+    "--mesh fsdp=3": "(8, 64) cannot be split evenly over the 3 ranks",
+    "--mesh fsdp=2 --micro-batches 3": "into 3 equal micro-batches",
+    "--mesh fsdp=2 --target cpu": "target='cpu' is unknown; there are cuda:sm_80",
+    "--mesh fsdp=2 --target cuda:sm_42": "target='cuda:sm_42' is unknown",
+    "--mesh fsdp=2 --memory-gib 0": "memory_bytes_per_rank=0: the first is at least 0",
+    "--mesh fsdp=2 --memory-gib nan": "invalid Fraction value: 'nan'",
+    "--mesh fsdp=2 --optimizer-tensors -1": "optimizer_tensors=-1 and",
+}
+OF_TARGETS: Mapping[str, str] = {
+    "nosuch:decoder": "No module named 'nosuch'",
+    "test_fit:nosuch": "no attribute 'nosuch'",
+    "test_fit": "'test_fit' is not a target. A target is package.module:function",
+    "test_fit:raising": "ValueError: no weights here",
+    "test_fit:without_loss": "must be a scalar tensor, not (8, 4)",
+    "test_fit:branching": "needs the value of a tensor at test_fit.py",
+    "test_fit:more_ranks_than_heads": "(size 4) is not evenly divisible by mesh dimension 0",
+}
+
+
+def test_what_cannot_be_counted_is_told_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = {("test_fit:decoder", *options.split()): said for options, said in OF_DECODER.items()}
+    asked |= {(target, "--mesh", "tp=8"): said for target, said in OF_TARGETS.items()}
+    for (target, *options), said in asked.items():
+        try:
+            status = main(["fit", target, "--target", TARGET, *options])
+        except SystemExit as refused:  # by the parser
+            status = refused.code
+        output, errors = capfd.readouterr()
+        last = errors.strip().splitlines()[-1]
+        assert (status, output) == (2, ""), (target, options, errors)
+        assert last.startswith("lazyinline") and said in last and "Traceback" not in errors, errors
+
+
+def test_what_a_program_cannot_ask_is_told() -> None:
     model, args = decoder()
     with one_of_many(2), pytest.raises(lazyinline.PlanError, match="is initialized"):
         lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET)
-    with pytest.raises(lazyinline.PlanError, match="into 3 equal micro-batches"):
-        lazyinline.fit(model, args, mesh={"fsdp": 2}, target=TARGET, micro_batches=3)
-    with pytest.raises(lazyinline.PlanError, match="leave 'pp' out"):
-        lazyinline.fit(model, args, mesh={"pp": 2, "fsdp": 2}, target=TARGET)
-    with pytest.raises(SystemExit):
-        main(["fit", "test_fit:decoder", "--mesh", "fsdp=x", "--target", TARGET])
-    assert "not of the form fsdp=8,tp=2" in capsys.readouterr().err
+    refused: tuple[dict[str, Any], ...] = (
+        {"mesh": (2, 2)},
+        {"mesh": {"fsdp": 0}},
+        {"plan": "best"},
+        {"memory_bytes_per_rank": -1},
+        {"recompute": lazyinline.Budget(fraction=0.5)},
+    )
+    for options in refused:
+        with pytest.raises(
+            lazyinline.PlanError, match=r"mesh=\(2|: 0}|'best'|=-1: the|A Budget is"
+        ):
+            lazyinline.fit(model, args, **{"mesh": {"fsdp": 2}, "target": TARGET, **options})
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "tp": 2}], ids=str)

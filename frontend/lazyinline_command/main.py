@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
@@ -206,7 +207,7 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     add("--target", required=True, metavar="GPU", help="of each rank, such as cuda:sm_90")
     help_ = "auto: found without a mark; marked (default): by names of dimensions, and by marks"
     add("--plan", choices=("auto", "marked"), default="marked", help=help_)
-    add("--memory-gib", type=float, metavar="GIB", help="of a rank; default: the GPU's")
+    add("--memory-gib", type=Fraction, metavar="GIB", help="of a rank; default: the GPU's")
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
     add("--recompute", choices=("full", "selective"))
     help_ = "of a parameter's size that the optimizer holds; default 2, as AdamW"
@@ -218,8 +219,9 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 
 def _mesh(text: str) -> tuple[tuple[str, int], ...]:
     axes = [part.partition("=") for part in text.split(",")]
-    if not all(name and size.isdecimal() and int(size) for name, _, size in axes):
-        raise argparse.ArgumentTypeError(f"{text} is not of the form fsdp=8,tp=2")
+    names = {name for name, _, size in axes if name and size.isdecimal() and int(size)}
+    if len(names) < len(axes):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form fsdp=8,tp=2, each name once")
     return tuple((name, int(size)) for name, _, size in axes)
 
 

@@ -144,8 +144,8 @@ def local_graph(
             module = traced(run, [locals_], (), decompositions)
     except RuntimeError as error:  # a rule of DTensor's that asks for numbers, or has no way
         raise PlanError(
-            f"@{leaf.name} cannot be split over the mesh as planned: {first_line(error)}. Leave "
-            "what it computes with whole on each rank."
+            f"@{leaf.name} cannot be split over the mesh as planned. Leave what it computes with "
+            f"whole on each rank. {first_line(error)}"
         ) from error
     (sharding,) = runs
     for node in module.graph.nodes:
