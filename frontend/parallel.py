@@ -484,7 +484,7 @@ class ParallelPipeline(Pipeline):
         self._on_mesh.check_present()
         with self._on_mesh.as_captured():
             super()._check(micro_batches)
-        self._agreement.check_batch(micro_batches, draws=False)
+        self._agreement.check_batch(micro_batches, draws=bool(self._draws))
 
     def _gradient(self, parameter: Tensor, summed: Tensor) -> Tensor:
         if parameter not in self._given:

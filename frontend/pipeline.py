@@ -16,6 +16,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
+from ..pipeline_parallel.draws import StageDraws
 from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
@@ -306,6 +307,8 @@ class Pipeline:
         own = self._own_tensors()
         self._parameters = {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
         self._check_tensors(state.derived)
+        forwards = [one.forward for one in state.derived]
+        self._draws = StageDraws(() if state.mesh_plan is None else forwards)
         self._steps = self._compile(state)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
@@ -364,7 +367,9 @@ class Pipeline:
         progress = Progress(state.order) if self._planned is not None else None
         splits = self._table.splits_backward
         return [
-            StageSteps(d, self._runs, progress, self._tensors_of(d.stage), seed, splits)
+            StageSteps(
+                d, self._runs, progress, self._tensors_of(d.stage), seed, splits, self._draws
+            )
             for d in self._derived
         ]
 
@@ -501,7 +506,8 @@ class Pipeline:
         if scaled is not None:
             for one in self._steps:
                 one.begin_with(scaled)
-        losses = self._runner.step([self._rows(leaves) for leaves in micro_batches])
+        with self._draws.step(len(micro_batches)):
+            losses = self._runner.step([self._rows(leaves) for leaves in micro_batches])
         with torch.no_grad():
             if self._planned is not None:
                 self._planned.run_due()

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..reuse.errors import PipelineError
 from ..reuse.ir.program import ModelTensor
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from .draws import StageDraws
 from .rank_order import RankOrder
 from .stage_derivative import StageDerivative
 
@@ -115,6 +116,7 @@ class StageSteps:
         tensors: the model's tensors, in the order of ``stage.model_tensors``.
         seed: the gradient of one micro-batch's loss.
         splits: whether backwards of this schedule come in two halves.
+        draws: of all stages.
     """
 
     derived: StageDerivative
@@ -123,6 +125,7 @@ class StageSteps:
     tensors: Callable[[], Sequence[Tensor]]
     seed: float
     splits: bool
+    draws: StageDraws
     counts: StageCounts = field(default_factory=StageCounts)
 
     def __post_init__(self) -> None:
@@ -141,6 +144,7 @@ class StageSteps:
         """Runs the forward; returns the results, on the last stage."""
         self.counts.forward += 1
         self._given[micro_batch] = [*(user[i] for i in self._users), *self._seeds]
+        self.draws.begin(self.derived.stage.index, micro_batch)
         outputs = self._run(FORWARD, micro_batch)
         present = self.tensors() if self._targets else ()
         first = len(outputs) - len(self._targets)

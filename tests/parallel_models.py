@@ -135,9 +135,14 @@ def far_off(
     mesh: Any,
     plan: Any,
     batches: Callable[[int], Sequence[Any] | Mapping[str, Any]] = tokens,
+    *,
+    num_parts: int = 1,
     **options: Any,
 ) -> list[str]:
-    """Trains a model over a mesh and alone, five steps; says where numbers differ."""
+    """Trains a model over a mesh and alone, five steps; says where numbers differ.
+
+    Alone it takes a batch in so many parts, one after the other, as its dropout shows.
+    """
     alone, wrong, seen = copy.deepcopy(model), [], set[str]()
     args, kwargs = _arguments(batches(0))
     parallel = lazyinline.parallelize(model, args, kwargs, mesh=mesh, plan=plan, **options)
@@ -148,8 +153,12 @@ def far_off(
         loss = parallel.step(*args, **kwargs)
         torch.manual_seed(step)
         theirs.zero_grad()
-        output = alone(*args, **kwargs)
-        expected = output if isinstance(output, Tensor) else output.loss
+        if num_parts == 1:
+            output = alone(*args, **kwargs)
+            expected = output if isinstance(output, Tensor) else output.loss
+        else:
+            parts = zip(*(x.chunk(num_parts) for x in args), strict=True)
+            expected = torch.stack([alone(*part) for part in parts]).mean()
         expected.backward()
         if relative_error(loss, expected.detach()) > 1e-5:
             wrong.append(f"step {step}: the loss is {loss}, not {expected}")

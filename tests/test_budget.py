@@ -17,13 +17,14 @@ from link_tree import ROOT
 # (pipeline_parallel +238), interrupts in finalizers and files of one idea (frontend +47), measured
 # rates of a mesh (frontend +20, pipeline_parallel +120), its page (frontend +80, pipeline_parallel
 # +34), recompute in found plans (frontend +21, pipeline_parallel +62), all-to-all
-# (pipeline_parallel +46).
+# (pipeline_parallel +46), what fit cannot count (frontend +14),
+# dropout in stages (frontend -3, pipeline_parallel +79).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_920, 94),
+    "frontend": (24_917, 94),
     "reuse": (8_280, 30),
     "autodiff": (6_590, 26),
     "recompute": (1_280, 7),
-    "pipeline_parallel": (7_850, 31),
+    "pipeline_parallel": (7_929, 32),
     "backend": (12_190, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

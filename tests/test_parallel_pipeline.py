@@ -49,8 +49,9 @@ def train_until_ended(rank: int, folder: pathlib.Path, **options: Any) -> None:
 
 
 def train_two(rank: int, folder: pathlib.Path) -> None:
-    mesh = mesh_of(pipeline=2, tensor=1)
-    torch.save(far_off(tiny(), mesh, MEGATRON, batch, **EAGER), folder / f"wrong{rank}")
+    mesh, model = mesh_of(pipeline=2, tensor=1), tiny(dropout=0.3)
+    wrong = far_off(model, mesh, MEGATRON, batch, num_parts=2, **EAGER)
+    torch.save(wrong, folder / f"wrong{rank}")
     train_until_ended(rank, folder, axes={"pipeline": 2, "tensor": 1})
 
 
@@ -98,9 +99,9 @@ def test_a_rank_that_hangs_ends_the_other_after_the_time_out(tmp_path: pathlib.P
 MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = {
     "1F1B": ({"pipeline": 2, "tensor": 2}, MEGATRON, {}, {}),
     "tied": ({"tensor": 2, "pp": 2}, MEGATRON, {"tied": True}, {"recompute": "full"}),
-    "halves": ({"pp": 2, "tp": 2}, SEQUENCE, {}, HALVES),
+    "halves": ({"pp": 2, "tp": 2}, SEQUENCE, {"dropout": 0.3}, HALVES),
     "rows": ({"data": 2, "pp": 2}, None, {"tied": True}, {"schedule": "GPipe"}),
-    "gathered": ({"pp": 2, "fsdp": 2}, None, {}, {"backend": "inductor"}),
+    "gathered": ({"pp": 2, "fsdp": 2}, None, {"dropout": 0.3}, {"backend": "inductor"}),
     "interleaved": ({"pp": 2, "tp": 2}, MEGATRON, {}, INTERLEAVED),
 }
 
@@ -109,6 +110,7 @@ def train_four(rank: int, folder: pathlib.Path) -> list[str]:
     wrong = []
     for name, (axes, plan, kind, options) in MESHES.items():
         mesh, chosen = mesh_of(**axes), {**EAGER, **options}
+        chosen["num_parts"] = chosen["micro_batches"]
         wrong += [f"{name}: {t}" for t in far_off(tiny(4, **kind), mesh, plan, batch, **chosen)]
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
     with mock.patch.object(parallel, "CPU", Rates(2e6, 8e6)):
@@ -218,6 +220,11 @@ def test_a_plan_shows_stages_and_what_each_moves() -> None:
         assert not hasattr(model.head.weight, "placements")
 
 
+class Noisy(torch.nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
 def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
     with one_of_many(4):
         refused: list[tuple[str, dict[str, Any]]] = [
@@ -229,7 +236,9 @@ def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
         for said, options in refused:
             with pytest.raises(lazyinline.PlanError, match=said):
                 pipelined(tiny(), **options)
+        noisy = tiny()
+        noisy.norm = Noisy(16).double()
         with pytest.raises(lazyinline.PlanError, match="draws random numbers"):
-            pipelined(tiny(dropout=0.5))
+            pipelined(noisy)
         with pytest.raises(lazyinline.PipelineError, match="split='half' is unknown"):
             pipelined(tiny(), split="half")

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...autodiff.flows import drawing_leaf
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
+from ...pipeline_parallel.draws import check_draws
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ...recompute.policy import POLICIES
 from ...reuse.errors import PlanError
@@ -81,13 +81,6 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
 
     on_mesh, plan = state.goal.on_mesh, state.mesh_plan
     assert on_mesh is not None and plan is not None
-    for one in state.derived:
-        if leaf := drawing_leaf(one.forward):
-            raise PlanError(
-                f"@{leaf.name} draws random numbers, and each stage of a pipeline would draw its "
-                "own, which one process does not. Switch that off (dropout), or use a mesh without "
-                "a pipeline."
-            )
     decomposed = state.context.decomposed
     parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
     sharder = _sharder(state, plan)
@@ -96,6 +89,8 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
     layouts = {name: _layout(plan, name, whole) for name in names}
     replicas = frozenset(i for i, (name, _) in enumerate(plan.axes) if name in REPLICATED)
     made = StageSharder(sharder, layouts, plan.batch, replicas).sharded(state.derived, parts)
+    backwards = [program for one in made for program in one.backward if program is not None]
+    check_draws([one.forward for one in made], backwards, on_mesh.mesh.device_type)
     plan = replace(plan, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
     programs = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
