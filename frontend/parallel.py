@@ -106,8 +106,8 @@ def parallelize(
         recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
-        timeout_s: with a pipeline, how long a transfer between stages may wait for another rank,
-            as in :func:`.pipeline`; collectives of the mesh wait as long as its own groups do.
+        timeout_s: with a pipeline, how long a transfer between stages, or the compile of another
+            rank, may be waited for; collectives of the mesh wait as long as its own groups do.
 
     Raises:
         PlanError: if the model cannot be split so.

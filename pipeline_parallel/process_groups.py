@@ -216,7 +216,8 @@ class Ranks:
         # One barrier for all: the leader comes to it after its turn, the others before theirs.
         leads = everyone.index(everyone[self.rank]) == self.rank
         if not leads:
-            dist.barrier(group=self.group)
+            with _explained("while another rank compiled", self.group):
+                dist.barrier(group=self.group)
         try:
             yield
         finally:
@@ -398,7 +399,8 @@ def _place(
 def _gathered(own: object, group: Any) -> list[Any]:
     """Returns what each rank of a group hands in."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    with _explained("where ranks compare what they have", group):
+        dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 

@@ -70,7 +70,9 @@ def said_by_survivors(
     with started(folder, task, world) as ranks:
         deadline = time.monotonic() + LIMIT_S
         while len(list(folder.glob("ready*"))) < world:
-            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
+            assert time.monotonic() < deadline
+            ended = [rank.communicate()[0] for rank in ranks if rank.poll() is not None]
+            assert not ended, ended
             time.sleep(0.2)
         ranks[-1].send_signal(ended_by)
         deadline = time.monotonic() + limit_s
