@@ -41,11 +41,11 @@ class StageDraws:
                     like = node.args[0].meta["val"]
                     x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                     _DROPOUT(x, *node.args[1:])
-        after = torch.get_rng_state()
+        after = torch.get_rng_state() if self else None
         try:
             yield
         finally:
-            if self:
+            if after is not None:
                 torch.set_rng_state(after)
 
     def begin(self, stage: int, micro_batch: int) -> None:
