@@ -192,7 +192,7 @@ def _planner(
     links: Links | None,
 ) -> Planner:
     """Returns what says how a step lies on a mesh."""
-    from ..pipeline_parallel.mesh.given import Pins, given_plan, pinned
+    from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
 
     if isinstance(options.recompute, Budget):
         raise PlanError(
@@ -211,11 +211,30 @@ def _planner(
         raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
     leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    return partial(_given, given_plan(modules, mesh, plan or {}, marks, tensors))
+    given = given_plan(modules, mesh, plan or {}, marks, tensors)
+    return partial(_given, given, all_names(modules))
 
 
-def _given(plan: MeshPlan, step: Callable[[RecomputeMark], StepProgram]) -> MeshPlan:
-    return plan
+def _given(
+    plan: MeshPlan,
+    names: Mapping[str, Sequence[str]],
+    make_step: Callable[[RecomputeMark], StepProgram],
+) -> MeshPlan:
+    """Returns a plan by hand, its joint projections split in each."""
+    from ..pipeline_parallel.mesh.joint import with_joint_projections
+
+    def names_of(source: str) -> Sequence[str]:
+        return names[tensor_name(source)]
+
+    return with_joint_projections(plan, lambda: _with_examples(make_step("")), names_of)
+
+
+def _with_examples(step: StepProgram) -> StepProgram:
+    """Returns a step whose nodes have examples, which leaves from the cache have not."""
+    for closure in walk_closures(step.program):
+        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
+            note_examples(closure)
+    return step
 
 
 def _found(
@@ -236,11 +255,7 @@ def _found(
     axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
 
     def plan_of(policy: RecomputeMark) -> FoundPlan:
-        step = make_step(policy)
-        for closure in walk_closures(step.program):
-            # Leaves that came from the cache have no examples, and costs are read off those.
-            if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
-                note_examples(closure)
+        step = _with_examples(make_step(policy))
         own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
         memory = memory_bytes_per_rank
         return find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)

@@ -169,6 +169,31 @@ def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(ba
     assert run_in_threads(2, train) == [[], []]
 
 
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"fsdp": 2, "tp": 2}], ids=["tensor", "fsdp x tp"])
+def test_a_joint_projection_that_is_split_by_a_style_is_split_by_head(axes: dict[str, int]) -> None:
+    plan = {
+        "blocks.*.attention.qkv": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+
+    def batch(seed: int) -> Any:
+        ids, _ = tokens(seed)
+        return ids, ids
+
+    def train(rank: int) -> list[str]:
+        model: Any = tiny_gpt()
+        if "tensor" in axes:  # one weight of two names
+            model.blocks[1].attention.qkv.weight = model.blocks[0].attention.qkv.weight
+        wrong = far_off(model, mesh_of(**axes), plan, batch, backend="eager")
+        joint = repr(model.blocks[0].attention.qkv.weight.placements[-1])
+        return wrong if joint == "_StridedShard(dim=0, sf=3)" else [*wrong, joint]
+
+    world = torch.Size(axes.values()).numel()
+    assert run_in_threads(world, train) == [[]] * world
+
+
 def test_split_tokens_are_exchanged_for_split_heads() -> None:
     def row(seed: int) -> Any:
         return tokens(seed, rows=1)

@@ -2,6 +2,7 @@
 
 plan                  what lies where: parameters, the batch, and the tensors of closures
 given                 a plan by hand: parallel styles of modules, and pins of parameters
+joint                 weights by hand that hold several projections, each split by itself
 planner               finds a plan: the cheapest by the costs of a device and of a mesh
 folding               a step, each different closure once, with the slots between calls
 layouts               layouts on the axes of a mesh, and what it costs to change them

@@ -166,6 +166,15 @@ def _named(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.P
             yield f"{path}.{name}" if path else name, parameter
 
 
+def all_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
+    """Returns, by each name of a parameter, all that it has: a tied one has several."""
+    names: dict[int, list[str]] = {}
+    found = {name: names.setdefault(id(tensor), []) for name, tensor in _named(modules)}
+    for name, same in found.items():
+        same.append(name)
+    return found
+
+
 def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
     names = mesh.mesh_dim_names or ()
     return tuple((name, mesh.size(i)) for i, name in enumerate(names))

@@ -347,13 +347,13 @@ def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLay
     """Returns the nodes of a leaf that are the results of modules whose result is pinned."""
     pinned = {}
     for entry, layout in zip(leaf.entries, layouts, strict=True):
-        node = None if layout.result is None else _result_of_weight(entry)
+        node = None if layout.result is None else result_of_weight(entry)
         if node is not None:
             pinned[node] = NodeLayouts(outputs=(layout.result,))
     return pinned
 
 
-def _result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
+def result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
     """Returns what a Linear or an Embedding gives, by its weight; None where it is not computed.
 
     A backward multiplies by the weight as it lies, and a forward by its transpose.

@@ -39,6 +39,14 @@ from .torch_parts import (
     reshaped_in_parts,
     without_data,
 )
+from .torch_sharding_rules import (
+    ROWS_AND_HEADS,
+    Rules,
+    has_rows,
+    is_local_attention,
+    layout_of,
+    placements,
+)
 
 _ATEN = torch.ops.aten
 # A sum that is still to be taken may go through these first.
@@ -62,18 +70,6 @@ _LOSSES_OF_IMAGES = _ATEN.nll_loss2d_forward.default, _ATEN.nll_loss2d_backward.
 _MEAN, _SUM = 1, 2
 # Where DTensor keeps its rules, in the versions there are.
 _RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
-# Each row and head of attention is computed alone: sharded along these, it is a local operator.
-ATTENTION = frozenset(
-    {
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_backward.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_efficient_attention_backward.default,
-    }
-)
-_ROWS_AND_HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -132,11 +128,15 @@ def local_graph(
     mode = new_fake_mode(leaf.module)
     locals_ = [fake_tensor(mode, t) for t in input_types]
     runs: list[_Sharding] = []
+    types = zip(flat_types(leaf.input_types), layouts, strict=True)
+    lying = ((t, p) for t, lies in types for p in lies if isinstance(p, _StridedShard))
+    parts = tuple({(t.shape[p.dim], int(p.split_factor)): None for t, p in lying})
+    rules = [Rules(size, parts) for size in mesh.shape if parts]  # which a trace would hold
 
     def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         parts = zip(flat, flat_types(leaf.input_types), layouts, strict=True)
         given = [distributed(local, mesh, lies, type_) for local, type_, lies in parts]
-        runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs))
+        runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs, rules))
         return runs[-1].local_results(given)
 
     try:
@@ -171,11 +171,13 @@ class _Sharding(torch.fx.Interpreter):
         mesh: DeviceMesh,
         plan: LeafPlan,
         partial_outputs: frozenset[int],
+        rules: Sequence[Rules],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False
         self._mesh, self._plan = mesh, plan
         self._partial_outputs = partial_outputs
+        self._rules = rules
         self._replicated = replicated(mesh)
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
@@ -314,14 +316,38 @@ class _Sharding(torch.fx.Interpreter):
         draws = torch.Tag.nondeterministic_seeded in target.tags
         if draws or target in _LOSSES_OF_IMAGES or not has_rule(target):
             return self._call_whole(node, args, kwargs)
+        planned = self._plan.nodes.get(node) or self._in_parts(node)
+        if planned is None and self._rules:
+            args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._joined)  # type: ignore[misc]
         if target in RESHAPES:
-            return self._reshaped(args, kwargs, self._asked(node))
-        planned = self._plan.nodes.get(node)
+            return self._reshaped(args, kwargs, planned.outputs[0] if planned else None)
         if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
             return made
         if target is _CONVERT:  # whose rule sums first
             return _ATEN._to_copy.default(args[0], dtype=args[1])
         return target(*args, **kwargs)
+
+    def _in_parts(self, node: torch.fx.Node) -> NodeLayouts | None:
+        """Returns how an operator lies by rules for parts, which few of DTensor's own know."""
+        held = {n: t for n in node.all_input_nodes if isinstance(t := self.env[n], torch.Tensor)}
+        lies = [tuple(self._wrapped(t).placements) for t in held.values()]
+        ways = []
+        for axis, rules in enumerate(self._rules):
+            present = tuple(layout_of(one[axis]) for one in lies)
+            ways += [w for w in rules.ways(node) if w.inputs == present][:1]
+        if not ways or len(ways) < len(self._rules):
+            return None
+        layouts = zip(*(way.outputs for way in ways), strict=True)
+        made = tuple(placements(one, self._mesh.shape) for one in layouts)
+        in_parts = any(isinstance(p, _StridedShard) for one in (*lies, *made) for p in one)
+        return NodeLayouts(tuple(lies), made) if in_parts else None
+
+    def _joined(self, value: Any) -> Any:
+        """Gathers what is split in parts: no rule says how to go on with it."""
+        if not isinstance(value, DTensor):
+            return value
+        lies = (Replicate() if isinstance(p, _StridedShard) else p for p in value.placements)
+        return self._at(value, tuple(lies))
 
     def _asked(self, node: torch.fx.Node) -> Placements | None:
         """Returns how the plan wants the first result of an operator."""
@@ -473,7 +499,7 @@ class _Sharding(torch.fx.Interpreter):
         """Runs attention on this rank's rows and heads; None where they are not split so."""
         mask = kwargs.get("attn_mask")
         tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
-        alone = (*map(Shard, range(_ROWS_AND_HEADS)), Replicate())
+        alone = (*map(Shard, range(ROWS_AND_HEADS)), Replicate())
         splits = [lies for lies in (t.placements for t in tensors) if all(p in alone for p in lies)]
         if not splits:
             return None
@@ -542,22 +568,6 @@ class _Sharding(torch.fx.Interpreter):
         sizes = zip(whole, layout, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, q, size in sizes if p != q)
         return distributed(made.to_local() / num_parts, self._mesh, layout, made)
-
-
-def is_local_attention(node: torch.fx.Node) -> bool:
-    """Whether an operator is attention that each rank can compute of its rows and heads."""
-    target: Any = node.target
-    if target not in ATTENTION:
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    # Dropout draws a mask of the whole.
-    return not given.get("dropout_p") and given.get("attn_bias") is None
-
-
-def has_rows(value: Any) -> bool:
-    """Whether what attention takes or gives has rows and heads."""
-    return isinstance(value, torch.Tensor) and value.dim() > _ROWS_AND_HEADS
 
 
 def _split_dim(placement: Any) -> int:

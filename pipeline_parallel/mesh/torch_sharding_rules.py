@@ -23,10 +23,22 @@ from torch.fx.node import map_arg
 
 from ...reuse.ir.costs import tensors_of
 from .layouts import SUM, WHOLE, Layout, split
-from .torch_sharding import has_rows, is_local_attention
 
-_ADD_ROWS = torch.ops.aten._unsafe_masked_index_put_accumulate.default
-_FULL = torch.ops.aten.full.default
+_ATEN = torch.ops.aten
+_ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
+_FULL = _ATEN.full.default
+# Each row and head of attention is computed alone: sharded along these, it is a local operator.
+ATTENTION = frozenset(
+    {
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_backward.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention_backward.default,
+    }
+)
+ROWS_AND_HEADS = 2
 
 
 class Way(NamedTuple):
@@ -79,6 +91,22 @@ def layout_of(one: Any) -> Layout | None:
     if type(one) is Partial:
         return Layout(one.reduce_op) if one.reduce_op in ("sum", "max") else None
     return Layout("masked") if isinstance(one, Partial) else None
+
+
+def is_local_attention(node: torch.fx.Node) -> bool:
+    """Whether an operator is attention that each rank can compute of its rows and heads."""
+    target: Any = node.target
+    if target not in ATTENTION:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    # Dropout draws a mask of the whole.
+    return not given.get("dropout_p") and given.get("attn_bias") is None
+
+
+def has_rows(value: Any) -> bool:
+    """Whether what attention takes or gives has rows and heads."""
+    return isinstance(value, torch.Tensor) and value.dim() > ROWS_AND_HEADS
 
 
 class Rules:
