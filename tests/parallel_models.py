@@ -64,6 +64,39 @@ class Layer(nn.Module):
         return y
 
 
+class Experts(nn.Module):
+    """Feed-forward networks of which a router weighs two for each token."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = self.router(x).softmax(-1)
+        best = chance.topk(2).indices
+        weight = chance * torch.zeros_like(chance).scatter(-1, best, 1.0)
+        hidden = F.silu(torch.einsum("btd,edf->ebtf", x, self.up))
+        return torch.einsum("ebtf,efd,bte->btd", hidden, self.down, weight)
+
+
+class TinyMixture(nn.Module):
+    """Returns the loss of the next tokens; its layers are experts alone."""
+
+    def __init__(self, layers: int = 2, *, width: int = 16, experts: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Experts(width, experts) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 class TinyLlama(nn.Module):
     """Returns the loss of the next tokens; embedding and head may be one tensor."""
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from decoders import Decoder, DecoderConfig, GptDecoder
 from models import Block
+from parallel_models import TinyMixture
 from torch import Tensor, nn
 
 from lazyinline import PlanError
@@ -217,6 +218,16 @@ def test_data_and_tensor_parallel_are_found_together() -> None:
     assert repr(middle) == "(Replicate(), Shard(dim=0))"
     assert ("all_reduce", 1) in {(one.step.kind, one.step.axis) for one in found.collectives}
     assert found.seconds == pytest.approx(found.bound_s)
+
+
+def test_experts_are_split_where_reading_their_weights_takes_longest() -> None:
+    with torch.device("meta"):
+        model, ids = TinyMixture(width=512, experts=64), torch.zeros(1, 32, dtype=torch.long)
+    rates, axes = Rates(flops_per_s=4e14, bytes_per_s=2.5e12), [axis("ranks", 4)]
+    found = find_plan(step_of(model, ids, ids), axes, rates)
+    experts = {repr(p) for n, p in found.plan.parameters.items() if n.endswith((".up", ".down"))}
+    assert experts == {"(Shard(dim=0),)"}
+    assert found.whole == ()
 
 
 def test_gradients_of_a_joint_projection_are_joined_by_rows() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from comparing import relative_error
 from decoders import DecoderConfig, GptDecoder
-from parallel_models import MEGATRON, mesh_of, tiny
+from parallel_models import MEGATRON, Experts, mesh_of, tiny
 from rank_threads import one_of_many
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
@@ -32,23 +31,6 @@ from lazyinline.reuse.ir.program import Leaf, tensor_type, walk_closures
 from lazyinline.reuse.ir.types import TensorType
 
 RANKS = 8
-
-
-class Experts(nn.Module):
-    """Feed-forward networks of which a router weighs two for each token."""
-
-    def __init__(self, width: int = 16, experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts)
-        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.3)
-        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chance = self.router(x).softmax(-1)
-        best = chance.topk(2).indices
-        weight = chance * torch.zeros_like(chance).scatter(-1, best, 1.0)
-        hidden = F.silu(torch.einsum("btd,edf->ebtf", x, self.up))
-        return torch.einsum("ebtf,efd,bte->btd", hidden, self.down, weight)
 
 
 def mixture() -> nn.Module:

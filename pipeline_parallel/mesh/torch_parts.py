@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.node import map_aggregate as aggregate
 
 from ...reuse import torch_pytree
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.types import TensorType, contiguous_stride
 from .plan import NodeLayouts, Placements
 
 SPLIT = Shard, _StridedShard  # neither is the other's class in all versions
@@ -39,6 +39,34 @@ def without_data(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
+    """Copies what each rank has, as into its part of memory; None where the copy is a cast."""
+    if (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+        return None
+    whole, layout = without_data(memory), tuple(tensor.placements)
+    return distributed(in_order_of(tensor.to_local(), whole), tensor.device_mesh, layout, whole)
+
+
+def stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a packed tensor of a shape, its axes in the order of other strides."""
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    packed = contiguous_stride(tuple(shape[d] for d in order))
+    return tuple(packed[order.index(d)] for d in range(len(shape)))
+
+
+def in_order_of(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Returns a rank's part packed, its axes in the order in which the whole tensor's lie."""
+    return laid_out(local, stride_like(whole.stride(), tuple(local.shape)))
+
+
+def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor with strides."""
+    if tuple(tensor.stride()) == tuple(stride):
+        return tensor
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return torch.ops.aten.copy.default(made, tensor)
 
 
 def moved(tensor: DTensor, layout: Placements) -> DTensor:

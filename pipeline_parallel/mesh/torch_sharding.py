@@ -25,7 +25,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
-from ...reuse.ir.types import TensorType, contiguous_stride, is_dense
+from ...reuse.ir.types import TensorType, is_dense
 from ...reuse.torch_names import RESHAPES
 from ..process_groups import first_line
 from .plan import LeafPlan, NodeLayouts, Placements
@@ -33,10 +33,14 @@ from .torch_collectives import exchanges
 from .torch_parts import (
     SPLIT,
     distributed,
+    in_order_of,
     joined_in_parts,
+    laid_out,
+    laid_out_as,
     moved,
     of_own_parts,
     reshaped_in_parts,
+    stride_like,
     without_data,
 )
 from .torch_sharding_rules import (
@@ -60,8 +64,9 @@ _VIEWS = frozenset(
 _CONVERT = torch.ops.prims.convert_element_type.default
 CASTS = frozenset({_ATEN._to_copy.default, _CONVERT})
 """Operators that change the type of elements."""
+_CAT, _COPY = _ATEN.cat.default, _ATEN.copy.default
 _LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATEN.clone.default})
-_CAT = _ATEN.cat.default
+_LINEAR |= {_COPY}
 _DROPOUT = _ATEN.native_dropout.default
 _EMBEDDING, _GATHER = _TABLES = _ATEN.embedding.default, _ATEN.gather.default
 _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
@@ -95,7 +100,7 @@ def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> Tenso
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
     shape = tuple(int(size) for size in shape)
-    stride = _stride_like(type_.stride, shape)
+    stride = stride_like(type_.stride, shape)
     return TensorType(type_.dtype, shape, stride, type_.device)
 
 
@@ -303,6 +308,8 @@ class _Sharding(torch.fx.Interpreter):
             args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
             if (made := joined_in_parts(args, self._asked(node))) is not None:
                 return made
+        if target is _COPY and (made := laid_out_as(*args[:2])) is not None:
+            return made
         if is_local_attention(node) and (made := self._attention(args, kwargs, target)) is not None:
             return made
         if target in _TABLES and (made := self._looked_up(target, args)) is not None:
@@ -382,7 +389,7 @@ class _Sharding(torch.fx.Interpreter):
                 return value
             made = self._at(value, self._replicated).to_local()
             # Some read memory, or draw in its order: it is laid out as in one process.
-            return _laid_out(made, value.stride())
+            return laid_out(made, value.stride())
 
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), whole)  # type: ignore[misc]
         result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -530,7 +537,7 @@ class _Sharding(torch.fx.Interpreter):
             whole = target(*args, **kwargs)
         # On a GPU results lie as operands do, and with them are numbers and a generator's state.
         return tuple(
-            distributed(_in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
+            distributed(in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
             for t, w in zip(made, whole, strict=True)
         )
 
@@ -591,21 +598,3 @@ def has_rule(operator: Any) -> bool:
     """Whether DTensor says how an operator is split."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return any(operator in getattr(propagator, name, ()) for name in _RULES)
-
-
-def _stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a packed tensor of a shape, its axes in the order of other strides."""
-    order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-    packed = contiguous_stride(tuple(shape[d] for d in order))
-    return tuple(packed[order.index(d)] for d in range(len(shape)))
-
-
-def _in_order_of(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    return _laid_out(local, _stride_like(whole.stride(), tuple(local.shape)))
-
-
-def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    if tuple(tensor.stride()) == tuple(stride):
-        return tensor
-    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return torch.ops.aten.copy.default(made, tensor)

@@ -26,7 +26,7 @@ from .layouts import SUM, WHOLE, Layout, split
 
 _ATEN = torch.ops.aten
 _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
-_FULL = _ATEN.full.default
+_COPY, _FULL = _ATEN.copy.default, _ATEN.full.default
 # Each row and head of attention is computed alone: sharded along these, it is a local operator.
 ATTENTION = frozenset(
     {
@@ -171,7 +171,7 @@ class Rules:
     def _found(self, node: torch.fx.Node, operands: Sequence[torch.fx.Node]) -> list[Way]:
         occurrences = _tensor_arguments(node)
         results = tensors_of(node)
-        rows = self._rows(node, occurrences, len(results))
+        rows = self._rows(node, occurrences, results)
         tensors = [t[0] if (t := tensors_of(n)) else None for n in operands]
         whole = Way(tuple(None if t is None else WHOLE for t in tensors), (WHOLE,) * len(results))
         # Rules of some operators lack it, and every rank can always compute the whole.
@@ -194,7 +194,10 @@ class Rules:
         return list(found)
 
     def _rows(
-        self, node: torch.fx.Node, occurrences: Sequence[torch.fx.Node], num_results: int
+        self,
+        node: torch.fx.Node,
+        occurrences: Sequence[torch.fx.Node],
+        results: Sequence[torch.Tensor],
     ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
         """Yields layouts of results and of operands, as the tables have them."""
         target: Any = node.target
@@ -204,7 +207,7 @@ class Rules:
             for dim in (0, 1):  # by sequence or by head
                 full = [has_rows(tensors_of(n)[0]) for n in occurrences]
                 masks = [n is node.kwargs.get("attn_mask") for n in occurrences]
-                made = [split(dim) if has_rows(t) else WHOLE for t in tensors_of(node)]
+                made = [split(dim) if has_rows(t) else WHOLE for t in results]
                 inputs = (
                     split(dim) if f and not m else WHOLE for f, m in zip(full, masks, strict=True)
                 )
@@ -212,10 +215,14 @@ class Rules:
         elif node.target is _ADD_ROWS and _is_zero(node.args[0]):
             # The gradient of an embedding: each rank adds up the rows that it has.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
+        elif node.target is _COPY:
+            # What it is copied into is new memory, of which each rank has as much as it needs.
+            for one in (*self.layouts(results[0]), SUM):
+                yield [one], [WHOLE, one]
         elif not occurrences or torch.Tag.nondeterministic_seeded in target.tags:
             return  # a constant is the same on each rank, and so are random numbers
         elif node.target in self._new:
-            yield from self._new_rows(node, num_results)
+            yield from self._new_rows(node, len(results))
         elif node.target in self._old:
             yield from self._old_rows(node, occurrences)
         else:
