@@ -40,7 +40,6 @@ def test_rules_are_found_where_they_are_looked_for() -> None:
     "torch.ops._c10d_functional",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    "torch.distributed.tensor.placement_types.shard_dim_alltoall",
     "torch.utils._pytree.tree_map_only",
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # of which nothing is there

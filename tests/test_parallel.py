@@ -245,8 +245,10 @@ def test_what_is_computed_again_gives_what_one_process_gives_and_less_is_saved(p
             made = lazyinline.parallelize(tiny(4), tokens(), recompute=one, mesh=mesh, **options)
             peaks.append(made.last_report.peak_bytes)
         assert peaks[1] < peaks[0]
-    with pytest.raises(lazyinline.PlanError, match="a rank's is not"):
-        lazyinline.parallelize(tiny(), tokens(), mesh=None, recompute=lazyinline.Budget(fraction=1))
+        with pytest.raises(lazyinline.PlanError, match="a rank's is not"):
+            lazyinline.parallelize(
+                tiny(), tokens(), mesh=mesh, recompute=lazyinline.Budget(fraction=1)
+            )
 
 
 def test_micro_batches_and_tied_weights_give_what_one_process_gives() -> None:

@@ -25,7 +25,7 @@ from ...reuse.ir.costs import tensors_of
 from .layouts import SUM, WHOLE, Layout, split
 
 _ATEN = torch.ops.aten
-_ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
+_ADD_ROWS = torch.ops.aten._unsafe_masked_index_put_accumulate.default
 _COPY, _FULL = _ATEN.copy.default, _ATEN.full.default
 # Each row and head of attention is computed alone: sharded along these, it is a local operator.
 ATTENTION = frozenset(
