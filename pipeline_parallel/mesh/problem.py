@@ -27,6 +27,7 @@ PREFETCHED = 0.5
 _UNIT_S = 1e-6
 _TOLERANCE = 1e-4
 _BRANCHING_S = 60
+_SIMPLEX_STEPS, _STEPS_REACHED = 20_000, 1
 
 
 class OverMemoryError(PlanError):
@@ -132,7 +133,14 @@ class Problem:
     def _relaxed(self, costs: Any, matrix: Any, below: tuple[Any, Any]) -> Any:
         upper, bound = below
         options: dict[str, Any] = {"A_eq": matrix, "b_eq": np.array(self._right)}
-        return linprog(costs, upper, bound, **options, bounds=(0, None), method="highs")
+        options |= {"A_ub": upper, "b_ub": bound, "bounds": (0, None)}
+        # Where many plans cost nearly the same, the simplex method goes through all of them. It is
+        # limited by steps: by time, ranks would end with different plans.
+        limit = {"maxiter": _SIMPLEX_STEPS}
+        found = linprog(costs, **options, method="highs", options=limit)
+        if found.status == _STEPS_REACHED:
+            return linprog(costs, **options, method="highs-ipm")
+        return found
 
     def _branched(
         self, costs: Any, matrix: Any, below: tuple[Any, Any], fixed: Sequence[bool]
