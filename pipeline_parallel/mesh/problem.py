@@ -168,8 +168,8 @@ class Problem:
         }
         made = evaluated(self._choices, self._moves, self._memory, options)
         # What a byte more is worth: the last of the rows with an upper bound is the memory's.
-        is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < 0
-        return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=is_scarce)
+        is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < -_TOLERANCE
+        return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=bool(is_scarce))
 
     def _is_whole(self, values: Any) -> bool:
         taken = values[: self.num_options]
