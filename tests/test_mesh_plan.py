@@ -298,6 +298,7 @@ def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
     found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
     assert found.bound_s == pytest.approx(plain.bound_s)
     assert found.is_scarce == plain.is_scarce == (share < 1)
+    assert ("no plan with equal layers takes less" in str(found)) == (share < 1)
 
 
 # ---- rules and moves ----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .choices import Item
     from .taken import Taken
 
+_CERTAIN = 1e-3
 _HEAD = ("operator", "operands -> results", "moved before", "next best")
 
 
@@ -29,6 +30,8 @@ def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
         f"mesh {mesh}: {seconds_text(solution.seconds)} a step, "
         f"{bytes_text(solution.held_bytes)} held on a rank"
     ]
+    if solution.bound_s < (1 - _CERTAIN) * solution.seconds:
+        lines.append(f"no plan with equal layers takes less than {seconds_text(solution.bound_s)}")
     if taken.choices.unknown:
         lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
     for number, role in enumerate(folded.roles):
