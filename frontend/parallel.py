@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,8 @@ from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Goal, OnMesh, Planner, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline
 from .training_step import LossFunction, LossModel
+
+_State = TypeVar("_State")
 
 
 @door
@@ -156,6 +158,26 @@ def parallelize(
     return ParallelPipeline(
         AskedPipeline(whole, batch, Context(options), ranks, table, splitting, on_mesh)
     )
+
+
+def for_checkpoint(state: _State) -> _State:
+    """Returns a state that ``torch.distributed.checkpoint`` saves and loads, whatever the plan.
+
+    A joint projection is split in each of its parts, which a checkpoint does not know by itself.
+    Tensors stay in their memory, so what is loaded is in the model and in the optimizer.
+
+    Args:
+        state: of a model or an optimizer, or a dictionary of such.
+
+    Example:
+        >>> state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        >>> dcp.save(lazyinline.for_checkpoint(state), checkpoint_id=folder)
+    """
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ..pipeline_parallel.mesh.torch_checkpoint import with_pieces
+
+    made: _State = with_pieces(state)
+    return made
 
 
 def _without(mesh: Any, dim: str) -> Any:
@@ -479,6 +501,10 @@ class ParallelPipeline(Pipeline):
             "Stages that are split over a mesh are saved with torch.distributed.checkpoint: "
             "dcp.save(parallel.state_dict(), checkpoint_id=folder), and dcp.load in the same way."
         )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns this rank's part of the model's state, to be saved as :meth:`save` says."""
+        return for_checkpoint(super().state_dict())
 
     def load(self, folder: str | pathlib.Path) -> None:
         """Refuses, as :meth:`save` does."""

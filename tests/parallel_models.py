@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import relative_error
+from decoders import DecoderConfig, GptDecoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -213,3 +214,8 @@ def far_off(
 
 def _arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return ((), batch) if isinstance(batch, Mapping) else (batch, {})
+
+
+def tiny_gpt() -> nn.Module:
+    """A model whose queries, keys and values are of one projection."""
+    return numbered(GptDecoder(DecoderConfig(2, 16, 4, vocab=VOCABULARY, seq=8)))

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from decoders import DecoderConfig, GptDecoder
 from parallel_models import (
     MEGATRON,
     VOCABULARY,
@@ -22,6 +21,7 @@ from parallel_models import (
     mesh_of,
     numbered,
     tiny,
+    tiny_gpt,
     tokens,
     tokens_for_heads,
 )
@@ -54,11 +54,6 @@ SEQUENCE = {
     "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
     "head": ColwiseParallel(),
 }
-
-
-def tiny_gpt() -> nn.Module:
-    """A model whose queries, keys and values are of one projection."""
-    return numbered(GptDecoder(DecoderConfig(2, 16, 4, vocab=VOCABULARY, seq=8)))
 
 
 @pytest.mark.smoke

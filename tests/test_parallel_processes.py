@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import selected
-from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens, tokens_for_heads
+from parallel_models import MEGATRON, far_off, mesh_of, tiny, tiny_gpt, tokens, tokens_for_heads
 from ranks import run_ranks, said_by_survivors
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -68,6 +68,52 @@ def save_and_load_on_another_mesh(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong if torch.isclose(loss, expected) else [*wrong, f"{loss}, not {expected}"]
 
 
+JOINT = {
+    "blocks.*.attention.qkv": ColwiseParallel(),
+    "blocks.*.attention.out": RowwiseParallel(),
+}
+
+
+def trained(mesh: Any, plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, (ids, _) = tiny_gpt(), tokens()
+    step = lazyinline.parallelize(model, (ids, ids), mesh=mesh, plan=plan, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step.step(ids, ids)
+    optimizer.step()
+    return model, optimizer
+
+
+def save_joint_projections(rank: int, folder: pathlib.Path) -> list[str]:
+    """Saved split by head; loaded where they are split otherwise, and split by head again."""
+    mesh, place = mesh_of(tensor=2), folder / "joint"
+    saved = trained(mesh, JOINT)
+    dcp.save(lazyinline.for_checkpoint(state_of(saved)), checkpoint_id=place)
+    wrong = []
+    for to, plan in ((mesh_of(fsdp=2), None), (mesh, JOINT)):
+        loaded = trained(to, plan)
+        with torch.no_grad():
+            for parameter in loaded[0].parameters():
+                parameter.fill_(7.0)
+        dcp.load(lazyinline.for_checkpoint(state_of(loaded)), checkpoint_id=place)
+        for name, tensor in flat(state_of(saved)).items():
+            if not torch.equal(tensor, flat(state_of(loaded))[name]):
+                wrong.append(f"{name} is another after loading into {to}")
+    joint = saved[0].get_parameter("blocks.0.attention.qkv.weight").placements  # type: ignore[attr-defined]
+    return wrong if "sf=3" in repr(joint) else [*wrong, repr(joint)]
+
+
+def state_of(trained: tuple[nn.Module, torch.optim.Optimizer]) -> dict[str, Any]:
+    model, optimizer = trained
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+
+def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Whole tensors by their names in a state."""
+    model = {name: tensor.full_tensor() for name, tensor in state["model"].items()}
+    kept = {f"{n}.{k}": t for n, own in state["optimizer"].items() for k, t in own.items()}
+    return model | {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in kept.items()}
+
+
 def disagree(rank: int, folder: pathlib.Path) -> list[str]:
     """Other models, other batches, and other random numbers on each rank."""
     mesh, said = mesh_of(tensor=2), []
@@ -98,7 +144,7 @@ def two_ranks(
 def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     tasks = (
         *(train_in_kernels, exchange, draw_as_one_process),
-        *(save_and_load_on_another_mesh, disagree),
+        *(save_and_load_on_another_mesh, save_joint_projections, disagree),
     )
     wanted = (folder / "task").read_text().split()
     return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
@@ -106,7 +152,14 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "task", ["train_in_kernels", "exchange", "draw_as_one_process", "save_and_load_on_another_mesh"]
+    "task",
+    [
+        "train_in_kernels",
+        "exchange",
+        "draw_as_one_process",
+        "save_and_load_on_another_mesh",
+        "save_joint_projections",
+    ],
 )
 def test_two_processes_give_what_one_gives(
     task: str, two_ranks: list[dict[str, list[str]]]

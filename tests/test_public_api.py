@@ -15,7 +15,8 @@ NAMES = """
     ExportError ExportReport Fit LazyInlineError MeasureReport ParallelStep Pipeline PipelineError
     PlanError
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
-    compile_step decomposition export_onnx fit func last_report lazy_inline measure
+    compile_step decomposition export_onnx fit for_checkpoint func last_report lazy_inline
+    measure
     measure_links parallelize pipeline place primitives recompute shard stage
 """
 PUBLIC = set(NAMES.split())

@@ -24,7 +24,7 @@ from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
-from lazyinline.frontend.parallel import ParallelStep, parallelize
+from lazyinline.frontend.parallel import ParallelStep, for_checkpoint, parallelize
 from lazyinline.frontend.pipeline import Pipeline, pipeline
 from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
@@ -77,6 +77,7 @@ __all__ = [
     "decomposition",
     "export_onnx",
     "fit",
+    "for_checkpoint",
     "func",
     "last_report",
     "lazy_inline",

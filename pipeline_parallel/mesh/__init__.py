@@ -21,4 +21,5 @@ sharded               a program of local shapes, each different leaf once
 stages                the stages of a pipeline, each sharded over the other dimensions
 traffic               what one rank moves and holds: collectives of a step, and its memory
 torch_offline         adapter: a mesh of ranks that are not there
+torch_checkpoint      adapter: tensors split in parts, as checkpoints have them
 """
