@@ -46,10 +46,10 @@ MEGATRON = {
 }
 
 
-def llama_13b() -> lazyinline.Fit:
+def llama_13b(layers: int = 40) -> lazyinline.Fit:
     """Plans and compiles Llama-2-13B on 8 x 8 ranks, 64 sequences of 4,096 tokens."""
     with torch.device("meta"):
-        model = Decoder(DecoderConfig(40, **LLAMA_13B)).bfloat16()
+        model = Decoder(DecoderConfig(layers, **LLAMA_13B)).bfloat16()
         ids = torch.zeros(64, LLAMA_13B["seq"], dtype=torch.long)
     mesh = {"data": 8, "tp": 8}
     return lazyinline.fit(model, (ids, ids), mesh=mesh, target=TARGET, plan="auto")

@@ -21,13 +21,13 @@ from link_tree import ROOT
 # dropout in stages (frontend -3, pipeline_parallel +79), errors that name ranks
 # (pipeline_parallel +2), joint projections in plans by hand (frontend +15, pipeline_parallel +112),
 # experts in found plans and fewer steps to them (pipeline_parallel +35),
-# pieces of tensors in checkpoints (frontend +27, pipeline_parallel +82).
+# pieces of tensors in checkpoints (frontend +27, pipeline_parallel +84).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (24_960, 94),
     "reuse": (8_280, 30),
     "autodiff": (6_590, 26),
     "recompute": (1_280, 7),
-    "pipeline_parallel": (8_160, 34),
+    "pipeline_parallel": (8_162, 34),
     "backend": (12_190, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

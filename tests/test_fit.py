@@ -40,6 +40,15 @@ def decoder() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @needs_triton
+def test_layers_of_a_large_model_are_planned_and_compiled_on_sixty_four_absent_ranks() -> None:
+    found = fit_large.llama_13b(layers=2)
+    assert found.fits and not found.step.layouts.whole
+    # Tokens are exchanged for heads around attention.
+    assert "all_to_all" in {one.kind for one in found.step.collectives}
+    assert found.step.num_bytes == found.step.layouts.moved_bytes
+
+
+@needs_triton
 def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed() -> None:
     model, args = decoder()
     before = torch.get_rng_state(), sys.excepthook

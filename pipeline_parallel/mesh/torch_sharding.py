@@ -327,7 +327,7 @@ class _Sharding(torch.fx.Interpreter):
         if planned is None and self._rules:
             args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._joined)  # type: ignore[misc]
         if target in RESHAPES:
-            return self._reshaped(args, kwargs, planned.outputs[0] if planned else None)
+            return self._reshaped(args, kwargs, planned or NodeLayouts())
         if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
             return made
         if target is _CONVERT:  # whose rule sums first
@@ -361,14 +361,17 @@ class _Sharding(torch.fx.Interpreter):
         planned = self._plan.nodes.get(node)
         return planned.outputs[0] if planned is not None and planned.outputs else None
 
-    def _reshaped(self, args: Any, kwargs: Any, asked: Placements | None) -> DTensor:
+    def _reshaped(self, args: Any, kwargs: Any, planned: NodeLayouts) -> DTensor:
         """Reshapes; gathers first what would be split in strides, which few rules can take."""
         lies: Placements = tuple(args[0].placements)
+        asked = planned.outputs[0] if planned.outputs else None
         in_parts = any(isinstance(p, _StridedShard) for p in (*lies, *(asked or ())))
         sums, asked_sums = ([p.is_partial() for p in one] for one in (lies, asked or ()))
-        if asked and in_parts and sums == asked_sums:
-            # Planned so, a rank's part of the result is its part of the operand: DTensor has no
-            # rule where several dimensions of the mesh split one in parts.
+        as_planned = in_parts or planned.inputs[:1] == (lies,)
+        if asked and as_planned and sums == asked_sums:
+            # Planned so, a rank's part of the result is its part of the operand. DTensor has no
+            # rule where several dimensions of the mesh split one in parts, and takes a view of the
+            # whole for one of each part, which a collective may have laid out in another order.
             return reshaped_in_parts(args[0], args[1], asked)
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
