@@ -39,7 +39,9 @@ class StageDraws:
                 self._states[stage, micro_batch] = torch.get_rng_state()
                 for node in nodes:
                     like = node.args[0].meta["val"]
-                    x = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+                    x = torch.empty_strided(
+                        like.shape, like.stride(), dtype=like.dtype, device=like.device
+                    )
                     _DROPOUT(x, *node.args[1:])
         after = torch.get_rng_state() if self else None
         try:
