@@ -197,9 +197,10 @@ REFUSED = {
         "Generator"),
     "count in Python": ("self.calls += 1\nreturn self.first(x) * self.calls", "'calls'"),
     "count past the module": ("self.__dict__['calls'] += 1\nreturn self.first(x) * self.calls",
-        "'calls'"),
+        "the __dict__"),
     "count by update": (
-        "vars(self).update(calls=self.calls + 1)\nreturn self.first(x) * self.calls", "'calls'"),
+        "vars(self).update(calls=self.calls + 1)\nreturn self.first(x) * self.calls",
+        "the __dict__"),
     "count by object.__setattr__": (
         "object.__setattr__(self, 'calls', self.calls + 1)\nreturn self.first(x) * self.calls",
         "'calls'"),

@@ -161,7 +161,7 @@ def test_a_value_of_any_kind_that_all_blocks_reach_is_eagers(kind: str, way: str
 WRITERS = {
     "between blocks": ("put(index + 1.0)", "torch.tanh(self.linear(x)) * get()"),
     "by the forward": (
-        "index or put(0.0)",
+        "index or put(1.0)",
         "(put(get() + 1.0), torch.tanh(self.linear(x)) * get())[1]",
     ),
 }
