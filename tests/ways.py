@@ -64,6 +64,13 @@ class Holder:
     def __getitem__(self, index): return self.values[index]
     def __call__(self): return self.values[0]
 HOLDER, MADE, BELOW = Holder(), Shared(), SubClass()
+MANY = [MADE]
+def product_of(value):
+    def __mul__(self, other): return value
+    return __mul__
+def wrapped(function):
+    def wrapper(*args, **options): return function(*args, **options)
+    return wrapper
 FROM_C, MONEY = decimal.Context(prec=1), Money("1")
 class Other: pass
 OTHER = Other()
@@ -200,6 +207,9 @@ OUTSIDE = ANYWHERE | {
     "class replaced": Way("OBJECT.__class__ = derived(Value, kind=V)", "OBJECT.kind",
         "the global OBJECT"),
     "operator": Way("Shared.__mul__ = lambda self, other: V", "MADE * 1"),
+    "operator of an object in a list": Way("Shared.__mul__ = lambda self, other: V", "MANY[0] * 1"),
+    "operator by its name": Way("Shared.__mul__ = product_of(V)", "BELOW * 1"),
+    "operator in a wrapper": Way("Shared.__mul__ = wrapped(product_of(V))", "MANY[0] * 1"),
     "number of a class": Way("Money.scale = V", "number(MONEY) * MONEY.scale"),
     "code": Way("function.__code__ = code_of(V)", "function()"),
     "environment": Way("os.environ['LAZYINLINE_TEST'] = str(V)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -189,7 +190,7 @@ class Reads:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
         code, scope = frame.f_code, frame.f_globals
         variables = frame.f_locals
-        owner = variables.get(code.co_varnames[0]) if code.co_argcount else None
+        owner = _first_of(code, variables)
         if owner is not None and not is_library(scope.get("__name__")):
             self._method(owner, (*code.co_names, code.co_name))
         if code.co_freevars and code not in _ENVIRONMENT_CODES:
@@ -243,6 +244,9 @@ class Reads:
 
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
+        # This method, whatever its code is called, may be an operator of its object's.
+        operators = tuple(operators_of(type(owner)))
+        self._named_attributes(type(owner), operators, _MAX_OUTSIDE_DEPTH - 1)
         if isinstance(owner, nn.Module):
             self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
         elif id(owner) in self.owners:
@@ -376,3 +380,23 @@ def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionTy
         for cell in function.__closure__ or ():
             found.append((cell, shallow_snapshot(cell_contents(cell)), function))
     return found
+
+
+def _first_of(code: types.CodeType, variables: Mapping[str, Any]) -> Any:
+    """Returns what a function was called with first, which may be the object of a method."""
+    if code.co_argcount:
+        return variables.get(code.co_varnames[0])
+    if code.co_flags & inspect.CO_VARARGS:  # as a wrapper takes it
+        return next(iter(variables.get(code.co_varnames[code.co_kwonlyargcount], ())), None)
+    return None
+
+
+def operators_of(kind: type) -> set[str]:
+    """Returns methods of a class that Python calls though no code names them: ``__len__``."""
+    return {
+        name
+        for base in kind.__mro__
+        if not is_library(base.__module__)
+        for name, value in vars(base).items()
+        if name[:2] == name[-2:] == "__" and isinstance(value, types.FunctionType)
+    }

@@ -26,7 +26,7 @@ from torch import nn
 from ..freeze import is_constant, same_value
 from ..kinds import ABSENT, cell_contents, is_library, is_of_library, own_table
 from .module_state import module_state
-from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state
+from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state, operators_of
 
 Check = Callable[[], bool]
 CompareFacts = Callable[..., bool]
@@ -300,7 +300,7 @@ class RootEvidence:
             if isinstance(holder, type):
                 todo.append(type(holder))
             used = id(holder) in self.contents.classes
-            for name in _own_names(holder, names | _operators(holder) if used else names):
+            for name in _own_names(holder, names | operators_of(holder) if used else names):
                 if (id(holder), name) not in known:
                     self._add(holder, name)
             # What was looked into meanwhile may have led to more.
@@ -408,17 +408,6 @@ def _part_of(owner: Any, name: str) -> Any:
 def _uses_inspect(reads: Reads) -> bool:
     values = (look_up(owner, name) for owner, name in reads.places())
     return any(v is inspect or getattr(v, "__module__", "") == "inspect" for v in values)
-
-
-def _operators(kind: type) -> set[str]:
-    """Returns methods of a class that Python calls though no code names them: ``__len__``."""
-    return {
-        name
-        for base in kind.__mro__
-        if not is_library(base.__module__)
-        for name, value in vars(base).items()
-        if name[:2] == name[-2:] == "__" and isinstance(value, types.FunctionType)
-    }
 
 
 def _own_names(holder: Any, names: set[str]) -> Iterator[str]:
