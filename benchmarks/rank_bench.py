@@ -21,13 +21,13 @@ from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
+from lazyinline.frontend.page.pipeline import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
-from lazyinline.frontend.pipeline import ShownPlan, plan_page
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.actions import ActionTable

@@ -56,6 +56,7 @@ class Batch:
         if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()
         check_splits([leaf], self._count, PipelineError)
+        # One part is the tensor itself: a number has no dimension to split.
         return leaf.tensor_split(self._count) if self._count > 1 else [leaf]
 
 

@@ -148,6 +148,7 @@ def run_fit(options: argparse.Namespace) -> None:
         kwargs,
         mesh=dict(options.mesh),
         target=options.target,
+        # On a command line no plan can be written down: "marked" is what names and marks say.
         plan="auto" if options.plan == "auto" else None,
         memory_bytes_per_rank=options.memory_gib and int(options.memory_gib * 2**30),
         micro_batches=options.micro_batches,

@@ -195,6 +195,7 @@ def _part(leaf: Any, count: int) -> Any:
     if count < 1:
         raise PlanError(f"micro_batches={count}: there must be at least one.")
     check_splits([leaf], count)
+    # A copy: a program is compiled for a micro-batch of its own memory, not for a view.
     return leaf[: leaf.shape[0] // count].clone()
 
 
@@ -251,6 +252,7 @@ class _Offline:
             reuse=self.reuse, recompute=recompute, cache="disk", target=self.target.name
         )
         with absent_ranks(self.mesh) as mesh:
+            # Rates are to find a plan by; one that is given takes none.
             goal, links = step_goal(self.batching), self.links if plan == "auto" else None
             check_mesh(mesh, any_names=plan == "auto")
             state = step_on_mesh(self.subject, goal, mesh, plan, room_bytes, options, links)

@@ -79,6 +79,7 @@ class MeshParameters:
                     )
 
 
+# The guard compares what modules hold with what they held, which were no DTensors.
 class _AsCaptured:
     def __init__(self, held: Iterable[_Held]) -> None:
         self._held = list(held)

@@ -143,6 +143,7 @@ def parallelize(
     whole = LossModel(model, loss_fn)
     subject = Subject(whole, *batch.first_micro_batch())
     dim = next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+    # Without stages a step is one program, and its arena holds the micro-batches, too.
     if dim is None:
         goal = step_goal(Batching(micro_batches, "forward_first"))
         state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options, links)
@@ -450,6 +451,7 @@ class ParallelStep:
                 "A parameter has a hook, and a step over a mesh runs none. Do that between the "
                 "step and the optimizer's."
             )
+        # Made once: the arena has one place for each gradient, which every step writes again.
         if not self._given:
             made = outputs[self._num_parts : self._num_parts + len(self._trained)]
             self._given = list(map(gradient_of, self._trained, map(in_own_storage, made)))

@@ -24,7 +24,7 @@ from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     with_own_collectives,
 )
 from lazyinline.pipeline_parallel.mesh.torch_offline import absent_ranks
-from lazyinline.pipeline_parallel.mesh.torch_sharding import has_rule
+from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import has_rule
 
 pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore::FutureWarning")]
 _ATEN = torch.ops.aten

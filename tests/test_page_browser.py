@@ -29,8 +29,8 @@ from test_pipeline_plan import plan
 import lazyinline
 from lazyinline.frontend import measure
 from lazyinline.frontend.page.page import measured_page
+from lazyinline.frontend.page.pipeline import ShownPlan
 from lazyinline.frontend.page.write import write_page
-from lazyinline.frontend.pipeline import ShownPlan
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BINARY = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -47,6 +47,7 @@ from .torch_sharding_rules import (
     ROWS_AND_HEADS,
     Rules,
     has_rows,
+    has_rule,
     is_local_attention,
     layout_of,
     placements,
@@ -73,8 +74,6 @@ _ADD_ROWS = _ATEN._unsafe_masked_index_put_accumulate.default
 _LOSSES = _ATEN.nll_loss_forward.default, _ATEN.nll_loss_backward.default
 _LOSSES_OF_IMAGES = _ATEN.nll_loss2d_forward.default, _ATEN.nll_loss2d_backward.default
 _MEAN, _SUM = 1, 2
-# Where DTensor keeps its rules, in the versions there are.
-_RULES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 
 
 @dataclass(frozen=True)
@@ -595,9 +594,3 @@ def _is_single(tensor: DTensor, dim: int) -> bool:
 
 def _is_partial(value: Any) -> bool:
     return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
-
-
-def has_rule(operator: Any) -> bool:
-    """Whether DTensor says how an operator is split."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return any(operator in getattr(propagator, name, ()) for name in _RULES)

@@ -109,6 +109,16 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > ROWS_AND_HEADS
 
 
+# Where DTensor keeps its rules, in the versions there are.
+_TABLES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether DTensor says how an operator is split."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return any(operator in getattr(propagator, name, ()) for name in _TABLES)
+
+
 class Rules:
     """Ways of operators on one axis; each different operator is asked once.
 
