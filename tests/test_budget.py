@@ -26,11 +26,11 @@ from link_tree import ROOT
 # pipeline_parallel +3).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (24_976, 95),
-    "reuse": (8_293, 30),
-    "autodiff": (6_590, 26),
+    "reuse": (7_709, 29),
+    "autodiff": (6_588, 26),
     "recompute": (1_280, 7),
     "pipeline_parallel": (8_167, 34),
-    "backend": (12_190, 42),
+    "backend": (12_184, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
