@@ -18,7 +18,7 @@ from torch import nn
 from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
 from ..backend.gpu.roofline import Prediction, predict
-from ..backend.gpu.targets import GIB, Target
+from ..backend.gpu.targets import Target
 from ..backend.kernels.lower import BackendName, GpuBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList
 from ..backend.link.layout import Layout
@@ -26,7 +26,7 @@ from ..backend.link.placement import gradients_of
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.rank_program import RankPlan
 from ..recompute.summary import RecomputeRecord
-from ..reuse.ir.printer import WIDTH
+from ..reuse.ir.printer import WIDTH, bytes_text
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse, first_repeated
 from .capture.regions import ModeChoice, SharingDecision, text_of_keys
@@ -387,20 +387,24 @@ class GpuRecord:
             yield f"  {self.num_beside} launches on a second stream, in parallel with others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
-        yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"
-        yield (
-            f"    parameters and inputs {_gib(self.given_bytes)}, arena {_gib(self.arena_bytes)}, "
-            f"cuBLAS {_gib(self.workspace_bytes)}"
+        held, given, arena, cublas, limit = (
+            bytes_text(size)
+            for size in (
+                *(self.peak_bytes, self.given_bytes, self.arena_bytes, self.workspace_bytes),
+                target.memory_bytes,
+            )
         )
+        yield f"  memory {held}, {verdict} {limit}:"
+        yield f"    parameters and inputs {given}, arena {arena}, cuBLAS {cublas}"
         if self.allocating:
             yield (
-                f"    allocated by launches {_gib(self.outside_bytes)}: "
+                f"    allocated by launches {bytes_text(self.outside_bytes)}: "
                 f"{', '.join(self.allocating)}"
             )
         yield (
             f"  predicted {cost.seconds * 1e3:.3g} ms at least, by the roofline: "
             f"{cost.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
-            f"{_gib(cost.moved_bytes)} moved"
+            f"{bytes_text(cost.moved_bytes)} moved"
         )
 
 
@@ -429,12 +433,6 @@ def gpu_record(
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
         num_beside=program.num_beside,
         prediction=predict(lists, backend.target),
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 100 else f"{num_bytes / 2**20:.2f} MiB"
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..reuse.errors import PipelineError
 from ..reuse.ir.costs import Cost, Rates
-from ..reuse.ir.printer import WIDTH
+from ..reuse.ir.printer import WIDTH, bytes_text
 from ..reuse.ir.program import Composite, Program
 from ..reuse.ir.transfer import Wire
 from ..reuse.ir.types import TensorType
@@ -216,8 +216,8 @@ class PipelinePlan:
         lines += _table(self.stages)
         for rank in range(len(table.ranks)):
             lines.append(
-                f"rank {rank}: peak {megabytes(self.peak_bytes(rank))}, of it in flight "
-                f"{megabytes(self.in_flight_bytes(rank))}"
+                f"rank {rank}: peak {bytes_text(self.peak_bytes(rank))}, of it in flight "
+                f"{bytes_text(self.in_flight_bytes(rank))}"
             )
         return "\n".join(lines)
 
@@ -233,8 +233,8 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
             f"{s.flops / 1e9:.2f}",
             f"{s.forward_s * 1e3:.2f} ms",
             f"{s.backward_s * 1e3:.2f} ms",
-            megabytes(s.parameter_bytes),
-            megabytes(s.saved_bytes),
+            bytes_text(s.parameter_bytes),
+            bytes_text(s.saved_bytes),
             str(s.in_flight),
         )
         for s in stages
@@ -267,11 +267,6 @@ def _span(stage: StagePlan, width: int) -> str:
 def _end_of(path: str, width: int) -> str:
     """Returns a path, or the end of one that is too long."""
     return path if len(path) <= width else f"...{path[-max(width - 3, 1) :]}"
-
-
-def megabytes(num_bytes: int) -> str:
-    """Returns a size in text."""
-    return f"{num_bytes / 2**20:.2f} MB"
 
 
 def predicted_durations(stages: Sequence[StagePlan]) -> Durations:

@@ -28,13 +28,11 @@ from lazyinline.frontend.page.sections import runs
 from lazyinline.frontend.page.write import (
     PageData,
     as_json,
-    bytes_text,
-    flops_text,
     ratio_range,
-    seconds_text,
     times_less,
     write_page,
 )
+from lazyinline.reuse.ir.printer import bytes_text, flops_text, seconds_text
 
 ASSETS = pathlib.Path(write.__file__).parent / "assets"
 SHOWN = ("lanes", "keys", "instances", "passes", "choices", "frontiers")

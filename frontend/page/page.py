@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
 from .arena import arena_section
 from .sections import (
@@ -20,12 +21,9 @@ from .sections import (
 from .write import (
     PageData,
     about,
-    bytes_text,
     count_text,
     error_text,
-    flops_text,
     ratio_range,
-    seconds_text,
     times_less,
 )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
+from ...reuse.ir.printer import bytes_text, seconds_text
 from ..compile_record import CompileRecord
 from .page import compile_sections, notes, program_tiles, tile
 from .sections import (
@@ -20,7 +21,7 @@ from .sections import (
     predicted_section,
     recompute_rows,
 )
-from .write import PageData, about, bytes_text, count_text, seconds_text, write_page
+from .write import PageData, about, count_text, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective

@@ -12,7 +12,6 @@ import pathlib
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any, TypeAlias
 
@@ -97,34 +96,6 @@ def ratio_range(ratios: list[float]) -> str:
     """Writes ratios as a range: ``0.9-1.1x``, or ``1.0x`` where they agree."""
     low, high = (f"{r:.2f}" if r < 10 else f"{r:.0f}" for r in (min(ratios), max(ratios)))
     return f"{low}\u00d7" if low == high else f"{low}\u2013{high}\u00d7"
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Writes a size: ``31.1 MiB``."""
-    size, unit = _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def flops_text(flops: float) -> str:
-    """Writes an amount of work: ``1.2 GFLOP``."""
-    amount, unit = _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-    return f"{amount:.3g} {unit}"
-
-
-def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
-    """Returns a value in the largest of some units in which it is not below one."""
-    for unit in units[:-1]:
-        if abs(value) < step:
-            return value, unit
-        value /= step
-    return value, units[-1]
-
-
-def seconds_text(seconds: float) -> str:
-    """Writes a time: ``12.1 ms``, ``4.10 s``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.1f} \u00b5s"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def error_text(error: float | str | None) -> str:

@@ -10,8 +10,7 @@ links                 what the links of a mesh sustain: measured once, kept in a
 torch_sharding_rules  adapter: the ways to split an operator over one axis
 choices               operators in groups, each with its options and their seconds
 problem               the choice of options as a linear program
-taken                 what was chosen, by operator and as a plan
-table                 a found plan as text
+taken                 what was chosen, by operator, as a plan and as text
 torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
 torch_parts           adapter: tensors of which a dimension consists of parts, each split by itself
 torch_collectives     adapter: collectives as two operators, whose memory a plan places

@@ -198,7 +198,6 @@ class Choices:
         folded: the step.
         axes: of the mesh.
         rates: of a rank.
-        strided: lets a dimension that consists of several parts be split part by part.
         pinned: the axis and the layout along it of parameters, by name.
 
     Attributes:
@@ -213,13 +212,11 @@ class Choices:
         folded: Folded,
         axes: Sequence[Axis],
         rates: Rates,
-        *,
-        strided: bool = True,
         pinned: Mapping[str, tuple[int, Layout | None]] | None = None,
     ) -> None:
         self.folded = folded
         self._pinned = pinned or {}
-        factors = tuple(_factors(folded)) if strided else ()
+        factors = tuple(_factors(folded))
         by_size = {axis.size: Rules(axis.size, factors) for axis in axes}
         self._rules = [by_size[axis.size] for axis in axes]
         self.slots = [self._slot_item(slot) for slot in folded.slots]

@@ -9,12 +9,13 @@ slot too. The size of what is planned does not depend on the number of layers.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 import torch.fx
+from networkx.utils import UnionFind
 
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
@@ -127,25 +128,6 @@ class _Flat:
         return [env[o] for o in program.outputs]
 
 
-class _Sets:
-    """Disjoint sets of numbers."""
-
-    def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
-
-    def find(self, one: int) -> int:
-        while self._parent[one] != one:
-            # Halves the path, or tensors of many layers would be walked one by one each time.
-            self._parent[one] = self._parent[self._parent[one]]
-            one = self._parent[one]
-        return one
-
-    def join(self, members: Iterable[int]) -> None:
-        roots = [self.find(one) for one in members]
-        for root in roots[1:]:
-            self._parent[root] = self.find(roots[0])
-
-
 def fold(
     program: Program,
     parameters: Mapping[int, str],
@@ -168,26 +150,26 @@ def fold(
     input_ids = {t: i for i, ids in enumerate(inputs) for t in ids}
     roles = _roles(flat)
     number: dict[Closure, int] = {leaf: i for i, leaf in enumerate(roles)}
-    sets = _Sets(len(flat.types))
+    sets = UnionFind(range(len(flat.types)))
     by_port: dict[Port, list[int]] = defaultdict(list)
     for call, taken, given in flat.calls:
         # What is no role (a sum of gradients) lies as what it takes.
         if call.closure not in number:
-            sets.join((*taken, *given))
+            sets.union(*taken, *given)
             continue
         for is_output, tensors in ((False, taken), (True, given)):
             for place, one in enumerate(tensors):
                 by_port[Port(number[call.closure], is_output, place)].append(one)
     for alike in by_port.values():
-        sets.join(alike)
+        sets.union(*alike)
     for output, target in gradients.items():
-        sets.join((*outputs[output], *inputs[target]))
+        sets.union(*outputs[output], *inputs[target])
     members: dict[int, list[int]] = defaultdict(list)
     for one in range(len(flat.types)):
-        members[sets.find(one)].append(one)
+        members[sets[one]].append(one)
     ports: dict[int, list[Port]] = defaultdict(list)
     for port, alike in by_port.items():
-        ports[sets.find(alike[0])].append(port)
+        ports[sets[alike[0]]].append(port)
     held = _held(flat, set(input_ids))
     results = {t for i, ids in enumerate(outputs) if i not in gradients for t in ids}
     slots, slot_of = list[Slot](), dict[Port, int]()

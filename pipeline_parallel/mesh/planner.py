@@ -13,6 +13,7 @@ import numpy as np
 from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates
+from ...reuse.ir.printer import bytes_text, seconds_text
 from ...reuse.ir.program import RecomputeMark
 from .choices import Choices, Group
 from .folding import Folded, fold
@@ -20,8 +21,7 @@ from .layouts import LINKS, Axis, Layouts, Moves
 from .links import Links, links_from
 from .plan import MeshPlan
 from .problem import OverMemoryError, Problem
-from .table import bytes_text, format_plan, seconds_text
-from .taken import PlannedCollective, Taken
+from .taken import PlannedCollective, Taken, format_plan
 from .torch_sharding_rules import layout_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ def find_plan(
     rates: Rates,
     *,
     memory_bytes_per_rank: int | None = None,
-    strided: bool = True,
     pinned: Mapping[str, tuple[int, Placement]] | None = None,
 ) -> FoundPlan:
     """Finds the plan that takes the least time by the costs of a device and of a mesh.
@@ -94,7 +93,6 @@ def find_plan(
         rates: of a rank's device.
         memory_bytes_per_rank: what parameters, gradients, optimizer state and what is saved for
             backward may take; activations within one closure are not counted.
-        strided: lets a dimension that consists of several parts be split part by part.
         pinned: position of an axis, and the placement along it, of parameters by their names.
 
     Raises:
@@ -103,7 +101,7 @@ def find_plan(
     folded = folded_step(step)
     moves = Moves(axes)
     pins = {name: (axis, layout_of(one)) for name, (axis, one) in (pinned or {}).items()}
-    choices = Choices(folded, axes, rates, strided=strided, pinned=pins)
+    choices = Choices(folded, axes, rates, pins)
     memory = _memory(choices, axes)
     solution = Problem(choices, moves, memory, memory_bytes_per_rank).solve()
     taken = Taken(choices, moves, solution)

@@ -1,17 +1,20 @@
-"""Answers by operator and by slot what was chosen; and gives the plan that shards a program."""
+"""What was chosen: by operator and by slot, as the plan that shards a program, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch.fx
 
 from ...autodiff.training_program import StepProgram
+from ...reuse.ir.costs import is_heavy
+from ...reuse.ir.printer import bytes_text, seconds_text
 from ...reuse.ir.program import Closure, outputs_of
 from .choices import Choices, Edge, Group, Item
 from .folding import Port
-from .layouts import Layouts, Moves, Step
+from .layouts import Axis, Layouts, Moves, Step, text
 from .plan import LeafPlan, NodeLayouts, Placements
 from .problem import Solution, layouts_at, move_s, sharing
 from .torch_sharding_rules import placements
@@ -145,3 +148,82 @@ def _name(item: Item) -> str:
         return str(item.node.name)
     assert item.slot is not None
     return item.slot.names[0] if item.slot.names else item.slot.kind
+
+
+# ---- as text ----------------------------------------------------------------------------------
+
+
+_CERTAIN = 1e-3
+_HEAD = ("operator", "operands -> results", "moved before", "next best")
+
+
+def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
+    """Returns the table of each role: products, and what moves or is not split.
+
+    Layouts have one word for each axis: ``R`` is whole, ``S0`` split along dimension 0, ``S0/3``
+    split in each third of it, ``P`` a part of a sum.
+    """
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
+    solution, folded = taken.solution, taken.choices.folded
+    lines = [
+        f"mesh {mesh}: {seconds_text(solution.seconds)} a step, "
+        f"{bytes_text(solution.held_bytes)} held on a rank"
+    ]
+    if solution.bound_s < (1 - _CERTAIN) * solution.seconds:
+        lines.append(f"no plan with equal layers takes less than {seconds_text(solution.bound_s)}")
+    if taken.choices.unknown:
+        lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
+    for number, role in enumerate(folded.roles):
+        items = taken.choices.items_of(number).values()
+        rows = [row for item in items if (row := _row(taken, item, axes))]
+        if rows:
+            lines += ["", f"@{role.name}, {role.count} calls", *_aligned([_HEAD, *rows])]
+    return "\n".join(lines)
+
+
+def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | None:
+    assert item.node is not None
+    into = [e for e in taken.choices.edges if e.target is item]
+    steps = [step for edge in into for step in taken.moved(edge) if step.is_collective]
+    # Elementwise operators that move nothing lie as their operands: pages of them say nothing.
+    if not steps and not is_heavy(item.node):
+        return None
+    moves = " + ".join(step_text(step, axes) for step in steps)
+    name = f"{item.node.name} {tuple(item.outputs[0].shape)}"
+    return name, _layouts(taken, item), moves, _next_best(taken, item)
+
+
+def _next_best(taken: Taken, item: Item) -> str:
+    """Returns the option that costs least among the others, all else unchanged, and why it lost."""
+    group = item.group
+    chosen = taken.solution.options[group]
+    others = [i for i in range(len(group)) if i != chosen]
+    if not others:
+        return "no other"
+    more = [taken.more_s(group, i) for i in others]
+    best = int(np.argmin(more))
+    own = float(group.seconds[others[best]] - group.seconds[chosen])
+    # A layout loses by what is computed in it, or by what has to be brought to it and from it.
+    reason = "computing" if own > 0 else "moving"
+    found = _layouts(taken, item, others[best])
+    if not np.isfinite(more[best]):
+        return f"{found}: cannot be reached"
+    return f"{found}: {seconds_text(more[best])} more, by {reason}"
+
+
+def _layouts(taken: Taken, item: Item, option: int | None = None) -> str:
+    inputs, outputs = taken.ways(item, option)
+    given = " ".join(text(one) for one in inputs if one is not None)
+    return f"{given} -> {' '.join(map(text, outputs))}"
+
+
+def step_text(step: Step, axes: Sequence[Axis]) -> str:
+    """Returns a step in words."""
+    return f"{step.kind} over {axes[step.axis].name} {bytes_text(step.num_bytes)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
+    ]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.fx
 
+from ...reuse.ir.printer import bytes_text
 from ...reuse.ir.program import Composite, Leaf, Program
 from ...reuse.ir.types import TensorType
 from .plan import MeshPlan
-from .table import bytes_text
 from .torch_collectives import COLLECTIVES, INTO, WAIT
 
 

@@ -85,6 +85,30 @@ def _folded_line(line: str, width: int, indent: int | None) -> list[str]:
     )
 
 
+def bytes_text(num_bytes: float) -> str:
+    """Returns bytes in a unit that suits them: ``31.1 MiB``."""
+    return _in_units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def flops_text(flops: float) -> str:
+    """Returns an amount of work in a unit that suits it: ``1.2 GFLOP``."""
+    return _in_units(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns seconds in a unit that suits them: ``12.1 ms``."""
+    return f"{seconds:.3g} s" if seconds >= 1 else _in_units(seconds * 1e6, 1000, ("\u00b5s", "ms"))
+
+
+def _in_units(amount: float, step: int, units: Sequence[str]) -> str:
+    """Returns an amount with the largest of some units in which it is not below one."""
+    place = 0
+    while abs(amount) >= step and place + 1 < len(units):
+        amount, place = amount / step, place + 1
+    digits = f"{amount:.0f}" if abs(amount) >= 1000 else f"{amount:.3g}"
+    return f"{digits} {units[place]}"
+
+
 Shown: TypeAlias = Literal["show", "hide"]
 
 _INDENT = " " * 6  # of what continues a line
