@@ -9,9 +9,8 @@ number is an input bound to a 0-d tensor.
 An operator may take a 0-d tensor for a number where the bits stay the same: in sums, differences,
 products and quotients of a tensor and a number, on the CPU (CUDA kernels read a number in higher
 precision than a tensor). An operator rounds a Python number to the dtype it computes in, and so
-does :class:`Number`. Products in f16 and bf16 are computed with the number in f32 and rounded once,
-so the input is f32 and the casts are written out. Sums in f16 and bf16 differ from kernel to kernel
-and are left alone.
+does :class:`Number`. In f16 and bf16 some kernels compute with the number in f32 and others round it
+first, so there numbers stay in the closure, and blocks that differ by one are compiled once each.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.fx
-from torch.fx.node import map_arg
 
 from ..torch_names import OPERATOR_TYPES, module_of
 from .control import with_bodies
@@ -45,7 +43,6 @@ _FORMS: Mapping[Any, Any] = {
 }
 """The operators, each with the form that takes a tensor for the number."""
 _REDUCED = (torch.float16, torch.bfloat16)
-_EXACT_IN_REDUCED = (aten.mul.Tensor, aten.div.Tensor)
 _EXACT_INTEGERS = 2**53  # integers up to here are exact in every step from int to float
 
 
@@ -90,12 +87,10 @@ class Slot:
     Attributes:
         node: the operator; the number is its second argument.
         number: the number there now.
-        rounded_to: the dtype to which a product in f32 is rounded; None if nothing is cast.
     """
 
     node: torch.fx.Node
     number: Number
-    rounded_to: torch.dtype | None
 
 
 def slot_of(node: torch.fx.Node) -> Slot | None:
@@ -111,13 +106,10 @@ def slot_of(node: torch.fx.Node) -> Slot | None:
     if type(value) not in (int, float):
         return None
     dtype = torch.result_type(given, value)  # type: ignore[arg-type]
-    rounded_to = dtype if dtype in _REDUCED else None
-    if rounded_to and not (
-        node.target in _EXACT_IN_REDUCED and given.dtype == result.dtype == dtype  # type: ignore[union-attr]
-    ):
+    if dtype in _REDUCED:
         return None
-    number = Number.of(value, torch.float32 if rounded_to else dtype)  # type: ignore[arg-type]
-    slot = Slot(node, number, rounded_to)
+    number = Number.of(value, dtype)  # type: ignore[arg-type]
+    slot = Slot(node, number)
     return slot if _fits(number) and _gives(slot, TensorType.of(result)) else None  # type: ignore[arg-type]
 
 
@@ -132,19 +124,9 @@ def replace(
         operand: the operator's tensor in that graph.
         entry: the input that carries the number.
     """
-
-    def add(target: Any, *args: Any) -> torch.fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["stamp"] = stamp_of(slot.node)
-        node.meta["val"] = target(*map_arg(args, lambda n: _meta_tensor(n.meta["val"])))
-        return node
-
-    # As the kernel does: computed in f32 with the number in f32, rounded once.
-    if slot.rounded_to is not None:
-        operand = add(aten.to.dtype, operand, torch.float32)
-    made = add(_FORMS[slot.node.target], operand, entry)
-    if slot.rounded_to is not None:
-        made = add(aten.to.dtype, made, slot.rounded_to)
+    made = graph.call_function(_FORMS[slot.node.target], (operand, entry))
+    made.meta["stamp"] = stamp_of(slot.node)
+    made.meta["val"] = made.target(*(_meta_tensor(n.meta["val"]) for n in (operand, entry)))  # type: ignore[operator]
     return made
 
 
