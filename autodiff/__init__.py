@@ -6,8 +6,7 @@ leaf_derivative     the two halves of a leaf's derivative, and the boundary betw
 control_derivative  the derivative of control flow, by those of its bodies
 run_again           a forward run again in the backward, without drawing random numbers again
 missing_cotangents  the derivative for a loss that leaves outputs unused
-training_program    forward and backward as one program, once or per micro-batch; gradients as one
-updates             parameters updated within a step, each behind its gradient
+training_program    forward and backward as one program, with updates; gradients as one
 forward_mode        forward and Taylor mode: derivatives along curves, with the results
 higher_order        derivatives of derivatives: the gradients of a program as a program
 torch_primitives    adapter: programs reduced to primitives, to be looked at

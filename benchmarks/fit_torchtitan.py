@@ -40,10 +40,9 @@ from lazyinline.autodiff.leaf_derivative import Choice, Cut, Request
 from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
-from lazyinline.pipeline_parallel.mesh.torch_offline import absent_ranks
+from lazyinline.pipeline_parallel.mesh.torch_collectives import absent_ranks
 from lazyinline.recompute import solver
-from lazyinline.recompute.planner import Planner
-from lazyinline.recompute.policy import PolicyName
+from lazyinline.recompute.planner import Planner, PolicyName
 from lazyinline.reuse.ir.program import Leaf
 from lazyinline.reuse.ir.types import StructType
 

@@ -34,7 +34,7 @@ from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData, write_page
 from lazyinline.frontend.passes.state import step_goal
 from lazyinline.frontend.report import CompileReport
-from lazyinline.recompute.policy import Budget, Policy
+from lazyinline.recompute.planner import Budget, Policy
 
 Report = TypeVar("Report")
 

@@ -21,7 +21,7 @@ from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.pipeline import ShownPlan, plan_page
+from lazyinline.frontend.page.page import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
@@ -34,7 +34,7 @@ from lazyinline.pipeline_parallel.actions import ActionTable
 from lazyinline.pipeline_parallel.plan import PipelinePlan
 from lazyinline.pipeline_parallel.stage_derivative import StageDerivative
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.recompute.policy import Policy
+from lazyinline.recompute.planner import Policy
 from lazyinline.reuse.errors import LazyInlineError, PlanError
 from lazyinline.reuse.ir.costs import CPU
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import nn
 
 from ..backend.kernels.lower import BackendName
-from ..recompute.policy import Policy
+from ..recompute.planner import Policy
 from ..reuse.errors import PlanError, without_torchs
 from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modules
 from ..reuse.ir.printer import folded

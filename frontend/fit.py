@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..backend.gpu.targets import GIB, Target, target_named
 from ..pipeline_parallel.mesh.links import Links
-from ..recompute.policy import PolicyName
+from ..recompute.planner import PolicyName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from .batch import check_splits
@@ -241,7 +241,7 @@ class _Offline:
         """
         # Imported late: DTensor takes as long to import as all of lazyinline.
         from ..pipeline_parallel.mesh.given import PIPELINE, check_mesh
-        from ..pipeline_parallel.mesh.torch_offline import absent_ranks
+        from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
         if stages := set(PIPELINE) & set(self.mesh):
             raise PlanError(

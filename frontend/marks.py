@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from ..recompute.policy import POLICIES, PolicyName
+from ..recompute.planner import POLICIES, PolicyName
 from ..reuse.errors import PipelineError, PlanError, ReuseError
 from ..reuse.evidence.module_state import module_state
 from ..reuse.ir.program import RecomputeMark

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ..autodiff.training_program import Order
 from ..backend.kernels.lower import BackendName, backend_named
-from ..recompute.policy import POLICIES, Budget, Policy, check_policy
+from ..recompute.planner import POLICIES, Budget, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
 from .capture.blocks import REUSE_CHOICES, Reuse
 

@@ -23,14 +23,14 @@ from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import MeshPlan
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
-from ..recompute.policy import POLICIES, Budget, Policy
+from ..recompute.planner import POLICIES, Budget, Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import Leaf, ModelTensor, RecomputeMark, tensor_type, walk_closures
-from ..reuse.ir.transfer import in_own_storage
+from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .batch import Batch
 from .capture.blocks import Reuse
@@ -244,7 +244,7 @@ def _given(
     make_step: Callable[[RecomputeMark], StepProgram],
 ) -> MeshPlan:
     """Returns a plan by hand, its joint projections split in each."""
-    from ..pipeline_parallel.mesh.joint import with_joint_projections
+    from ..pipeline_parallel.mesh.given import with_joint_projections
 
     def names_of(source: str) -> Sequence[str]:
         return names[tensor_name(source)]

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autodiff.updates import NotUpdatedError
+from ..autodiff.training_program import NotUpdatedError
 from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.draws import StageDraws
 from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
 from ..pipeline_parallel.stage_derivative import StageDerivative
-from ..pipeline_parallel.steps import Progress, StageCounts, StageSteps
-from ..recompute.policy import Policy
+from ..pipeline_parallel.steps import Progress, StageCounts, StageDraws, StageSteps
+from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
 from ..reuse.ir.costs import CPU, CUDA
@@ -32,7 +31,7 @@ from .checks.refusals import check_example, check_leaves, check_runnable
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .options import Options
-from .page.pipeline import ShownPlan
+from .page.page import ShownPlan
 from .passes.context import Context
 from .passes.mesh import traffic_of
 from .passes.programs import PARTS, tensor_name

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.training_program import ORDERS, Order
-from ..autodiff.updates import NotUpdatedError
+from ..autodiff.training_program import ORDERS, NotUpdatedError, Order
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.planned import Lease, PlannedProgram
-from ..recompute.policy import Policy
+from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.evidence.module_state import walk_modules

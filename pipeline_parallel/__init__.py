@@ -7,8 +7,7 @@ coloring          the stage of each call: by marks, by order, or balanced by wha
 stage_derivative  one stage's forward and backward as programs; a backward in two halves
 plan              the plan of a pipeline: stages, costs, memory, and a step of it in time
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
-draws             random numbers of stages, drawn in the order of one process
-steps             the steps that a schedule asks of a stage, and their counts
+steps             the steps that a schedule asks of a stage, their counts and random numbers
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 mesh              a step over a device mesh, data and tensor parallel
 

@@ -13,8 +13,7 @@ from ..reuse.errors import PipelineError
 from ..reuse.ir.costs import Cost, Rates
 from ..reuse.ir.printer import WIDTH, bytes_text
 from ..reuse.ir.program import Composite, Program
-from ..reuse.ir.transfer import Wire
-from ..reuse.ir.types import TensorType
+from ..reuse.ir.types import TensorType, Wire
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..reuse.errors import LazyInlineError, PipelineError
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import Program
-from ..reuse.ir.transfer import in_own_storage
-from ..reuse.ir.types import TensorType
+from ..reuse.ir.types import TensorType, in_own_storage
 from ..reuse.process import package_digest
 from .actions import ActionTable
 from .stage_derivative import StageDerivative

@@ -1,9 +1,8 @@
 """Chooses, per call, which tensors are saved for backward and which are computed again.
 
-policy       what a user asks for
 cut_problem  one leaf's forward values, what saving some of them means, what operators take here
 solver       exact cuts of one closure; exact spread over the calls of any number
-planner      the choice of a policy, and the frontier of each closure
+planner      what a user asks for, the choice of that, and the frontier of each closure
 fit_budget   a budget that the linked program keeps
 summary      what is saved and computed again, for people
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from ..autodiff.leaf_derivative import Choice, PerCall, Request
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Composite
-from .planner import Planner, Site, Variant
-from .policy import Budget, policy_of
+from .planner import Budget, Planner, Site, Variant, policy_of
 from .solver import Group, spread
 
 MAX_VARIANTS = 3

@@ -25,12 +25,12 @@ from link_tree import ROOT
 # operators replaced while blocks run (reuse +13), reasons and a file of one idea (frontend +16,
 # pipeline_parallel +3).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_944, 95),
-    "reuse": (7_709, 29),
-    "autodiff": (6_588, 26),
-    "recompute": (1_280, 7),
-    "pipeline_parallel": (8_114, 33),
-    "backend": (12_184, 42),
+    "frontend": (24_919, 92),
+    "reuse": (7_709, 28),
+    "autodiff": (6_572, 24),
+    "recompute": (1_274, 6),
+    "pipeline_parallel": (8_065, 29),
+    "backend": (12_183, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -22,7 +22,7 @@ from lazyinline.frontend import commands, inspection, measure
 from lazyinline.frontend.capture import blocks
 from lazyinline.frontend.commands import COMMANDS, error_line
 from lazyinline.frontend.onnx import export
-from lazyinline.recompute import policy
+from lazyinline.recompute import planner as policy
 from lazyinline_command.main import main, make_parser
 
 MODELS = """

@@ -19,11 +19,11 @@ from lazyinline.autodiff.traces.torch_make_fx import new_fake_mode, traced
 from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     COLLECTIVES,
     WAIT,
+    absent_ranks,
     axes_of,
     exchanges,
     with_own_collectives,
 )
-from lazyinline.pipeline_parallel.mesh.torch_offline import absent_ranks
 from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import has_rule
 
 pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
 from lazyinline.backend.kernels import torch_inductor
-from lazyinline.frontend.dispatch import parts
+from lazyinline.frontend.dispatch import model_dispatcher as parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
 WIDTH = 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.reuse.ir.transfer import in_own_storage
+from lazyinline.reuse.ir.types import in_own_storage
 
 STRIDED = {
     "whole": ((3, 4), (4, 1)),

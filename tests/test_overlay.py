@@ -13,7 +13,7 @@ from test_planned import check_guests
 import lazyinline
 from lazyinline.backend.link import placement
 from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.recompute.policy import Budget
+from lazyinline.recompute.planner import Budget
 
 Grads = list[torch.Tensor]
 

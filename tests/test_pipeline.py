@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
-from lazyinline.frontend.page.pipeline import plan_page
+from lazyinline.frontend.page.page import plan_page
 
 MICRO_BATCHES = 4
 BATCH = 8

@@ -14,7 +14,7 @@ from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.pipeline import ShownPlan, plan_page
+from lazyinline.frontend.page.page import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import plan_rows
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.coloring import CallCosts, color_balanced

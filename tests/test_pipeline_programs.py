@@ -29,8 +29,7 @@ from lazyinline.pipeline_parallel.stage_derivative import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput
-from lazyinline.reuse.ir.transfer import Wire
-from lazyinline.reuse.ir.types import TensorType
+from lazyinline.reuse.ir.types import TensorType, Wire
 from lazyinline.reuse.ir.verify import verify
 
 SEEDS = range(60)

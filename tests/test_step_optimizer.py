@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError
-from lazyinline.autodiff.training_program import ORDERS
-from lazyinline.autodiff.updates import NotUpdatedError
+from lazyinline.autodiff.training_program import ORDERS, NotUpdatedError
 from lazyinline.backend.link.link import FlatProgram, Launch, check_flat, link
 from lazyinline.frontend.passes import programs
 from lazyinline.frontend.torch_optimizer import StateFacts

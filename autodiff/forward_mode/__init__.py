@@ -2,8 +2,7 @@
 
 forward_derivative  ``ForwardDerivatives``: a closure with its series, made once per closure
 jet_interpreter     an operator graph, run on values that carry their series
-torch_rules         adapter: which rule an operator has, by its name
-rules               of functions of one variable, of softmax and its kin, of products, of sums
+torch_rules         adapter: rules of operators, and which one each has, by its name
 jets                series: what is asked for, values that carry one, how operators act on them
 polynomials         power series whose zeros are known; Taylor coefficients of functions
 """

@@ -22,8 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.transfer import Wire
-from ...reuse.ir.types import TensorType, contiguous_stride
+from ...reuse.ir.types import TensorType, Wire, contiguous_stride
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...reuse.errors import PlanError
-from ...reuse.ir.transfer import in_own_storage
-from ...reuse.ir.types import TensorType, Type
+from ...reuse.ir.types import TensorType, Type, in_own_storage
 from ...reuse.torch_names import is_lazy, memory_id
 from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
 

@@ -30,7 +30,7 @@ from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.pipeline_parallel.mesh.links import measure_links
-from lazyinline.recompute.policy import Budget
+from lazyinline.recompute.planner import Budget
 from lazyinline.reuse.errors import (
     CacheError,
     CaptureError,

@@ -1,8 +1,7 @@
 """Reports as one page: a file that needs nothing else, every number from the report itself.
 
 write     a page as text: one template, data, style, script, charts; numbers as people read them
-page      the pages of a compile and of measurements: verdict, figures, sections
+page      the pages of a compile, of measurements, of a pipeline's plan
 sections  program, who shares, passes, steps, recompute, pipeline, predicted and measured
-pipeline  a pipeline's plan as text and as a page
 arena     the memory plan as a picture, of a program or of a rank of a pipeline
 """

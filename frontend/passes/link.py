@@ -11,7 +11,7 @@ import torch
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
-from ...autodiff.updates import NotUpdatedError
+from ...autodiff.training_program import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend, can_record, closure_list
 from ...backend.launches.kernel_list import KernelList
@@ -20,7 +20,7 @@ from ...backend.link.layout import Layout, layout_of, least_bytes, outside_bytes
 from ...backend.link.link import FlatProgram, copied_between_devices, link
 from ...backend.link.placement import Place, Tools, UnalignedError
 from ...backend.run.planned import PlannedProgram, Runtime
-from ...recompute.policy import Budget
+from ...recompute.planner import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program

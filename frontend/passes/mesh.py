@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
-from ...pipeline_parallel.draws import check_draws
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
-from ...recompute.policy import POLICIES
+from ...pipeline_parallel.steps import check_draws
+from ...recompute.planner import POLICIES
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf, RecomputeMark, Value, tensor_type
 from ..options import Batching

@@ -14,8 +14,12 @@ import torch
 from ...autodiff.derivative import Derivative, Differentiator, Recipe, Request
 from ...autodiff.flows import Draws, used_inputs
 from ...autodiff.higher_order.inner_gradients import takes_gradients
-from ...autodiff.training_program import own_derivative, step_program, training_program
-from ...autodiff.updates import with_updates
+from ...autodiff.training_program import (
+    own_derivative,
+    step_program,
+    training_program,
+    with_updates,
+)
 from ...reuse.errors import CaptureError, ExportError, PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import (

@@ -37,8 +37,7 @@ from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
-from ...reuse.ir.transfer import Wire
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.types import TensorType, Wire
 from ..marks import STAGE_MARK
 from ..tracing.frames import WHOLE, user_path
 from .context import Context

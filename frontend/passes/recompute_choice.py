@@ -14,8 +14,7 @@ from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.cut_problem import MeasuredCosts
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
-from ...recompute.planner import Planner
-from ...recompute.policy import Budget, Policy, policy_of
+from ...recompute.planner import Budget, Planner, Policy, policy_of
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import CPU, OperatorCosts

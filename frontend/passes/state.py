@@ -12,7 +12,7 @@ from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
 from ...pipeline_parallel.mesh.plan import MeshPlan
-from ...recompute.policy import Policy, PolicyName
+from ...recompute.planner import Policy, PolicyName
 from ...reuse.ir.program import Composite, Program, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify

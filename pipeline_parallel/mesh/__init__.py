@@ -2,7 +2,6 @@
 
 plan                  what lies where: parameters, the batch, and the tensors of closures
 given                 a plan by hand: parallel styles of modules, and pins of parameters
-joint                 weights by hand that hold several projections, each split by itself
 planner               finds a plan: the cheapest by the costs of a device and of a mesh
 folding               a step, each different closure once, with the slots between calls
 layouts               layouts on the axes of a mesh, and what it costs to change them
@@ -13,12 +12,10 @@ problem               the choice of options as a linear program
 taken                 what was chosen, by operator, as a plan and as text
 torch_sharding        adapter: a leaf's graph of local shapes, by a run on DTensors
 torch_parts           adapter: tensors of which a dimension consists of parts, each split by itself
-torch_collectives     adapter: collectives as two operators, whose memory a plan places
-overlap               the order of a leaf's operators in which collectives run beside other work
-split                 a leaf split at its collectives, and a program's calls in order around those
+torch_collectives     adapter: collectives as two operators; a mesh of ranks that are not there
+split                 a leaf split at its collectives; those run beside other work
 sharded               a program of local shapes, each different leaf once
 stages                the stages of a pipeline, each sharded over the other dimensions
 traffic               what one rank moves and holds: collectives of a step, and its memory
-torch_offline         adapter: a mesh of ranks that are not there
 torch_checkpoint      adapter: tensors split in parts, as checkpoints have them
 """

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from networkx.utils import UnionFind
 
+from ...autodiff.training_program import StepProgram
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.types import StructType, TensorType
@@ -126,6 +127,19 @@ class _Flat:
                 self.calls.append((call, flat, tuple(t for r in results for t in r)))
             env.update(zip(call.results, results, strict=True))
         return [env[o] for o in program.outputs]
+
+
+def folded_step(step: StepProgram) -> Folded:
+    """Returns a step folded: each different closure once."""
+    num_batch = sum(map(len, step.batch))
+    num_losses = len(step.batch)
+    names = {
+        num_batch + i: source.name
+        for i, source in enumerate(step.model)
+        if source.tensor.requires_grad
+    }
+    gradients = {num_losses + i: num_batch + at for i, at in enumerate(step.gradients)}
+    return fold(step.program, names, gradients, range(num_batch))
 
 
 def fold(

@@ -3,17 +3,21 @@
 The dimensions of a mesh say what they are for by their names. Along those of the batch each rank
 has its own rows; ``fsdp`` splits parameters as well, which are gathered before use. Styles and pins
 are for the dimension of tensor parallel.
+
+A weight may hold several projections, as queries, keys and values in one Linear. Split by rows as a
+style says, a rank would have queries and half of the keys: each projection is split by itself.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -27,8 +31,15 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
+from ...reuse.ir.costs import tensors_of
+from ...reuse.torch_names import RESHAPES
+from .folding import folded_step
+from .layouts import split
 from .plan import MeshPlan, Placements
+from .sharded import result_of_weight
+from .torch_sharding_rules import placement as placement_of
 
 REPLICATED = ("data", "dp", "dp_replicate")
 GATHERED = ("fsdp", "dp_shard")
@@ -285,3 +296,47 @@ def _rows(leaf: Any, axes: Sequence[tuple[str, int]]) -> Placements:
             "ranks that have rows of their own. Change the batch size, micro_batches or the mesh."
         )
     return tuple(Shard(0) if i in split else Replicate() for i in range(len(axes)))
+
+
+# ---- weights that hold several projections -------------------------------------------------------
+
+
+def with_joint_projections(
+    plan: MeshPlan, make_step: Callable[[], StepProgram], names_of: Callable[[str], Sequence[str]]
+) -> MeshPlan:
+    """Returns a plan in which weights that hold several projections are split in each of them.
+
+    Args:
+        plan: as styles and marks say.
+        make_step: makes the step, of global shapes.
+        names_of: gives all names of a parameter of the step in the model.
+    """
+    parameters, rows = dict(plan.parameters), Shard(0)
+    axis = next((i for i, (name, _) in enumerate(plan.axes) if name in TENSOR), None)
+    if axis is None or all(lies[axis] != rows for lies in parameters.values()):
+        return plan
+    folded = folded_step(make_step())
+    weights = (
+        (folded.roles[role].leaf.entries[place], folded.slots[slot].names)
+        for (role, is_output, place), slot in folded.slot_of.items()
+        if not is_output and folded.slots[slot].names
+    )
+    for weight, names in weights:
+        for parts in _projections(weight, plan.axes[axis][1]):
+            paths = [n.removesuffix("weight") for name in names for n in names_of(name)]
+            for name in (path + own for path in paths for own in ("weight", "bias")):
+                lies = list(parameters.get(name, ()))
+                if lies and lies[axis] == rows:
+                    lies[axis] = placement_of(split(0, parts))
+                    parameters[name] = tuple(lies)
+    return replace(plan, parameters=parameters)
+
+
+def _projections(weight: torch.fx.Node, size: int) -> Iterator[int]:
+    """Yields how many projections a weight holds of which ranks can split heads alone."""
+    made = result_of_weight(weight)
+    for user in () if made is None else made.users:
+        if made is not None and user.target in RESHAPES:
+            parts = tensors_of(user)[0].shape[tensors_of(made)[0].dim() - 1 :]
+            if len(parts) > 2 and parts[0] % size and not parts[1] % size:
+                yield parts[0]

@@ -16,7 +16,7 @@ from ...reuse.ir.costs import Rates
 from ...reuse.ir.printer import bytes_text, seconds_text
 from ...reuse.ir.program import RecomputeMark
 from .choices import Choices, Group
-from .folding import Folded, fold
+from .folding import folded_step
 from .layouts import LINKS, Axis, Layouts, Moves
 from .links import Links, links_from
 from .plan import MeshPlan
@@ -161,19 +161,6 @@ def cheapest_plan(
     plan = plans[best].plan
     table = "\n".join([*lines, f"of these the fastest is recompute {best or 'none'}", plan.table])
     return replace(plans[best], plan=replace(plan, recompute=best, table=table))
-
-
-def folded_step(step: StepProgram) -> Folded:
-    """Returns a step folded: each different closure once."""
-    num_batch = sum(map(len, step.batch))
-    num_losses = len(step.batch)
-    names = {
-        num_batch + i: source.name
-        for i, source in enumerate(step.model)
-        if source.tensor.requires_grad
-    }
-    gradients = {num_losses + i: num_batch + at for i, at in enumerate(step.gradients)}
-    return fold(step.program, names, gradients, range(num_batch))
 
 
 def _memory(choices: Choices, axes: Sequence[Axis]) -> dict[Group, Any]:

@@ -9,17 +9,20 @@ dimension of the mesh.
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import placement_types
 
@@ -286,3 +289,33 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
     """Returns, by the name of its process group, each dimension of a mesh."""
     names = mesh.mesh_dim_names or ()
     return {mesh.get_group(i).group_name: name for i, name in enumerate(names)}
+
+
+# ---- ranks that are not there --------------------------------------------------------------------
+
+
+@contextmanager
+def absent_ranks(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """Makes this process rank 0 of a mesh within it; the collectives of that move nothing.
+
+    Args:
+        axes: name and size of each dimension.
+
+    Raises:
+        PlanError: if this process is one of several already.
+    """
+    if dist.is_initialized():
+        raise PlanError(
+            "torch.distributed is initialized in this process, and a mesh of ranks that are not "
+            "there needs it for itself. Do this in a process of its own."
+        )
+    # Importing it registers the backend. Its own store differs from version to version.
+    import_module("torch.testing._internal.distributed.fake_pg")
+    hook = sys.excepthook  # which init_process_group wraps
+    num_ranks = math.prod(axes.values())
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=dist.HashStore())
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

@@ -1,7 +1,7 @@
 """The program that all passes work on.
 
 program        closures, calls on them, and the values that flow between
-types          types of program values: tensors with a layout, and structs of them
+types          types of program values: tensors with a layout, structs; how one tensor travels
 control        control flow: leaves that choose between closures, or repeat one
 operators      what an operator is: a view, in place, random, elementwise, a primitive
 leaf           leaf bodies: building ATen graphs, comparing them; the reference interpreter
@@ -11,7 +11,6 @@ verify         whether a program keeps the rules of its level; which operators i
 rewrite        each different leaf rewritten once; programs without struct values
 rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
-torch_symbols  adapter: sizes that are expressions of symbols, in graphs and read from text
+torch_symbols  adapter: sizes that are expressions of symbols, in graphs
 torch_updates  adapter: an optimizer's update as an operator, by PyTorch's fused kernels
-transfer       how one tensor travels between ranks, and how it stands in a storage of its own
 """

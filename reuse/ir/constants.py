@@ -9,8 +9,8 @@ number is an input bound to a 0-d tensor.
 An operator may take a 0-d tensor for a number where the bits stay the same: in sums, differences,
 products and quotients of a tensor and a number, on the CPU (CUDA kernels read a number in higher
 precision than a tensor). An operator rounds a Python number to the dtype it computes in, and so
-does :class:`Number`. In f16 and bf16 some kernels compute with the number in f32 and others round it
-first, so there numbers stay in the closure, and blocks that differ by one are compiled once each.
+does :class:`Number`. In f16 and bf16 some kernels compute with the number in f32 and others round
+it first, so there numbers stay in the closure, and blocks that differ by one compile once each.
 """
 
 from __future__ import annotations
