@@ -16,7 +16,7 @@ from functools import cached_property, partial
 import torch
 import torch.fx
 
-from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
+from ..reuse.ir.leaf import flat_types, is_active, without_autocast
 from ..reuse.ir.program import (
     Call,
     Closure,
@@ -29,6 +29,7 @@ from ..reuse.ir.program import (
     Value,
     outputs_of,
 )
+from ..reuse.ir.torch_symbols import environment_of
 from ..reuse.ir.types import HOST, StructType, TensorType
 from .control_derivative import control_derivative
 from .leaf_derivative import (
@@ -45,7 +46,7 @@ from .leaf_derivative import (
 from .run_again import Rerunner, run_again
 from .traces.joint_trace import JointTrace
 from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
-from .traces.torch_make_fx import Decompositions, traced_copy
+from .traces.torch_make_fx import Decompositions, traced_copy, traced_sum
 from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
 
 Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
@@ -222,8 +223,15 @@ class Differentiator:
     def adder(self, type_: TensorType) -> Leaf:
         """Returns the closure that adds two values of a type."""
         if type_ not in self._adders:
-            self._adders[type_] = make_leaf("add", torch.ops.aten.add.Tensor, type_)
+            module = traced_sum(type_, self._sized() if type_.is_symbolic else None)
+            leaf = Leaf("add", module, (type_, type_), (type_,), level="aten", kernels="eager")
+            self._adders[type_] = leaf
         return self._adders[type_]
+
+    def _sized(self) -> torch.fx.GraphModule | None:
+        """Returns the graph of a leaf whose sizes are symbols: all are of one environment."""
+        leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, Leaf))
+        return next((module for module in leaves if environment_of(module) is not None), None)
 
     def copier(self, type_: TensorType, device: torch.device) -> Leaf:
         """Returns the closure that copies a value of a type to a device."""

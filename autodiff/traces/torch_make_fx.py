@@ -254,6 +254,17 @@ def traced_copy(type_: TensorType, device: torch.device) -> torch.fx.GraphModule
     return module_of(graph)
 
 
+def traced_sum(type_: TensorType, sized: torch.fx.GraphModule | None) -> torch.fx.GraphModule:
+    """Returns the graph that adds two tensors of a type, whose sizes may be those of a graph."""
+    mode, graph = new_fake_mode(sized), torch.fx.Graph()
+    given = tuple(graph.placeholder(f"a{i}") for i in range(2))
+    node = graph.call_function(torch.ops.aten.add.Tensor, given)
+    graph.output((node,))
+    for n in (*given, node):
+        n.meta["val"] = fake_tensor(mode, type_)
+    return module_of(graph)
+
+
 # ---- numbers for symbols -------------------------------------------------------------------------
 
 

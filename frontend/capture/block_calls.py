@@ -37,7 +37,7 @@ from ..checks.refusals import refuse_recurrent
 from ..checks.torch_state import modes_now
 from ..marks import recompute_mark
 from ..placement import only_copies
-from ..tracing.torch_tracing import WRITES, Tracer, is_fake, with_history, written_by
+from ..tracing.torch_tracing import WRITES, Tracer, is_fake, written_by
 from .blocks import dissolve
 from .outside_tensors import OutsideTensors
 from .recording import Recording
@@ -243,15 +243,12 @@ class TemplateMaker:
         history = history if leaf.requires_grad else ()
         # A view has to be made by an operator, to share its base's memory; anything else is made
         # without one, in a tenth of the time.
-        if leaf.alias_of < 0 and not leaf.type.is_symbolic:
+        if leaf.alias_of < 0:
             return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
         shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
-            if leaf.alias_of >= 0:
-                base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
-                result = base.as_strided(shape, stride, leaf.storage_offset)
-            else:
-                result = with_history(leaf.prototype.detach().clone(), history)
+            base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
+            result = base.as_strided(shape, stride, leaf.storage_offset)
         self._tracer.track(result, node)
         return result
 

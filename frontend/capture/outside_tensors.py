@@ -18,6 +18,7 @@ from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.operators import changed_operand
 from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput, wants_gradient
+from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
 from ..checks.torch_state import why_no_memory
@@ -107,7 +108,8 @@ class OutsideTensors:
             return True
         if source is not None:
             # Each call of the program begins with that, so no operator may have taken it yet.
-            if not isinstance(source, UserInput) or node.users or not fake.requires_grad:
+            is_taken = not all(map(is_size, node.users))
+            if not isinstance(source, UserInput) or is_taken or not fake.requires_grad:
                 return False
             self.sources[node] = replace(source, requires_grad=True, is_switched=True)
         self._switched.append(fake)

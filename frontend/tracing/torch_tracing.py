@@ -42,7 +42,7 @@ from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.torch_symbols import SIZE_TYPES
+from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import lazy_modules, own_device_type, wrapped_globals_left
 from .frames import frame_text, user_frame, user_line
@@ -348,10 +348,12 @@ class Tracer:
             history: what autograd is to take it for a function of; see :func:`with_history`.
             node: what makes it.
         """
+        environment = self.fake_mode.shape_env
+        shape, stride = (
+            [size_in(environment, n) for n in ns] for ns in (type_.shape, type_.stride)
+        )
         with torch._C._DisableTorchDispatch():
-            memory = torch.empty_strided(
-                type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-            )
+            memory = torch.empty_strided(shape, stride, dtype=type_.dtype, device="meta")
         # Two of the same memory: the model may change the shape of its own in place.
         fake = FakeTensor(self.fake_mode, memory, type_.device)
         node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)

@@ -330,21 +330,6 @@ def flat_types(types: Iterable[Type]) -> list[TensorType]:
     return [inner for type_ in types for inner in flatten_type(type_)]
 
 
-def make_leaf(name: str, function: Callable[..., Any], type_: TensorType) -> Leaf:
-    """Builds the leaf of one operator that takes two values of a type and returns one."""
-    graph = torch.fx.Graph()
-    args = tuple(graph.placeholder(f"a{i}") for i in range(2))
-    node = graph.call_function(function, args)
-    graph.output((node,))
-    if not type_.is_symbolic:
-        for n in (*args, node):
-            n.meta["val"] = torch.empty_strided(
-                type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-            )
-    module = module_of(graph)
-    return Leaf(name, module, (type_, type_), (type_,), level="aten", kernels="eager")
-
-
 # ---- programs run call by call -------------------------------------------------------------------
 
 
