@@ -32,6 +32,7 @@ from .capture.blocks import Reuse, first_repeated
 from .capture.regions import ModeChoice, SharingDecision, text_of_keys
 
 _MAX_PATHS = 3  # that one line of parts names
+_MAX_CLASSES = 2  # that a headline names
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,17 @@ class CompileRecord:
     def num_shared_calls(self) -> int:
         """Counts instances whose Python did not run, or whose graph turned out to be another's."""
         return sum(d.shared or bool(d.shares) for d in self.decisions)
+
+    def headline(self) -> str:
+        """Says in a sentence which blocks share graphs, and what the compile took."""
+        shared = shared_classes(self.decisions)
+        none = "all is inlined" if self.reuse == "off" else "no block repeats"
+        what = ", ".join(shared[:_MAX_CLASSES]) or none
+        more = f", {len(shared) - _MAX_CLASSES} more classes" if len(shared) > _MAX_CLASSES else ""
+        took = f"{self.cpu_s:.1f} CPU-s, {self.wall_s:.1f} s"
+        kept = self.cache.directory and not self.cache.not_kept
+        again = "; next time from cache" if self.cache.num_made and kept else ""
+        return f"{what}{more}: {took}{again}"
 
     def notes(self) -> Iterator[str]:
         """Yields what a reader should know of this compile and those before it."""
@@ -482,6 +494,21 @@ def reuse_rows(decisions: Sequence[SharingDecision]) -> list[ReuseRow]:
         )
         for group in groups
     ]
+
+
+def shared_classes(decisions: Sequence[SharingDecision]) -> list[str]:
+    """Says of each class with fewer graphs than calls: ``12 Layer share one graph``, most first."""
+    groups = alike(decisions, _traced_at)
+    members = {_traced_at(group[0]): group for group in groups}
+    found = []
+    for group in alike(decisions, lambda decision: decision.class_name):
+        num_calls = sum(_num_runs(d.path, members) for d in group)
+        num_graphs = sum(not (d.shared or d.shares) for d in group)
+        # A class of which each instance shares with another class has no graph of its own.
+        if num_calls > max(num_graphs, 1):
+            graphs = "one graph" if num_graphs <= 1 else f"{num_graphs} graphs"
+            found.append((num_calls, f"{num_calls} {group[0].class_name} share {graphs}"))
+    return [text for _, text in sorted(found, key=lambda each: -each[0])]
 
 
 def _traced_at(decision: SharingDecision) -> str:

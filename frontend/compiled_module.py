@@ -31,7 +31,14 @@ from .checks.refusals import (
 )
 from .dispatch.dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
 from .dispatch.model_dispatcher import ModelDispatcher
-from .dispatch.torch_slot import asks_slot, check_asks_slot, fill_slot, slot_filled
+from .dispatch.torch_slot import (
+    asks_slot,
+    check_asks_slot,
+    empty_slot,
+    fill_slot,
+    in_slot,
+    slot_filled,
+)
 from .options import Boundaries, Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
@@ -183,8 +190,36 @@ def last_report(compiled: nn.Module | TrainingStep) -> CompileReport | None:
     calls = dispatcher_of(compiled)
     if calls is not None:
         return calls.last_report
-    raise PlanError(
-        f"This {type(compiled).__name__} was not compiled by lazyinline. Give what compile "
+    raise _not_compiled(compiled)
+
+
+def restore(compiled: nn.Module) -> nn.Module:
+    """Returns the plain model of a compiled one: calls run its own Python again.
+
+    A model that was compiled in place becomes plain itself, and its programs are freed.
+
+    Args:
+        compiled: what ``compile`` returned.
+
+    Raises:
+        PlanError: if this is no compiled model.
+
+    Example:
+        >>> lazyinline.compile(model, in_place=True)
+        >>> assert lazyinline.restore(model) is model
+    """
+    calls = dispatcher_of(compiled)
+    if not isinstance(calls, ModelDispatcher):
+        raise _not_compiled(compiled)
+    if in_slot(calls.model) is calls:
+        for each in (calls, *calls.called_past()):
+            empty_slot(each.model)
+    return calls.model
+
+
+def _not_compiled(what: Any) -> PlanError:
+    return PlanError(
+        f"This {type(what).__name__} was not compiled by lazyinline. Give what compile "
         "returned (with in_place=True the model itself; a copy of it is a plain model)."
     )
 

@@ -52,10 +52,12 @@ class CompileReport(CompileRecord):
             return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
         # Graphs that turn out equal share a closure even where capture shared none.
         saves = self.num_nodes < self.num_nodes_if_inlined
-        lines = [self.nothing_shared] if self.nothing_shared and not saves else []
-        lines += [
-            f"{kind}, backend {self.backend}, reuse {self.reuse}: "
-            f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined",
+        why = self.nothing_shared and not saves
+        inlined = f", {self.num_nodes_if_inlined} if inlined" if saves else ""
+        lines = [
+            self.nothing_shared if why else self.headline(),
+            f"  {kind}, backend {self.backend}, reuse {self.reuse}: "
+            f"{self.num_nodes} nodes held{inlined}",
             f"  {self.num_closures} closures, {self.num_block_calls} block calls; "
             f"{self.num_kernels} compiled with {self.num_operators} operators, "
             f"{self.num_launches} launches",

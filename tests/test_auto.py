@@ -205,6 +205,9 @@ def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:
     reports = [compiled.last_report, step.last_report, measured.late]
     assert all(r.num_shared_calls for r in reports)
     assert all(r.reuse == "auto" and not r.nothing_shared for r in reports)
+    assert str(compiled.last_report).startswith("3 Layer share one graph: ")
+    # Of the step's input nobody wants a gradient, so the first block has another backward.
+    assert str(step.last_report).startswith("3 Layer share 2 graphs: ")
     assert all(p.num_nodes() < p.num_nodes_if_inlined() for p in programs)
 
 

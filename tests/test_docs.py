@@ -79,6 +79,7 @@ class Runner:
 def skeleton(text: str) -> list[list[str]]:
     """Returns what of a printed text is the same on every machine: its words, line by line."""
     text = re.sub(r"~?(?:/[\w.\-]+){2,}", "PATH", text)
+    text = text.replace("; next time from cache", "")  # pages share one
     text = re.sub(r"\b1 thread\b", "1 threads", text)  # as many as the machine and its caller give
     text = re.sub(r"\d[\d.,]*(?:e[+-]?\d+)?", "0", text)
     return [line.split() for line in text.strip().splitlines()]

@@ -9,7 +9,7 @@ from torch import nn
 import lazyinline
 from lazyinline.backend.cache.results import CacheUse
 from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.compile_record import PartRecord
+from lazyinline.frontend.compile_record import PartRecord, PassRecord
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.ir.printer import WIDTH, folded
 
@@ -60,3 +60,24 @@ def test_the_first_line_of_a_compiled_model_fits() -> None:
     compiled._lazyinline_calls._eager = CompileReport(True, "eager", "auto", ran_eagerly=LONG)
     assert too_long(repr(compiled)) == []
     assert LONG in unfolded(repr(compiled))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "made", "said"), [(0, 3, "; next time from cache"), (3, 0, ""), (0, 0, "")]
+)
+def test_the_first_line_says_which_blocks_share_and_whether_the_next_process_pays(
+    loaded: int, made: int, said: str
+) -> None:
+    report = CompileReport(train=True, backend="inductor", reuse="auto")
+    report.passes = [PassRecord("lower", 1.25, 2.5, 7)]
+    report.cache = CacheUse("/cache", loaded, made)
+    report.num_nodes, report.num_nodes_if_inlined = 40, 39
+    assert str(report).splitlines()[0] == f"no block repeats: 1.2 CPU-s, 2.5 s{said}"
+    assert "if inlined" not in str(report)  # fewer than are held: nothing is saved by sharing
+    first = [SharingDecision("a.0", "Layer", shared=False)]
+    again = [SharingDecision(f"a.{n}", "Layer", True, compared_with="a.0") for n in range(1, 4)]
+    other = [SharingDecision(f"b.{n}", "Other", shared=False) for n in range(2)]
+    folds = [SharingDecision(f"c.{n}", "Norm", n > 1, "x", "c.0", "up to 2") for n in range(3)]
+    report.decisions = [*first, *again, *other, *folds]
+    told = str(report).splitlines()[0]
+    assert told.startswith("4 Layer share one graph, 3 Norm share one graph: ")

@@ -50,6 +50,23 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def test_a_restored_model_runs_its_own_python_and_can_be_compiled_again() -> None:
+    model, expected = pair()
+    x = batch()
+    model(x)
+    plain = lazyinline.restore(model)
+    assert plain is model
+    assert vars(plain).keys() == vars(expected).keys()
+    with pytest.raises(PlanError, match="was not compiled by lazyinline"):
+        lazyinline.restore(plain)
+    assert_close(plain(x), expected(x))
+    again = lazyinline.compile(model, backend="eager", in_place=True)
+    assert_close(again(x), expected(x))
+    assert report(again).num_block_calls == 3
+    wrapper = lazyinline.compile(expected, backend="eager")
+    assert lazyinline.restore(wrapper) is expected
+
+
 # ---- the same object -------------------------------------------------------------------------
 
 

@@ -17,7 +17,8 @@ NAMES = """
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
     compile_step decomposition export_onnx fit for_checkpoint func last_report lazy_inline
     measure
-    measure_links parallelize pipeline place primitives recompute shard stage
+    measure_links parallelize pipeline place primitives recompute restore shard
+    stage
 """
 PUBLIC = set(NAMES.split())
 

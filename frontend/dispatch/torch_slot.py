@@ -38,6 +38,11 @@ def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]
     return put_back
 
 
+def empty_slot(module: nn.Module) -> None:
+    """Lets calls of a module run its own Python again."""
+    module_state(module).pop(CALL_SLOT, None)
+
+
 def asks_slot(module: nn.Module) -> bool:
     """Whether calls of a module look into the slot: its class has no ``__call__`` of its own."""
     return type(module).__call__ is nn.Module.__call__

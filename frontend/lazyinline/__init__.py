@@ -17,7 +17,7 @@ check_supported()  # first: what follows names what only some versions of PyTorc
 
 import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise
-from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
+from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report, restore
 from lazyinline.frontend.fit import Fit, fit
 from lazyinline.frontend.inspection import capture
 from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
@@ -88,6 +88,7 @@ __all__ = [
     "place",
     "primitives",
     "recompute",
+    "restore",
     "shard",
     "stage",
 ]

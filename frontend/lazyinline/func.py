@@ -6,7 +6,19 @@ inside one another, they become calls of derivatives that each different block h
 """
 
 from lazyinline.frontend.func.coordinates import derivative, laplacian
+from lazyinline.frontend.func.forces import EnergyAndForces, energy_and_forces
 from lazyinline.frontend.func.rows import hessian, jacobian
 from lazyinline.frontend.func.transforms import grad, hvp, jvp, vjp
 
-__all__ = ["derivative", "grad", "hessian", "hvp", "jacobian", "jvp", "laplacian", "vjp"]
+__all__ = [
+    "EnergyAndForces",
+    "derivative",
+    "energy_and_forces",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
+    "laplacian",
+    "vjp",
+]
