@@ -23,9 +23,10 @@ from link_tree import ROOT
 # experts in found plans and fewer steps to them (pipeline_parallel +35),
 # pieces of tensors in checkpoints (frontend +27, pipeline_parallel +84),
 # operators replaced while blocks run (reuse +13), reasons and a file of one idea (frontend +16,
-# pipeline_parallel +3), gradients of any sizes inside a forward (autodiff +19, reuse -15).
+# pipeline_parallel +3), gradients of any sizes inside a forward (autodiff +19, reuse -15),
+# potentials, restore and a report's sentence (frontend +300).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_920, 92),
+    "frontend": (25_225, 93),
     "reuse": (7_694, 28),
     "autodiff": (6_591, 24),
     "recompute": (1_274, 6),
