@@ -56,6 +56,10 @@ class VerifyError(LazyInlineError):
     """A program breaks a rule of its level. This is a bug of lazyinline, not of the model."""
 
 
+class ParseError(LazyInlineError):
+    """A printed program cannot be read; the message names the line and shows the place."""
+
+
 class CompileInterrupted(KeyboardInterrupt):
     """A compile was interrupted: everything is as it was before, and the next call compiles."""
 

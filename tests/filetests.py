@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from program_parser import parse_program
 from programs import inline_calls, random_value
 from torch import nn
 
@@ -30,6 +29,7 @@ from lazyinline.frontend.passes.state import Compilation, Goal, GoalKind, Subjec
 from lazyinline.pipeline_parallel.cut import cut_program, split_composites
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.leaf import flat_types, flatten_value, interpret
+from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
 from lazyinline.reuse.ir.verify import verify
 

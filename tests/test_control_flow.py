@@ -10,13 +10,13 @@ import pytest
 import torch
 from comparing import relative_error
 from models import Stack
-from program_parser import parse_program
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as torch_map
 
 import lazyinline
 from lazyinline import CaptureError, lazy_inline
+from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.printer import format_program
 
 D = 8

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.fx
 from models import Around, block
-from program_parser import ParseError, parse_program
 from programs import random_program
 from torch import nn
 
@@ -18,7 +17,9 @@ from lazyinline.frontend.compiler import PASSES, Compiler, run
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.state import Compilation, Goal, Pass, Subject, between
+from lazyinline.reuse.errors import ParseError
 from lazyinline.reuse.ir.leaf import leaf_key
+from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.printer import node_type, text_to_compare
 from lazyinline.reuse.ir.program import (
     Closure,

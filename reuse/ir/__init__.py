@@ -6,6 +6,7 @@ control        control flow: leaves that choose between closures, or repeat one
 operators      what an operator is: a view, in place, random, elementwise, a primitive
 leaf           leaf bodies: building ATen graphs, comparing them; the reference interpreter
 printer        programs as text: the same bytes for the same program; text that fits a screen
+parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values

@@ -1,4 +1,4 @@
-"""Reads what ``reuse/ir/printer.py`` prints: a program from its text.
+"""Reads what ``printer.py`` prints: a program from its text.
 
 But for a few signs a text has the syntax of Python, so Python's parser takes it apart. None of it
 is run: an operator is looked up among those that PyTorch has registered, and runs on fake tensors
@@ -12,36 +12,22 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 import torch
 import torch.fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate
-from torch.utils._sympy import functions
 
-from lazyinline.reuse.ir import program as ir
-from lazyinline.reuse.ir.control import OPERATORS, checked, control_leaf
-from lazyinline.reuse.ir.leaf import ModalInterpreter, Stamp, flat_types
-from lazyinline.reuse.ir.printer import node_type
-from lazyinline.reuse.ir.torch_symbols import as_literal, size_in
-from lazyinline.reuse.ir.types import (
-    DTYPES,
-    StructType,
-    TensorType,
-    Type,
-    contiguous_stride,
-    flatten_type,
-)
-from lazyinline.reuse.torch_names import OPERATOR_TYPES, module_of, schema_of
-
-SIZE_FUNCTIONS = {n: f for n, f in vars(functions).items() if getattr(f, "is_Function", False)}
-"""Functions by which PyTorch computes sizes, besides the operators of Python."""
+from ..errors import ParseError
+from ..torch_names import OPERATOR_TYPES, module_of, schema_of
+from . import program as ir
+from .control import OPERATORS, checked, control_leaf
+from .leaf import ModalInterpreter, Stamp, flat_types
+from .printer import node_type
+from .torch_symbols import SIZE_FUNCTIONS, ReadSizes
+from .types import DTYPES, StructType, TensorType, Type, contiguous_stride, flatten_type
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
@@ -80,10 +66,6 @@ _ARITHMETIC: dict[type, Any] = {
 }
 
 
-class ParseError(Exception):
-    """A printed program cannot be read; the message names the line and shows the place."""
-
-
 def parse_program(text: str) -> ir.Program:
     """Returns the program of a text, not verified.
 
@@ -95,58 +77,6 @@ def parse_program(text: str) -> ir.Program:
         return reader.program()
     except RecursionError:
         reader.fail_at(1, 0, "too many brackets or signs within one another")
-
-
-class _NamedSymbols(ShapeEnv):
-    """Gives a symbol the number that is in its name; PyTorch would make one of the name's hash."""
-
-    def _generate_unique_id(self, source_name: str) -> int:
-        return int(source_name.removeprefix("s"))
-
-
-class ReadSizes:
-    """The sizes of a program that is read from text: each symbol is a size of at least two."""
-
-    def __init__(self) -> None:
-        self._mode = FakeTensorMode()
-        self._environment: Any = None
-        self._symbols: dict[str, Any] = {}
-
-    def symbol(self, name: str) -> Any:
-        """Returns the symbol of a name, such as ``s0``."""
-        from torch._dynamo.source import ConstantSource  # it imports Inductor
-
-        if self._environment is None:
-            self._environment = _NamedSymbols()
-            self._mode = FakeTensorMode(shape_env=self._environment, static_shapes=True)
-            self._mode.cache_enabled = False  # it hardly ever fits where sizes are symbols
-        if name not in self._symbols:
-            # An example that a view may divide, and that equals no other symbol's small multiple.
-            example = 5040 * (101 + 2 * len(self._symbols))
-            self._symbols[name] = self._environment.create_symbol(
-                example, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
-            )
-        return self._symbols[name]
-
-    def literal(self, expression: Any) -> Any:
-        """Returns a size as it stands among an operator's operands."""
-        if isinstance(expression, int) or expression.is_integer:
-            return as_literal(size_in(self._environment, expression))
-        return as_literal(self._environment.create_symfloatnode(expression, hint=None))
-
-    def fake(self, type_: TensorType) -> torch.Tensor:
-        """Returns a fake tensor of a type."""
-        layout = [[size_in(self._environment, n) for n in t] for t in (type_.shape, type_.stride)]
-        with self._mode:
-            return torch.empty_strided(*layout, dtype=type_.dtype, device=type_.device)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within it operators run on fake tensors, and keep the symbols in their sizes."""
-        # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
-        python = nullcontext() if self._environment is None else enable_python_dispatcher()
-        with self._mode, python:
-            yield
 
 
 class _Reader:
