@@ -8,7 +8,7 @@ run_again           a forward run again in the backward, without drawing random 
 missing_cotangents  the derivative for a loss that leaves outputs unused
 training_program    forward and backward as one program, with updates; gradients as one
 forward_mode        forward and Taylor mode: derivatives along curves, with the results
-higher_order        derivatives of derivatives: the gradients of a program as a program
+inner_gradients     derivatives that a forward takes: their marks, and what is put in their place
 torch_primitives    adapter: programs reduced to primitives, to be looked at
 flows               from where random numbers, memory, numbers and gradients flow in a program
 

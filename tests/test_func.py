@@ -644,21 +644,6 @@ def test_a_model_that_draws_between_runs_eagerly() -> None:
         assert reason in compiled.last_report.ran_eagerly
 
 
-# ---- equal layers that nobody marked ---------------------------------------------------------
-
-
-def test_equal_layers_are_found_where_a_forward_takes_derivatives() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return func.laplacian(self.net)(x).square().mean()
-
-    kernels = []
-    for num_layers in (4, 6):
-        model = of_forward(forward, network(num_layers))
-        compiled = assert_trains_like_eager(model, tensor(5, 2), steps=1)
-        kernels.append((compiled.last_report.num_kernels, compiled.last_report.num_operators))
-    assert kernels[0] == kernels[1]
-
-
 class Parts(nn.Module):
     """A Jacobian and a Hessian by parts, each asked for in another way."""
 

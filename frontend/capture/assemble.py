@@ -19,7 +19,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from ...autodiff.higher_order.inner_gradients import DerivativeMark
+from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import module_state
 from ...reuse.evidence.root_evidence import RootEvidence

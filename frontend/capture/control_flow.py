@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.higher_order.inner_gradients import DerivativeMark
+from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.ir.control import Choose, Repeat, RepeatWhile, stacked_type

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...autodiff.forward_mode.jets import Series
-from ...autodiff.higher_order.inner_gradients import DerivativeMark
+from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.freeze import Freezer, Identity

@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
-from ...autodiff.higher_order.inner_gradients import InnerGradients
+from ...autodiff.inner_gradients import InnerGradients
 from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...autodiff.training_program import GradientPrograms

@@ -13,7 +13,7 @@ import torch
 
 from ...autodiff.derivative import Derivative, Differentiator, Recipe, Request
 from ...autodiff.flows import Draws, used_inputs
-from ...autodiff.higher_order.inner_gradients import takes_gradients
+from ...autodiff.inner_gradients import takes_gradients
 from ...autodiff.training_program import (
     own_derivative,
     step_program,

@@ -5,7 +5,7 @@ The calls between what is differentiated and with respect to what become forward
 any reversal, and their backwards stand where the gradient was asked for. All of it is again a
 program that can be differentiated: in training it is, and a gradient of a gradient is one more.
 Where a series is asked for, the calls between become calls that compute its coefficients with
-their results; see :mod:`..forward_mode`. Each different closure is differentiated once.
+their results; see :mod:`.forward_mode`. Each different closure is differentiated once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx
 
-from ...reuse.errors import CaptureError, PlanError
-from ...reuse.ir.leaf import flat_types, stamp_of
-from ...reuse.ir.program import (
+from ..reuse.errors import CaptureError, PlanError
+from ..reuse.ir.leaf import flat_types, stamp_of
+from ..reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -32,18 +32,17 @@ from ...reuse.ir.program import (
     outputs_of,
     walk_closures,
 )
-from ...reuse.ir.rewrite import FlatStructs
-from ...reuse.ir.types import StructType, TensorType
-from ...reuse.torch_names import module_of
-from ..derivative import Derivative, Differentiator, Recipe, Request
-from ..flows import drawing_leaf, needed_calls
-from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
-from ..forward_mode.jet_interpreter import Fallback
-from ..forward_mode.jets import Series
-from ..traces.torch_interpreters import DIFFERENTIABLE
-from ..traces.torch_partition import ancestors
-from ..training_program import backward_calls, own_derivative
-from .repeats import Repeats
+from ..reuse.ir.rewrite import FlatStructs
+from ..reuse.ir.types import StructType, TensorType
+from ..reuse.torch_names import module_of
+from .derivative import Derivative, Differentiator, Recipe, Request
+from .flows import drawing_leaf, needed_calls
+from .forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
+from .forward_mode.jet_interpreter import Fallback
+from .forward_mode.jets import Series
+from .traces.torch_interpreters import DIFFERENTIABLE
+from .traces.torch_partition import ancestors
+from .training_program import backward_calls, own_derivative
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,6 @@ class InnerGradients:
         self._differentiator = Differentiator(lambda leaf: recipe)
         self._flat = FlatStructs()
         self._forward = ForwardDerivatives()
-        self._repeats = Repeats()
         self._closures: dict[Closure, tuple[Closure, Fallbacks]] = {}
         self._originals: dict[Closure, Closure] = {}
 
@@ -216,7 +214,7 @@ class InnerGradients:
         given = zip(program.inputs, program.sources, strict=True)
         may_depend = {v for v, s in given if isinstance(s, UserInput) and s.requires_grad}
         fallbacks: Fallbacks = {}
-        made = self._made(self._repeats.program(program), may_depend, fallbacks)
+        made = self._made(program, may_depend, fallbacks)
         return made, list(fallbacks)
 
     def _made(
