@@ -164,7 +164,9 @@ class Compiler:
             PlanError: if it cannot be run (parameters on the meta device), or a step has no loss
                 that depends on a parameter.
         """
-        state = self.started(Subject(model, args, kwargs, sizes=sizes), goal)
+        is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
+        may_ask = is_whole and goal.kind in ("module", "step")
+        state = self.started(Subject(model, args, kwargs, sizes=sizes, may_ask=may_ask), goal)
         with self.context.cached(state.report):
             state = run(PASSES, state, watch)
         note_recompute(state)

@@ -499,13 +499,14 @@ class _StepEntry:
 
 
 def _split(leaf: Any, count: int) -> Any:
-    """Returns memory for the micro-batches of a tensor of the batch; what is none as it is."""
+    """Returns copies of the micro-batches of a tensor of the batch; what is none as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:
         raise PlanError("compile_step takes inputs that do not require grad.")
     check_splits([leaf], count)
-    return torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
+    copy = torch.empty_like(leaf).copy_(leaf)
+    return copy.tensor_split(count) if count > 1 else (copy,)
 
 
 class _Staging:

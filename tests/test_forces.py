@@ -59,7 +59,7 @@ class Energy(nn.Module):
         x = self.embed(kinds)
         for layer in self.layers:
             x = layer(x, basis, cut, edges)
-        energies = torch.zeros(len(ATOMS), dtype=x.dtype)
+        energies = torch.zeros(int(molecule[-1]) + 1, dtype=x.dtype)
         return energies.index_add_(0, molecule, self.read(x).sum(-1))
 
 
@@ -100,3 +100,74 @@ def test_forces_of_graphs_of_any_edges_are_compiled_once(
     ).told
     num_compiles = 1 if dynamic else 2
     assert (told.num_compiles, told.num_links) == (num_compiles, len(EDGES) - num_compiles)
+
+
+# ---- numbers that a forward asks of its inputs ---------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Sums over molecules, of which it counts how many there are."""
+
+    def __init__(self, count: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.count = nn.Linear(3, WIDTH).double(), count
+
+    def forward(self, positions: Tensor, molecule: Tensor) -> Tensor:
+        x = self.inner(positions).tanh()
+        return x.new_zeros(self.count(molecule), WIDTH).index_add(0, molecule, x)
+
+
+COUNTS: dict[str, Callable[[Tensor], int]] = {
+    "the largest": lambda m: int(m.max()) + 1,
+    "the last": lambda m: int(m[-1]) + 1,
+    "different ones": lambda m: m.diff().ne(0).sum().item() + 1,
+    "a way to go": lambda m: 4 if (m > 1).any() else 2,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("door", ["compile", "step"])
+@pytest.mark.sweep(keep="compile")
+def test_a_number_asked_of_inputs_is_asked_at_each_call(name: str, door: Door) -> None:
+    given = [graph(9, atoms)[1::2] for atoms in ((4, 3), (2, 5), (3, 2, 2), (4, 3), (2, 2, 3))]
+    told = assert_equals_eager(Pooled(COUNTS[name]), batches=given, door=door).told
+    assert told.num_compiles == 2, str(told)
+
+
+def test_numbers_that_are_others_at_each_call_are_compiled_for_a_few_times() -> None:
+    def counts(run: Any) -> tuple[int, str]:
+        return run.last_report.num_compiles, run.last_report.ran_eagerly
+
+    given = [(torch.ones(12, 3).double(), torch.arange(12) % n) for n in range(2, 10)]
+    seen = assert_equals_eager(Pooled(COUNTS["the largest"]), batches=given, note=counts).seen
+    assert [num for num, eager in seen if not eager] == [1, 2, 3, 4]
+    assert "numbers that the forward asks" in seen[-1][1]
+
+
+REFUSED: dict[str, Callable[[Tensor], int]] = {
+    "of a float": lambda m: int(m.double().max()) + 1,
+    "that it drew": lambda m: int(torch.randint_like(m, 2, 4).max()),
+    "that it has changed": lambda m: int(m.mul_(1).max()) + 1,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_numbers_run_eagerly_with_the_line(name: str) -> None:
+    given = [graph(9, atoms)[1::2] for atoms in ((4, 3), (2, 3, 2))]
+    told = assert_equals_eager(Pooled(REFUSED[name]), batches=given).told
+    assert "needs the value of a tensor at test_forces.py" in told.ran_eagerly
+
+
+def test_blocks_that_ask_are_each_captured_for_what_they_are_given() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Pooled(COUNTS["the largest"]) for _ in range(3))
+
+        def forward(self, positions: Tensor, *molecules: Tensor) -> Tensor:
+            pairs = zip(self.layers, molecules, strict=True)
+            return torch.cat([layer(positions, molecule) for layer, molecule in pairs])
+
+    positions, one = graph(9, (4, 3))[1::2]
+    assert_equals_eager(Both(), (positions, one, one * 2, one * 3))

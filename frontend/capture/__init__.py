@@ -9,5 +9,6 @@ control_flow     what cond, scan, map and while_loop run, as closures
 blocks           which module calls may share
 regions          the vocabulary: keys of blocks and of calls, regions of the outer graph, decisions
 outside_tensors  tensors that come from outside a trace
+questions        numbers that the forward asks of its inputs
 assemble         from a finished run to a program
 """

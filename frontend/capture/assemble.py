@@ -155,6 +155,7 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
         recording.readings,
         recording.sizes,
         tuple(recording.modes),
+        tuple(recording.questions.values()),
     )
 
 

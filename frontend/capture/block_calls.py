@@ -339,6 +339,8 @@ def trace_block(
         )
         tensors.restore(known)
         hindrance = _hindrance(recording, call, evidence, before, (results, spec), found)
+    if region.asks:
+        hindrance = f"it asks for a number of the model's inputs at {region.asks}"
     if hindrance:
         template, reason = None, hindrance
     if template is not None:

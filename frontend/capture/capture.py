@@ -78,6 +78,8 @@ class Subject:
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, where the program is not run in its place.
         sizes: makes the sizes that are symbols for each run; None means that all are numbers.
+        may_ask: whether a guard asks again, at each call, for numbers that the forward asks of its
+            inputs.
         only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
             not be.
     """
@@ -88,6 +90,7 @@ class Subject:
     effects: OnEffects = "refuse"
     sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
+    may_ask: bool = False
 
 
 class ChangedStateError(CaptureError):
@@ -225,7 +228,7 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
                 generator_kept(subject.effects),
                 autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
             ):
-                outcome = _recorded(recording, subject.args, subject.kwargs)
+                outcome = _recorded(recording, subject)
             return captured_model(recording, *outcome)
         except ChangedStateError:  # its program is compared with that of a second run
             is_settled = False
@@ -346,7 +349,7 @@ Outcome: TypeAlias = tuple[list[Any], ResultTree]
 """The flat results of a run (tensors as nodes), and their tree."""
 
 
-def _recorded(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+def _recorded(recording: Recording, subject: Subject) -> Outcome:
     """Runs the model once under fake tensors, and leaves everything as it was before.
 
     Raises:
@@ -354,8 +357,11 @@ def _recorded(recording: Recording, args: Sequence[Any], kwargs: Mapping[str, An
         EffectError: if it does more at each call than compute.
         ChangedStateError: if it changed plain data, which another run may find settled.
     """
+    args, kwargs = subject.args, subject.kwargs
     leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
     names = argument_names(recording.model, args, kwargs)
+    if subject.may_ask:
+        recording.answered_from([x for x in leaves if isinstance(x, torch.Tensor)])
     # One that is passed twice is one in the trace.
     distinct = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     run = partial(_outcome, recording, leaves, spec, names)

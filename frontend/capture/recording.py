@@ -35,6 +35,7 @@ from ..tracing.torch_tracing import (
 )
 from .blocks import Blocks
 from .outside_tensors import OutsideTensors, refuse_left
+from .questions import Question
 from .regions import InitKey, ModeChoice, Region, SharingDecision, Sizes
 
 # What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
@@ -59,6 +60,7 @@ class Recording:
         only_reverse: why these are taken in reverse; empty if they need not be.
         ran_backwards: whether a custom function was applied whose backward eager runs later.
         readings: what was asked for that a call can ask again, and the answers.
+        questions: numbers that were asked of the inputs, by what is computed.
         quiet: whether what runs is capture's own doing, not the model's.
     """
 
@@ -90,6 +92,7 @@ class Recording:
         self.ran_backwards = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
         self.readings: dict[Reading, Any] = {}
+        self.questions: dict[str, Question] = {}
         self._applies = False
         self._num_unreadable = 0
         self.quiet = False
@@ -213,6 +216,23 @@ class Recording:
             if is_seen:
                 self.objects.writes(holder, own, value)
             put_at(holder, own, value)
+
+    def answered_from(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Lets the forward ask for numbers of these inputs."""
+
+        def answer(node: torch.fx.Node) -> int | bool | None:
+            with self.bookkeeping():
+                resolved = self.tensors.resolve(node)
+                question = Question.of(resolved, self.tensors.sources, inputs, user_line())
+            if question is None:
+                return None
+            self.questions.setdefault(question.text, question)
+            region: Region | None = self.current
+            while region is not None:  # another instance may be given other numbers
+                region.asks, region = question.source, region.parent
+            return question.answer
+
+        self.tracer.answer = answer
 
     # ---- what ran ------------------------------------------------------------------------
 

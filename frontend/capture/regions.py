@@ -31,6 +31,7 @@ from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..tracing.torch_settings import Reading
+from .questions import Question
 
 _MAX_DEPTH = 4
 _MAX_TEXT = 40
@@ -161,7 +162,8 @@ class CrossingError(CaptureError):
 class Region:
     """Holds a traced instance of a block, a part marked for recompute, or the model (the root).
 
-    ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's.
+    ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's;
+    ``asks`` is the line that asks for a number of the model's inputs in it.
     """
 
     module: nn.Module
@@ -176,6 +178,7 @@ class Region:
     num_calls: int = 1
     recompute: RecomputeMark = ""
     init_key: InitKey = NO_KEY
+    asks: str = ""
 
     def nodes(self) -> list[torch.fx.Node]:
         """Returns all nodes of the region and of the regions inside it, in order."""
@@ -316,6 +319,8 @@ class CapturedModel:
     """The dynamic sizes it was captured with, if any."""
     modes: Sequence[ModeChoice] = ()
     """The modes of derivatives in the forward, where the user left them open."""
+    questions: Sequence[Question] = ()
+    """The numbers that the forward asked of its inputs: the guard asks again."""
 
     def without_tensors(self) -> CapturedModel:
         """Returns the same without the model's tensors, which a guard holds as long as they fit."""

@@ -245,6 +245,8 @@ class Dispatcher(Generic[AnyEntry]):
 _MAX_KINDS = 32
 MAX_FLOATS = 32
 """Values of Python floats that one kind of call is compiled for; with others the module runs."""
+MAX_ANSWERS = 4
+"""The same of numbers that a forward asks of its inputs, as ``int(batch.max())``."""
 _TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
 
 
@@ -290,7 +292,7 @@ class Refusals:
     def __init__(self) -> None:
         # By kinds, not exactly: eager is always right, also for a call that could be compiled.
         self._known: dict[CallKind, tuple[str, int]] = {}
-        self._floats: dict[CallKind, set[tuple[str, ...]]] = {}
+        self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
 
     def why_eager(self, call: CallKind) -> str:
         """Returns why a call runs eagerly; "" if that is not known."""
@@ -304,20 +306,28 @@ class Refusals:
         # Replaced, not changed: other threads may be reading it.
         self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
 
-    def note_floats(self, call: CallKind, leaves: Sequence[Any]) -> None:
-        """Remembers the Python floats of a call that was compiled: a program has them in it."""
+    def note_numbers(self, call: CallKind, leaves: Sequence[Any], answers: Sequence[int]) -> None:
+        """Remembers numbers of a call that was compiled, which its program has in it.
+
+        Args:
+            call: its kind.
+            leaves: its flat inputs, of which the Python floats count.
+            answers: what the forward asked of its inputs.
+        """
         # A schedule passes another value at each call, and a compile for each would never pay.
-        values = tuple(x.hex() for x in leaves if type(x) is float)
-        known = self._floats.pop(call, set())
-        if values:
-            known.add(values)
-            self._floats = {**dict([*self._floats.items()][1 - _MAX_KINDS :]), call: known}
-        if len(known) >= MAX_FLOATS:
-            reason = (
-                f"Python floats among the arguments had {MAX_FLOATS} values, each of which took a "
-                "compile. Pass what varies as a 0-d tensor"
-            )
-            self.note(call, reason, is_lasting=True)
+        floats = tuple(x.hex() for x in leaves if type(x) is float)
+        for what, numbers, most, advice in (
+            ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
+            ("numbers that the forward asks of its inputs", answers, MAX_ANSWERS, "as a size"),
+        ):
+            known = self._numbers.pop((call, what), set())
+            if numbers:
+                known.add(tuple(numbers))
+                kept = [*self._numbers.items()][1 - _MAX_KINDS :]
+                self._numbers = {**dict(kept), (call, what): known}
+            if len(known) >= most:
+                reason = f"{what} had {most} values, each of which took a compile. Pass what varies"
+                self.note(call, f"{reason} {advice}", is_lasting=True)
 
 
 @dataclass(frozen=True)
@@ -478,7 +488,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             raised = error.raised if isinstance(error, WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
             return RunEagerly(str(error), call, self._is_lasting(error), raised)
-        self._refusals.note_floats(call, plain)
+        self._refusals.note_numbers(call, plain, entry.guard.answers)
         return entry
 
     # ---- where the model runs eagerly ----------------------------------------------------

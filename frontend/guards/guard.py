@@ -72,6 +72,7 @@ class Guard:
         self._tree = tree
         self._native = native
         self._set_inputs(leaves)
+        self._questions = captured.questions
         self._modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
         self._states = [module_state(m) for m in self._modules]
@@ -108,6 +109,7 @@ class Guard:
         fits = (
             self._match(leaves)
             and (tree is self._tree or tree == self._tree)
+            and self._is_answered(leaves)
             and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._evidence.contents.same()
@@ -117,6 +119,18 @@ class Guard:
         if fits:
             self._find_memory()
         return fits
+
+    def _is_answered(self, leaves: Sequence[Any]) -> bool:
+        """Whether what the forward asked of its inputs has the answers that it had."""
+        if not self._questions:
+            return True
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        return all(question.ask(tensors) == question.answer for question in self._questions)
+
+    @property
+    def answers(self) -> tuple[int | bool, ...]:
+        """The numbers of inputs that the program has in it."""
+        return tuple(question.answer for question in self._questions)
 
     def _find_memory(self) -> None:
         """Notes where the model's tensors lie."""
@@ -217,6 +231,9 @@ class Guard:
             for name, leaf, layout in zip(names, leaves, self._layouts, strict=False)
             if not _matches(leaf, layout)
         ]
+        if not found and not self._is_answered(leaves):
+            lines = ", ".join(dict.fromkeys(q.source for q in self._questions))
+            found.append(Difference(f"the numbers of inputs that are asked for at {lines}"))
         if not found and not self._modes.hold():
             found.append(Difference("grad mode, autocast or another mode"))
         if not found and list(map(_training_of, self._states)) != self._training:
