@@ -38,6 +38,7 @@ from .compiled import (
 from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
+from .passes.many_shapes import ManyShapes
 from .passes.mesh import plan_mesh, shard, shard_stages
 from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
@@ -251,6 +252,7 @@ class Linker:
             composed=composed and step_without_tensors(composed),
             programs={},
             runs=None,
+            shapes=ManyShapes() if state.symbolic else None,
         )
         settled = sizes.settled if sizes is not None else ()
         return cls(compiler, lowered, settled, watched)
@@ -340,6 +342,7 @@ class Linker:
             with context.cached(passes):
                 if lowered is None:
                     lowered = linked(run(_LOWER, self._started(derivative, passes)))
+                    lowered = replace(lowered, shapes=ManyShapes())
                 if values is not None:
                     self.backwards[key] = lowered
                     if _is_compiled(key) and not self.sizes.are_right(values):

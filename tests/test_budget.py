@@ -27,12 +27,12 @@ from link_tree import ROOT
 # potentials, restore and a report's sentence (frontend +300),
 # numbers asked of inputs (frontend +167).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (25_402, 94),
-    "reuse": (8_278, 29),
+    "frontend": (25_576, 95),
+    "reuse": (8_506, 30),
     "autodiff": (6_373, 22),
     "recompute": (1_274, 6),
     "pipeline_parallel": (8_065, 29),
-    "backend": (12_183, 42),
+    "backend": (12_300, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

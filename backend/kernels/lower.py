@@ -23,7 +23,7 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
+from ...reuse.ir.torch_symbols import SizeTrace, Values, module_at, symbols_of, type_at
 from ...reuse.ir.torch_updates import update_of
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
@@ -333,20 +333,47 @@ def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
     return KernelList(leaf.name, number, buffers, (launch,), views[number:], tuple(outputs))
 
 
+def has_sizes(leaf: Leaf) -> bool:
+    """Whether sizes of a leaf are symbols."""
+    types_ = flat_types(leaf.input_types)
+    return bool(symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
+
+
 def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:
     """Returns a leaf and its kernel with a number in place of each symbolic size."""
-    symbols = symbols_of(leaf.module)
-    if not symbols and not any(t.is_symbolic for t in flat_types(leaf.input_types)):
+    if not has_sizes(leaf):
         return leaf, kernel
-    made = replace(
-        leaf,
-        input_types=tuple(type_at(t, values) for t in leaf.input_types),
-        output_types=tuple(type_at(t, values) for t in leaf.output_types),
-    )
+    made = _leaf_at(leaf, values)
     if kernel.convention == "boxed":
+        symbols = symbols_of(leaf.module)
         return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
     made = replace(made, module=module_at(leaf.module, values))
     return made, _eager_kernel(made)
+
+
+def _leaf_at(leaf: Leaf, values: Values) -> Leaf:
+    types_ = (leaf.input_types, leaf.output_types)
+    inputs, outputs = (tuple(type_at(t, values) for t in one) for one in types_)
+    return replace(leaf, input_types=inputs, output_types=outputs)
+
+
+def launches_at(
+    leaf: Leaf, kernel: Kernel, values: Values, trace: SizeTrace
+) -> tuple[Leaf, KernelList]:
+    """Returns a leaf and its launches for numbers that remember how they were computed.
+
+    Args:
+        leaf: of symbolic sizes.
+        kernel: of the leaf.
+        values: such a number for each symbol.
+        trace: a size that PyTorch computes with, for each symbol.
+    """
+    made = _leaf_at(leaf, values)
+    traced = torch_recorder.Traced(_leaf_at(leaf, trace.values), trace)
+    if kernel.convention == "boxed":
+        sizes = [trace.values[s] for s in symbols_of(leaf.module)]
+        return made, torch_recorder.record_wrapper(made, kernel.function, sizes, traced)
+    return made, torch_recorder.record_graph(made, traced)
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

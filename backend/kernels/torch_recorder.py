@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace
 from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
@@ -59,13 +63,16 @@ _NATIVE_OUT_FORMS = {
 
 
 def record_wrapper(
-    leaf: Leaf, wrapper: Callable[..., Any], sizes: Sequence[int] = ()
+    leaf: Leaf,
+    wrapper: Callable[..., Any],
+    sizes: Sequence[int] = (),
+    traced: Traced | None = None,
 ) -> KernelList:
     """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
 
     ``sizes`` are the numbers that a wrapper of symbolic sizes takes before its tensors.
     """
-    recorder = _Recorder(leaf)
+    recorder = _Recorder(leaf, traced)
     bound_self, function = _function_of(wrapper)
     scope = dict(function.__globals__)
     for name in list(scope):
@@ -84,19 +91,21 @@ def record_wrapper(
     if "extern_kernels" in scope:  # code that calls none does not always have it
         scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
-    with recorder.mode, recorder:
+    with recorder.running(), recorder:
         boxed = [*sizes, *recorder.inputs]
         outputs = code(bound_self, boxed) if bound_self else code(boxed)
     return recorder.finish(outputs)
 
 
-def record_graph(leaf: Leaf) -> KernelList:
+def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
     """Records an ATen graph that runs on PyTorch's own kernels."""
     if update_of(leaf) is not None:
         return _record_update(leaf)
-    recorder = _Recorder(leaf)
-    with recorder.mode, torch.no_grad(), recorder:
-        outputs = torch.fx.Interpreter(leaf.module).run(*recorder.inputs)
+    recorder = _Recorder(leaf, traced)
+    with recorder.running(), torch.no_grad(), recorder:
+        interpreter = SizedInterpreter(leaf.module)
+        interpreter.values = traced.sizes.values if traced else None
+        outputs = interpreter.run(*recorder.inputs)
     return recorder.finish(outputs)
 
 
@@ -146,8 +155,8 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Stands for a check of what the plan places, or of a result that is checked as it is made."""
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class _Launched:
@@ -178,14 +187,30 @@ class _ExternKernels:
         return call
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What runs in place of a leaf whose numbers remember how they were computed.
+
+    Attributes:
+        leaf: the same with sizes that PyTorch computes with.
+        sizes: their environment, and the number of each.
+    """
+
+    leaf: Leaf
+    sizes: SizeTrace
+
+
 class _Recorder(TorchDispatchMode):
     """Runs operators on fake tensors and notes launches, buffers and views."""
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: Leaf, traced: Traced | None = None) -> None:
         super().__init__()
         self._leaf = leaf
-        self._types = flat_types(leaf.input_types)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._traced = traced.leaf if traced else leaf
+        self._types = flat_types(self._traced.input_types)
+        self._number = traced.sizes.number if traced else _as_it_is
+        environment = traced.sizes.environment if traced else None
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self._buffers: dict[int, int] = {}
         self._kinds: list[ClosureBuffer] = []
         self._bytes: list[int] = []
@@ -198,10 +223,18 @@ class _Recorder(TorchDispatchMode):
         for tensor in self.inputs:
             self._add_buffer(tensor, "input")
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it operators run on fake tensors."""
+        # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
+        python = enable_python_dispatcher() if self.mode.shape_env else nullcontext()
+        with self.mode, python:
+            yield
+
     def _add_buffer(self, tensor: torch.Tensor, kind: ClosureBuffer) -> None:
         self._buffers[memory_id(tensor)] = len(self._kinds)
         self._kinds.append(kind)
-        self._bytes.append(tensor.untyped_storage().nbytes())
+        self._bytes.append(self._number(tensor.untyped_storage().nbytes()))
         self._keep.append(tensor)
 
     def allocate(
@@ -268,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def _operand(self, value: Any) -> Any:
-        return self._view(value) if isinstance(value, torch.Tensor) else value
+        return self._view(value) if isinstance(value, torch.Tensor) else self._number(value)
 
     def _view(self, tensor: torch.Tensor) -> View:
         if is_lazy(tensor):  # no view says so, and whoever reads its memory gets other numbers
@@ -276,12 +309,12 @@ class _Recorder(TorchDispatchMode):
         return View(
             self._buffers[memory_id(tensor)],
             tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()) * tensor.element_size(),
+            tuple(map(self._number, tensor.shape)),
+            tuple(map(self._number, tensor.stride())),
+            self._number(tensor.storage_offset()) * tensor.element_size(),
         )
 
-    def _as_promised(self, tensor: torch.Tensor, promised: TensorType) -> View:
+    def _as_promised(self, tensor: torch.Tensor, promised: TensorType, traced: TensorType) -> View:
         """Returns a result in the layout that its readers were compiled for."""
         view = self._view(tensor)
         if (view.dtype, view.shape) != (promised.dtype, promised.shape):
@@ -293,7 +326,7 @@ class _Recorder(TorchDispatchMode):
         if found == strides_that_matter(promised.shape, promised.stride):
             return view
         # A kernel may choose another layout than PyTorch's rule for fake tensors says.
-        copy = self.allocate(promised.shape, promised.stride, promised.dtype, promised.device)
+        copy = self.allocate(traced.shape, traced.stride, traced.dtype, traced.device)
         self._launch("copy_", torch.ops.aten.copy_.default, (copy, tensor), {})
         return self._view(copy)
 
@@ -357,7 +390,9 @@ class _Recorder(TorchDispatchMode):
     def finish(self, outputs: Sequence[Any]) -> KernelList:
         """Returns the kernel list."""
         types_ = tuple(flat_types(self._leaf.output_types))
-        views = tuple(self._as_promised(t, p) for t, p in zip(outputs, types_, strict=True))
+        traced = flat_types(self._traced.output_types)
+        promised = zip(outputs, types_, traced, strict=True)
+        views = tuple(self._as_promised(*one) for one in promised)
         first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
         for index, launch in enumerate(self._launches):
             for view in launch.views():

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
+from ...reuse.ir.size_tape import Size
 from ...reuse.ir.types import TensorType, is_contiguous, is_dense
 from . import torch_native
 
@@ -183,7 +184,7 @@ def _kernel(launch: Launch) -> NativeOp | None:
     address = torch_native.kernel_address(launch.function)
     num_addresses = sum(isinstance(a, View) for a in launch.args)
     sizes = launch.args[num_addresses:]  # Inductor passes sizes after all tensors
-    plain = all(type(size) is int for size in sizes) and not launch.kwargs
+    plain = all(type(size) in (int, Size) for size in sizes) and not launch.kwargs
     # The loop keeps the arguments of a call in an array of that size.
     if address is None or not plain or len(launch.args) > _MAX_KERNEL_ARGS:
         return None
@@ -241,14 +242,14 @@ def _gemm(
     (rows, columns), inner = out.shape, a.shape[1]
     if 0 in (rows, columns, inner) or not torch_native.blas_is_exact():
         return None
-    if rows == columns == 1:  # a dot product, whose strides say nothing about its order
+    if (rows, columns) == (1, 1):  # a dot product, whose strides say nothing about its order
         return None
     address = torch_native.blas_address(routine or f"{_BLAS_LETTERS[out.dtype]}gemm_")
     left, right = _leading(b), _leading(a)
     if address is None or left is None or right is None or not out.is_contiguous:
         return None
     sizes = (columns, rows, inner, left[1], right[1], columns)
-    if max(sizes) > _MAX_BLAS_INTEGER:
+    if any(size > _MAX_BLAS_INTEGER for size in sizes):
         return None
     return (_GEMM, _TYPES[out.dtype], address, beta, left[0], right[0], *sizes, b, a, out)
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.size_tape import PLAIN, Numbers
 from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.live_ranges import Buffers, lower_bound
 from ..gpu.roofline import is_product
@@ -68,12 +69,12 @@ class Instance:
     device: torch.device | None = None
 
 
-def buffers_of(instances: Sequence[Instance]) -> Buffers:
+def buffers_of(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> Buffers:
     """Returns the columns of buffers that a planner places."""
     return Buffers(
         np.array([b.birth for b in instances], np.int64),
         np.array([b.death for b in instances], np.int64),
-        np.array([b.num_bytes for b in instances], np.int64),
+        np.array([numbers.of(b.num_bytes) for b in instances], np.int64),
     )
 
 
@@ -319,11 +320,11 @@ def least_bytes(layout: Layout) -> int:
     return (lower_bound(buffers_of(placed)) if placed else 0) + outside_bytes(layout)
 
 
-def outside_bytes(layout: Layout) -> int:
+def outside_bytes(layout: Layout, numbers: Numbers = PLAIN) -> int:
     """Returns what launches allocate for themselves, at most, at one time."""
     outside = [b for b in layout.instances if b.kind == "foreign" and b.device is None]
     outside += layout.scratch + layout.workspaces
-    return lower_bound(buffers_of(outside)) if outside else 0
+    return lower_bound(buffers_of(outside, numbers)) if outside else 0
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:
@@ -392,11 +393,11 @@ def _pin_results(layout: Layout, num_results: int) -> None:
     Outputs after the results are updates, which lie where the tensors lay that they replace.
     """
     part = layout.parts[-1]
-    taken: dict[int, list[range]] = defaultdict(list)
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, placed in enumerate(part.outputs[:num_results]):
         own = _bytes_of(placed)
         # Gradients that were reduced together lie one after another in one buffer.
-        free = all(own.stop <= r.start or r.stop <= own.start for r in taken[placed.instance])
+        free = all(own[1] <= start or end <= own[0] for start, end in taken[placed.instance])
         if layout.instances[placed.instance].kind != "arena" or not free:
             placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
             own = _bytes_of(placed)
@@ -406,11 +407,11 @@ def _pin_results(layout: Layout, num_results: int) -> None:
             layout.instances[instance].death = layout.time
 
 
-def _bytes_of(placed: Placed) -> range:
-    """Returns the bytes of its buffer that a tensor reaches over."""
+def _bytes_of(placed: Placed) -> tuple[int, int]:
+    """Returns where the bytes of its buffer that a tensor reaches over begin and end."""
     reach = sum((n - 1) * s for n, s in zip(placed.shape, placed.stride, strict=True)) + 1
     num_bytes = reach * placed.dtype.itemsize if 0 not in placed.shape else 0
-    return range(placed.offset_bytes, placed.offset_bytes + num_bytes)
+    return placed.offset_bytes, placed.offset_bytes + num_bytes
 
 
 def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:

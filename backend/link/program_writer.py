@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ...reuse.ir.size_tape import Size
 from ..launches.kernel_list import ENTRY, NativeOp, Stream, View
 from .layout import Layout, Part, Placed, PlacedLaunch
 from .placement import Overlay, new_host
@@ -220,10 +221,12 @@ class CodeWriter:
         self._num_native += op.num_operations
         words: list[int] = []
         for operand in op.operands:
-            if type(operand) is int:
-                words.append(operand)
+            if isinstance(operand, View):
+                words += self._native_address(operand, placed)
             else:
-                words += self._native_address(operand, placed)  # type: ignore[arg-type]
+                words.append(operand)
+        first = len(self._code.words)
+        self._code.sizes += [(first + i, n) for i, n in enumerate(words) if type(n) is Size]
         self._code.words.extend(words)
 
     def _native_address(self, view: View, placed: PlacedLaunch) -> tuple[int, int]:
@@ -359,7 +362,7 @@ class CodeWriter:
         return self._starts[key]
 
     def _literal(self, value: Any) -> str:
-        if value is None or type(value) in (bool, int, str):
+        if value is None or type(value) in (bool, int, str, Size):
             return repr(value)
         if type(value) is float and math.isfinite(value):
             return repr(value)

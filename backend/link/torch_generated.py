@@ -8,16 +8,18 @@ for an operator of somebody else may be wrong.
 from __future__ import annotations
 
 import ctypes
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
 from ...reuse.errors import PlanError
+from ...reuse.ir.size_tape import Numbers, Size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
 from ..gpu.targets import streams_on
@@ -43,6 +45,7 @@ class GeneratedCode:
         arena_views: name -> place in the arena.
         model_views: name -> view of a model tensor.
         words: what the native loop runs.
+        sizes: words that are to be computed again for other sizes, by their places.
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
         arenas: further device -> slot of the arena that is there.
@@ -57,11 +60,31 @@ class GeneratedCode:
     model_views: dict[str, Placed] = field(default_factory=dict)
     num_made_per_run: int = 0
     words: array[int] = field(default_factory=lambda: array("q"))
+    sizes: list[tuple[int, Size]] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     arenas: dict[torch.device, int] = field(default_factory=dict)
     num_slots: int = 1
     num_beside: int = 0
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The sizes that stand in the source."""
+        return sorted(set(re.findall(r"\bn\d+\b", self.source)))
+
+    def at(self, numbers: Numbers) -> GeneratedCode:
+        """Returns the same with the numbers of other sizes."""
+        words = array("q", self.words)
+        for place, size in self.sizes:
+            words[place] = numbers.of(size)
+        arena, model = (
+            {name: numbers.inside(placed) for name, placed in views.items()}
+            for views in (self.arena_views, self.model_views)
+        )
+        constants = {**self.constants}
+        for name in self._names:
+            constants[name] = numbers.computed[int(name[1:])]
+        return replace(self, words=words, arena_views=arena, model_views=model, constants=constants)
 
 
 @dataclass(frozen=True)
@@ -251,13 +274,15 @@ def end_range(shown: Any) -> None:
     shown.__exit__(None, None, None)
 
 
-def profiled(writer: Callable[..., Any], memory: Memory, names: Mapping[str, Any]) -> Runner:
+def profiled(
+    writer: Callable[..., Any], memory: Memory, names: Mapping[str, Any], numbers: Numbers
+) -> Runner:
     """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
 
     @cache  # written when a profiler runs for the first time
     def written() -> Runner:
         shown = begin_range("lazyinline: a program is bound for the profiler")
-        code = writer(ranges="shown").write()
+        code = writer(ranges="shown").write().at(numbers)
         compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
         runner = memory.runner(code, compiled, begin=begin_range, end=end_range, **names)
         end_range(shown)

@@ -8,6 +8,7 @@ memory is not planned, each closure is one launch that allocates what it returns
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections import deque
@@ -21,9 +22,11 @@ import torch
 
 from ...reuse.ir.leaf import called_without_autocast
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
+from ..arena.arena import ALIGNMENT
 from ..gpu.roofline import with_streams
 from ..gpu.targets import Capture, Run, capture_graph, run_before_capture
 from ..launches import torch_native
@@ -131,6 +134,23 @@ class PlannedProgram:
         self._pool: list[Lease] = []
         self._use = _Use()
         self._lock = ProcessLock()  # collecting garbage inside may give a lease back
+        self._numbers = PLAIN
+
+    def at(self, numbers: Numbers) -> PlannedProgram:
+        """Returns the same program with the numbers of other sizes, for which there is room."""
+        made = copy.copy(self)
+        made._numbers = numbers
+        made._codes = [code.at(numbers) for code in self._codes]
+        made._addresses, made._pool = [], []
+        made._use, made._lock = _Use(), ProcessLock()
+        return made
+
+    @property
+    def rooms(self) -> list[tuple[int, int]]:
+        """The bytes of buffers that vary, and how many there is room for."""
+        placed = [b.num_bytes for b in self.layout.instances if b.kind == "arena"]
+        found = {repr(size): size for size in placed if type(size) is Size}
+        return [(size, -(-int(size) // ALIGNMENT) * ALIGNMENT) for size in found.values()]
 
     def _writers_of(self, num_results: Sequence[int]) -> list[partial[CodeWriter]]:
         """Returns what writes the function of each part."""
@@ -187,7 +207,7 @@ class PlannedProgram:
     @property
     def outside_bytes(self) -> int:
         """Most bytes at one time that launches allocate: results, scratch, what cuBLAS works in."""
-        return outside_bytes(self.layout)
+        return outside_bytes(self.layout, self._numbers)
 
     @property
     def workspace_bytes(self) -> int:
@@ -204,7 +224,8 @@ class PlannedProgram:
         """Bytes of what the user receives, but for gradients that the plan places."""
         planned = set(gradients_of(self.layout)) if self.overlay.hosts else set()
         instances = enumerate(self.layout.instances)
-        return sum(b.num_bytes for i, b in instances if b.kind == "result" and i not in planned)
+        made = [b.num_bytes for i, b in instances if b.kind == "result" and i not in planned]
+        return sum(map(self._numbers.of, made))
 
     @property
     def num_made_per_run(self) -> int:
@@ -326,7 +347,8 @@ class PlannedProgram:
         if host >= 0:
             storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
-        return memory[start : start + self.layout.instances[instance].num_bytes]
+        num_bytes = self._numbers.of(self.layout.instances[instance].num_bytes)
+        return memory[start : start + num_bytes]
 
     def _new_host(self, instance: int) -> torch.Tensor:
         base = host_base(self.layout, instance)
@@ -353,7 +375,9 @@ class PlannedProgram:
         # Closures may return something on any device, and not only on that of an arena.
         names = {"as_predicted": as_predicted} if self.allocates_all else {}
         runners = [
-            memory.runner(code, compiled, profiled=profiled(writer, memory, names), **names)
+            memory.runner(
+                code, compiled, profiled=profiled(writer, memory, names, self._numbers), **names
+            )
             for writer, code, compiled in zip(
                 self._writers, self._codes, self._compiled, strict=True
             )

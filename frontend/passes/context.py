@@ -187,13 +187,18 @@ class Context:
     def launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
         for leaf in leaves_of(flats):
-            if leaf.bodies and leaf not in self.recorded:
-                self.recorded[leaf] = self._control_launches(leaf)
-            elif leaf not in self.recorded:
-                self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
-                if not self.kernels[leaf].why_eager:  # each process tries, and says so
-                    self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
+            self.launches_of_leaf(leaf)
         return self.recorded
+
+    def launches_of_leaf(self, leaf: Leaf) -> KernelList:
+        """Returns the kernel list of a leaf, recorded at most once."""
+        if leaf.bodies and leaf not in self.recorded:
+            self.recorded[leaf] = self._control_launches(leaf)
+        elif leaf not in self.recorded:
+            self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
+            if not self.kernels[leaf].why_eager:  # each process tries, and says so
+                self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
+        return self.recorded[leaf]
 
     def _control_launches(self, leaf: Leaf) -> KernelList:
         """Returns the launch of a control-flow operator, in which those of its bodies are."""

@@ -50,7 +50,8 @@ def link_program(state: State) -> State:
     if state.captured.sizes is None:
         return _planned_and_run(state)
     if state.values is not None:
-        return _linked_at(state, state.values)
+        shared = state.shapes.at(state, state.values) if state.shapes is not None else None
+        return shared or _linked_at(state, state.values)
     example = state.captured.sizes.example
     # Hints may have differed from the sizes of the call, for which the compile has to be right.
     if not state.captured.sizes.are_right(example):
@@ -87,18 +88,24 @@ def _check_budget(state: Compilation) -> None:
 
 def linked(state: State) -> State:
     """Lays out the calls of each part."""
-    return replace(state, flats={name: link(p) for name, p in state.programs.items()})
+    flats = {name: link(p) for name, p in state.programs.items()}
+    return replace(state, flats=flats)
 
 
 def _planned_and_run(state: State) -> State:
     """Plans memory where nothing hinders it; else closures allocate what they return."""
-    report = state.report
     try:
         planned = plan(state)
         if isinstance(planned, PlannedProgram) and state.kernels == "made":
             _ = planned.native
     except NotBuiltError as error:  # our own C++ (a full disk)
         planned = Unplanned(str(error))
+    return run_by(state, planned)
+
+
+def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
+    """Takes what was planned, or why it is not, as what runs; the report says so."""
+    report = state.report
     if isinstance(planned, Unplanned):
         if state.goal.updates:
             raise NotUpdatedError(f"memory is not planned: {planned.reason}")
@@ -195,7 +202,8 @@ def hindrance(state: Compilation) -> Unplanned | None:
     return other_devices(devices) or _unrecordable(state)
 
 
-def _why_unplanned(state: Compilation) -> Unplanned | None:
+def why_unplanned(state: Compilation) -> Unplanned | None:
+    """Says why the memory of linked parts is not planned; None if it is."""
     if state.goal.kind == "step":  # which writes what it changes once all of it has run
         return hindrance(state)
     known = state.unplanned or hindrance(state)
@@ -257,16 +265,21 @@ def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned
 
 def plan(state: Compilation) -> PlannedProgram | Unplanned:
     """Plans the arena of a linked program and its backward, or of a step, which is one program."""
-    why = _why_unplanned(state)
+    why = why_unplanned(state)
     while why is None:
         try:
-            planned = _planned_step if state.goal.kind == "step" else _planned_module
-            return planned(state, launches(state))(tools=tools_of(state))
+            return plan_at(state, launches(state))
         except UnalignedError as found:
             # A kernel of a GPU may not take an operand where the arena puts it: it is made anew.
             if not state.context.lower_unaligned(found.inputs):
                 raise
     return why
+
+
+def plan_at(state: Compilation, kernel_lists: Mapping[Leaf, KernelList]) -> PlannedProgram:
+    """Plans the arena for launches."""
+    planned = _planned_step if state.goal.kind == "step" else _planned_module
+    return planned(state, kernel_lists)(tools=tools_of(state))
 
 
 def _planned_step(
@@ -317,7 +330,7 @@ def held_bytes(state: Compilation) -> int:
         made = plan(state)
     if isinstance(made, PlannedProgram) and not made.allocates_all:
         return made.held_bytes + losses
-    if _why_unplanned(state) is None:
+    if why_unplanned(state) is None:
         return losses + least_bytes(_layout(state))
     if is_step:
         lists = {leaf: closure_list(leaf) for leaf in leaves_of(state.linked)}

@@ -123,8 +123,12 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
 def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
     """Returns a linked state with numbers for symbols, given its leaves for them."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
-    derivative = state.derivative and _derivative_at(state.derivative, values)
-    return replace(state, flats=flats, derivative=derivative)
+    return with_derivative(replace(state, flats=flats), values)
+
+
+def with_derivative(state: State, values: Values) -> State:
+    """Returns a state whose derivative has numbers for symbols."""
+    return replace(state, derivative=state.derivative and _derivative_at(state.derivative, values))
 
 
 def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> FlatProgram:

@@ -82,6 +82,9 @@ def step_goal(batching: Batching, updates: tuple[UpdateGroup, ...] = ()) -> Goal
     return Goal("step", train=True, batching=batching, updates=updates)
 
 
+State = TypeVar("State", bound="Compilation")
+
+
 @dataclass(frozen=True)
 class Unplanned:
     """Why the memory of a program is not planned."""
@@ -95,6 +98,13 @@ class Runnable(Protocol):
     @property
     def num_launches(self) -> int:
         """Kernel launches of one run."""
+
+
+class Shapes(Protocol):
+    """Links for many shapes at once."""
+
+    def at(self, state: State, values: Values) -> State | None:
+        """Returns the state that a link for one shape ends in, or None if it must be linked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +126,7 @@ class Compilation:
         flats: the parts, linked.
         values: the number of each symbol, where sizes are symbols and the program is for one shape.
         symbolic: the same before numbers took the place of symbols: a further shape begins here.
+        shapes: links what has symbols once for many shapes.
         unplanned: why memory is not planned, if that is known.
         runs: what runs the parts.
         mesh_plan: what lies where, of a step over a mesh.
@@ -136,6 +147,7 @@ class Compilation:
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)
     values: Values | None = None
     symbolic: Compilation | None = None
+    shapes: Shapes | None = None
     unplanned: Unplanned | None = None
     runs: Runnable | None = None
     mesh_plan: MeshPlan | None = None
@@ -177,9 +189,6 @@ class Compilation:
     def linked(self) -> list[FlatProgram]:
         """The linked parts, in order."""
         return list(self.flats.values())
-
-
-State = TypeVar("State", bound=Compilation)
 
 
 def _always(state: Any) -> bool:

@@ -12,6 +12,7 @@ verify         whether a program keeps the rules of its level; which operators i
 rewrite        each different leaf rewritten once; programs without struct values
 rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
+size_tape      numbers that remember how they were computed from sizes
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs
 torch_updates  adapter: an optimizer's update as an operator, by PyTorch's fused kernels
 """

@@ -121,14 +121,25 @@ class SizeLiteral:
 
 
 class SizedInterpreter(torch.fx.Interpreter):
-    """Runs a graph whose sizes are literals, on tensors of its shape environment."""
+    """Runs a graph whose sizes are literals, on tensors of its shape environment.
+
+    Attributes:
+        values: of each symbol, where the tensors are of another environment.
+    """
+
+    values: Values | None = None
 
     def fetch_args_kwargs_from_env(
         self, n: torch.fx.Node
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a node's operands."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return map_aggregate(args, _size_of), map_aggregate(kwargs, _size_of)  # type: ignore[return-value]
+        return map_aggregate(args, self._size), map_aggregate(kwargs, self._size)  # type: ignore[return-value]
+
+    def _size(self, value: Any) -> Any:
+        if self.values is None or not isinstance(value, SizeLiteral):
+            return _size_of(value)
+        return value_of(expression_of(value.size), self.values)
 
 
 def _size_of(value: Any) -> Any:
@@ -166,7 +177,7 @@ def _computed(expression: Any, values: Values) -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     value = sympy_interp(PythonReferenceAnalysis, values, expression)
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, *SIZE_TYPES)):
         return value
     if value.is_Boolean:
         return bool(value)
@@ -341,10 +352,10 @@ def _with_sizes(
 
 def tensor_type_at(type_: TensorType, values: Values) -> TensorType:
     """Returns a tensor type with a number in place of each size."""
-    if all(type(n) is int for n in (*type_.shape, *type_.stride)):
+    if not type_.is_symbolic:
         return type_
-    shape = tuple(int(value_of(n, values)) for n in type_.shape)
-    stride = tuple(int(value_of(n, values)) for n in type_.stride)
+    shape = tuple(value_of(n, values) for n in type_.shape)
+    stride = tuple(value_of(n, values) for n in type_.stride)
     return TensorType(type_.dtype, shape, stride, type_.device)
 
 
@@ -365,6 +376,41 @@ def refuse_inexact(module: torch.fx.GraphModule) -> None:
             reordered = isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow))
             if reordered and not all(a.is_integer for a in part.args):
                 raise CaptureError(f"it computes {size.node.expr}, a float, from sizes")
+
+
+class SizeTrace:
+    """Symbols of an environment of its own, in which operators run for one shape.
+
+    Args:
+        numbers: of each symbol.
+
+    Attributes:
+        values: a size that PyTorch computes with, for each symbol.
+        environment: keeps what PyTorch asks of them.
+    """
+
+    def __init__(self, numbers: Values) -> None:
+        from torch._dynamo.source import ConstantSource  # it imports Inductor
+
+        self.environment = ShapeEnv()
+        self.values, self._numbers = Values(), Values()
+        for symbol, number in numbers.items():
+            source = ConstantSource(f"size{len(self.values)}")
+            own = self.environment.create_symbol(
+                int(number), source, dynamic_dim=DimDynamic.DYNAMIC
+            )
+            self.values[symbol] = size_in(self.environment, own)
+            self._numbers[own] = number
+
+    def number(self, size: Any) -> Any:
+        """Returns what a size is, computed from the numbers."""
+        return (
+            value_of(expression_of(size), self._numbers) if isinstance(size, SIZE_TYPES) else size
+        )
+
+    def holds(self) -> bool:
+        """Whether the numbers answer what was asked, as PyTorch took it; they are compared."""
+        return all([value_of(guard.expr, self._numbers) for guard in self.environment.guards])
 
 
 # ---- sizes read from text ------------------------------------------------------------------------

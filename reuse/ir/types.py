@@ -57,7 +57,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1) if type(size) is int else size  # a symbol is at least 2
+        step *= max(size, 1) if isinstance(size, int) else size  # a symbol is at least 2
     return tuple(reversed(strides))
 
 

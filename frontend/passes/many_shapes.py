@@ -1,0 +1,139 @@
+"""One link for many shapes: a program linked once, with other numbers in it for each shape.
+
+A first further shape is linked with numbers that remember how they were computed
+(:mod:`...reuse.ir.size_tape`). Where all that was compared on the way has the same outcome for
+another shape, and each buffer has the room it needs, that shape gets the same program: nothing is
+recorded, laid out, planned or written again. Any other is linked as the first one was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...backend.kernels.lower import has_sizes, kernel_at, kernel_list, launches_at
+from ...backend.launches.kernel_list import KernelList
+from ...backend.run.planned import PlannedProgram
+from ...recompute.planner import Budget
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.size_tape import Numbers, SizeTape
+from ...reuse.ir.torch_symbols import SizeTrace, Values
+from .context import Context, leaves_of
+from .link import plan_at, run_by, why_unplanned
+from .numbers import check_layouts, results_at, with_derivative, with_numbers
+from .state import Compilation, State
+
+_MAX_PATTERNS = 8
+"""Programs that are linked for many shapes; where none of them fits, a shape gets its own."""
+_HEADROOM = 8
+"""A size that is larger than all before is planned with this part of itself on top."""
+
+
+class ManyShapes:
+    """Programs that were linked once for many shapes of what was compiled with symbols."""
+
+    def __init__(self) -> None:
+        self._patterns: tuple[_Pattern, ...] = ()
+        self._num_tried = 0
+        self._room = Values()
+
+    def at(self, state: State, values: Values) -> State | None:
+        """Returns the state that a link for one shape ends in, or None if it must be linked."""
+        # A budget bounds what is held at each shape, so each is planned as tightly as can be.
+        if isinstance(state.context.options.recompute, Budget):
+            return None
+        program = self._fitting(values)
+        if program is None and self._num_tried < _MAX_PATTERNS:
+            self._num_tried += 1
+            try:
+                made = _Pattern.of(state, self._room_for(state, values), values)
+            except Exception:  # whatever it is, a link for this shape alone says so, or is right
+                made = None
+            self._patterns = (*self._patterns, made)[-_MAX_PATTERNS:] if made else self._patterns
+            program = self._fitting(values)
+        if program is None:
+            return None
+        return run_by(with_derivative(replace(state, values=values), values), program)
+
+    def _fitting(self, values: Values) -> PlannedProgram | None:
+        found = (pattern.at(values) for pattern in reversed(self._patterns))
+        return next((program for program in found if program is not None), None)
+
+    def _room_for(self, state: Compilation, values: Values) -> Values:
+        """Returns sizes to plan for: the largest so far, with some more where this one is it."""
+        known, sizes = self._room or state.captured.sizes.example, state.captured.sizes
+        for part in (_HEADROOM, 1):
+            more = {s: n + n // part * (part > 1) for s, n in values.items()}
+            room = Values({s: more[s] if n > known[s] else known[s] for s, n in values.items()})
+            if sizes.are_right(Values(room)):
+                self._room = room
+                return Values(room)
+        return Values(values)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A program that was linked for sizes that remember how they were computed.
+
+    Attributes:
+        numbers: computes what was computed, for other sizes.
+        program: for sizes that there is room for.
+        rooms: bytes of buffers, and the most there is room for.
+    """
+
+    numbers: Callable[[Values], Numbers | None]
+    program: PlannedProgram
+    rooms: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
+        """Links a program with room for some sizes; None where that cannot be, or goes wrong.
+
+        Args:
+            state: lowered, of symbolic sizes.
+            room: the sizes that memory is planned for.
+            values: sizes of a call, at which it is compared with what has plain numbers.
+        """
+        if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
+            return None
+        context, sizes, tape = state.context, state.captured.sizes, SizeTape(room)
+        trace = SizeTrace(tape.values)
+        leaves, lists = {}, {}
+        for leaf in leaves_of(state.linked):
+            made, launches = leaf, None
+            if has_sizes(leaf):
+                made, launches = launches_at(leaf, context.kernels[leaf], tape.values, trace)
+                check_layouts(launches)
+            leaves[leaf], lists[made] = made, launches or context.launches_of_leaf(leaf)
+        if not trace.holds() or not sizes.are_right(tape.values):
+            return None
+        results_at(state.captured.program, tape.values)
+        program = plan_at(with_numbers(state, tape.values, leaves), lists)
+        numbers = tape.function()
+        # What forgot how it was computed would be the same at other sizes.
+        other = next((v for v in (values, sizes.example) if v != room), None)
+        if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
+            return None
+        return cls(numbers, program, program.rooms)
+
+    def at(self, values: Values) -> PlannedProgram | None:
+        """Returns the program for a shape; None if it is not right for it, or has not the room."""
+        numbers = self.numbers(values)
+        if numbers is None or any(numbers.of(size) > room for size, room in self.rooms):
+            return None
+        return self.program.at(numbers)
+
+
+def _are_equal(
+    context: Context,
+    leaves: Mapping[Leaf, Leaf],
+    lists: Mapping[Leaf, KernelList],
+    numbers: Numbers | None,
+    values: Values,
+) -> bool:
+    """Whether launches with the numbers of a shape are those that are recorded for it."""
+    return numbers is not None and all(
+        numbers.inside(lists[made]) == kernel_list(*kernel_at(leaf, context.kernels[leaf], values))
+        for leaf, made in leaves.items()
+        if has_sizes(leaf)
+    )

@@ -1,0 +1,168 @@
+"""A further shape: the program that was linked once, with other numbers in it."""
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from comparing import assert_close
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import Budget, PlanError
+from lazyinline.frontend.passes import link as link_pass
+from lazyinline.frontend.passes import many_shapes
+from lazyinline.reuse.ir.size_tape import Size, SizeTape
+from lazyinline.reuse.ir.torch_symbols import Values
+
+WIDTH = 16
+Shape = tuple[int, int]
+SHAPES = ((9, 40), (9, 33), (9, 44), (WIDTH, WIDTH), (9, 2), (2, 9), (9, 300), (40, 3), (9, 41))
+ZERO_AND_ONE = ((9, 0), (9, 1), (1, 9))
+
+
+class Interaction(nn.Module):
+    """Messages along edges, added up where they end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, basis: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        messages = x[source] * self.weigh(basis).sigmoid()
+        return x + self.out(torch.zeros_like(x).index_add(0, target, messages)).tanh()
+
+
+class Potential(nn.Module):
+    """An energy of atoms and the edges between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, WIDTH)
+        self.blocks = nn.ModuleList(Interaction() for _ in range(2))
+        self.register_buffer("centers", torch.linspace(0, 2, 4))
+
+    def forward(self, kinds: Tensor, places: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        distances = (places[source] - places[target]).square().sum(-1)
+        basis = (-((distances[:, None] - self.centers) ** 2)).exp()
+        x = self.embedding(kinds)
+        for block in self.blocks:
+            x = block(x, basis, source, target)
+        return x.square().mean()
+
+
+def atoms(shape: Shape) -> tuple[Tensor, ...]:
+    count, edges = shape
+    draw = torch.Generator().manual_seed(count + 1000 * edges)
+    ends = torch.randint(count, (2, edges), generator=draw)
+    kinds = torch.randint(5, (count,), generator=draw)
+    places = torch.randn(count, 3, generator=draw, dtype=torch.float64)
+    return kinds, places, *ends.unbind()
+
+
+def potential() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Potential().double()
+    return model, copy.deepcopy(model)
+
+
+@pytest.fixture
+def alone() -> Iterator[mock.Mock]:
+    """Counts links that are for one shape alone; the first compile has one."""
+    with mock.patch.object(link_pass, "_linked_at", wraps=link_pass._linked_at) as links:
+        yield links
+
+
+def assert_trains_as_eager(step: Any, model: nn.Module, plain: nn.Module, shape: Shape) -> None:
+    loss, expected = step(*atoms(shape)), plain(*atoms(shape))
+    plain.zero_grad()
+    expected.backward()
+    assert_close(loss, expected.detach())
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(own.grad, other.grad)
+
+
+def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> None:
+    model, plain = potential()
+    step = lazyinline.compile_step(model, dynamic=True, backend="eager")
+    peaks = []
+    for shape in SHAPES:
+        assert_trains_as_eager(step, model, plain, shape)
+        peaks.append(step.stats.peak_bytes)
+    assert step.last_report.num_compiles == 1
+    assert alone.call_count == 1
+    assert peaks[0] == peaks[1] < peaks[2], "a smaller shape has the plan of a larger one"
+    for shape in ZERO_AND_ONE:  # which are compiled alone
+        assert_trains_as_eager(step, model, plain, shape)
+
+
+def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
+    model, plain = potential()
+    compiled = lazyinline.compile(model, dynamic=True)
+    draws = random.Random(0)
+    shapes = [(draws.randint(2, 40), draws.randint(2, 300)) for _ in range(12)]
+    gradients = []
+    for one in (compiled, plain):
+        runs = []
+        for shape in (*SHAPES, *shapes):
+            kinds, places, *ends = atoms(shape)
+            places.requires_grad_()
+            runs.append((one(kinds, places, *ends), places))
+        for loss, _ in runs[::-1]:  # all forwards in flight, and the last ends first
+            loss.backward()
+        gradients.append(
+            [*(places.grad for _, places in runs), *(p.grad for p in one.parameters())]
+        )
+    for own, other in zip(*gradients, strict=True):
+        assert_close(own, other)
+    assert compiled.last_report.num_compiles == 1
+    assert alone.call_count == 1
+
+
+def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:
+    model, plain = potential()
+    budget = Budget(10**9)
+    step = lazyinline.compile_step(model, dynamic=True, backend="eager", recompute=budget)
+    for shape in SHAPES[:3]:
+        assert_trains_as_eager(step, model, plain, shape)
+    assert alone.call_count == 3
+
+
+def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.Mock) -> None:
+    model, plain = potential()
+    step = lazyinline.compile_step(model, dynamic=True, backend="eager")
+    number = many_shapes.SizeTrace.number
+
+    def forgets(trace: Any, size: Any) -> Any:
+        found = number(trace, size)
+        return int.__int__(found) if isinstance(found, Size) else found
+
+    with mock.patch.object(many_shapes.SizeTrace, "number", forgets):
+        for shape in SHAPES[:4]:
+            assert_trains_as_eager(step, model, plain, shape)
+    assert alone.call_count == 4
+
+
+def test_sizes_remember_what_was_computed_and_compared() -> None:
+    tape = SizeTape({"n": 12, "m": 5})
+    n, m = tape.values.values()
+    results = [4 * n + m * n, (n - m) // 2, n % m, -n, 3 - m, n**2, sum((n, m)), max(n, 7)]
+    assert list(map(int, results)) == [108, 3, 2, -12, -2, 144, 17, 12]
+    assert n != m
+    assert n != 3
+    numbers = tape.function()
+    found = numbers(Values({"n": 20, "m": 6}))
+    assert found is not None
+    assert found.inside(results) == [200, 7, 2, -20, -3, 400, 26, 20]
+    assert numbers(Values({"n": 6, "m": 5})) is None, "max would be 7"
+    assert numbers(Values({"n": 8, "m": 8})) is None, "they were not equal"
+
+
+def test_what_cannot_be_computed_again_is_refused() -> None:
+    (n,) = SizeTape({"n": 12}).values.values()
+    for forgets in (lambda: n / 2, lambda: float(n), lambda: n & 3, lambda: 1 << n):
+        with pytest.raises(PlanError):
+            forgets()
