@@ -47,6 +47,7 @@ QUICK = {
     "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "plan_13b.py": ["--capture-only"],
     "pinn.py": ["--steps=60", "--width=8", "--depth=2", "--backend=eager"],
+    "forces.py": ["--epochs=10", "--clusters=8", "--backend=eager"],
     "when_blocks_differ.py": [],
     "huggingface_llama.py": ["--layers=2", "--backend=eager", "--steps=2"],
 }
@@ -123,6 +124,7 @@ def test_a_budget_lies_between_saving_and_computing_again(
         ("plan_13b.py", r"(?m)^ +40 +12\.\d B +\d+ +\d{3} "),  # captured without its weights
         ("huggingface_llama.py", r"(?s)gradients equal.*gradients equal"),
         ("pinn.py", r"(?s)exact.*wrote pinn\.svg"),
+        ("forces.py", r"(?s)3 Interaction share one graph; 1 compile\(s\).*wrote forces\.svg"),
     ],
 )
 @pytest.mark.sweep(keep=["varying_lengths", "pinn"])
