@@ -167,7 +167,9 @@ class Compiler:
         """
         is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
         may_ask = is_whole and goal.kind in ("module", "step")
-        state = self.started(Subject(model, args, kwargs, sizes=sizes, may_ask=may_ask), goal)
+        may_keep = goal.kind == "module"
+        subject = Subject(model, args, kwargs, sizes=sizes, may_ask=may_ask, may_keep=may_keep)
+        state = self.started(subject, goal)
         with self.context.cached(state.report):
             state = run(PASSES, state, watch)
         note_recompute(state)

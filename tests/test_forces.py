@@ -1,13 +1,16 @@
 """Interatomic potentials as their authors write them: energies of graphs, forces, any edges."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from comparing import Door, assert_equals_eager
+from comparing import Door, assert_equals_eager, assert_same
 from torch import Tensor, nn
+
+import lazyinline
 
 WIDTH = 8
 CUTOFF = 3.0
@@ -171,3 +174,123 @@ def test_blocks_that_ask_are_each_captured_for_what_they_are_given() -> None:
 
     positions, one = graph(9, (4, 3))[1::2]
     assert_equals_eager(Both(), (positions, one, one * 2, one * 3))
+
+
+# ---- what a forward leaves in its arguments and in its modules -----------------------------------
+
+
+class Filling(nn.Module):
+    """Does what an act says, with a dictionary that it is given."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(3, 3).double() for _ in range(2))
+        self.act = act
+
+    def forward(self, inputs: dict[str, Any], more: Any = None) -> Any:
+        return self.act(self, inputs, more)
+
+
+def fills(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Tensor]:
+    inputs["hidden"] = model.first(inputs["x"])
+    inputs["x"] = inputs["hidden"].tanh()
+    inputs["energy"] = model.second(inputs["x"]).sum()
+    del inputs["num"]
+    return {name: inputs[name] for name in ("energy", "hidden")}
+
+
+def returns(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Any]:
+    inputs["hidden"] = {"first": model.first(inputs["x"]), "num": inputs.pop("num")}
+    return inputs
+
+
+def appends(model: Any, inputs: dict[str, Any], more: list[Tensor]) -> Tensor:
+    more.append(model.first(inputs["x"]))
+    more += [more[-1] * 2, inputs["x"]]
+    return model.second(more[-2])
+
+
+def stores(model: Any, inputs: dict[str, Any], more: Any) -> Tensor:
+    model.features = {"first": model.first(inputs["x"]), "num": inputs["num"]}
+    model.second.seen = model.features["first"].detach()
+    return model.second(model.features["first"].tanh()) + model.second.seen
+
+
+def takes_forces(model: Any, inputs: dict[str, Any], more: Any) -> dict[str, Any]:
+    x = inputs["x"].requires_grad_()
+    inputs["energy"] = model.second(model.first(x).tanh()).sum()
+    inputs["forces"] = -torch.autograd.grad(inputs["energy"], x, create_graph=True)[0]
+    return {"energy": inputs["energy"], "forces": inputs["forces"]}
+
+
+def counts_up(model: Any, inputs: dict[str, Any], more: Any) -> Tensor:
+    model.total = getattr(model, "total", 0.0) + model.first(inputs["x"])
+    return model.second(model.total)
+
+
+def fills_both(model: Any, inputs: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    inputs["y"] = model.first(inputs["x"])
+    return model.second(more.get("y", more["x"]))
+
+
+ACTS = (fills, returns, appends, stores, takes_forces, counts_up, fills_both)
+
+
+def told_of(model: Any) -> dict[str, Any]:
+    """Returns the attributes that an act sets."""
+    modules = model.named_modules()
+    found = {f"{n}.{a}": vars(m).get(a) for n, m in modules for a in ("features", "seen", "total")}
+    return {name: held for name, held in found.items() if held is not None}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_forward_leaves_is_left_by_each_call(act: Callable[..., Any]) -> None:
+    model = Filling(act)
+    twin = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", in_place=True)
+    for num in (4, 4, 5, 6, 5):
+        seen = []
+        for run in (compiled, twin):
+            run.zero_grad()
+            held = graph(num)[1]
+            inputs = {"x": held, "num": 3}
+            more: Any = [] if act is appends else inputs if act is fills_both else None
+            result = run(inputs, more)
+            tensors = [result] if isinstance(result, Tensor) else result.values()
+            total = sum(t.sum() for t in tensors if isinstance(t, Tensor) and t.requires_grad)
+            if isinstance(total, Tensor):
+                total.square().backward()
+            own = (result is inputs, inputs["x"] is held, list(inputs))
+            grads = {n: p.grad for n, p in run.named_parameters()}
+            seen.append((result, inputs, more, told_of(run), own, grads))
+            if act is counts_up:
+                run.total = run.total.detach()
+        assert_same(*seen, f"{num} edges", 1e-10)
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    if act in (counts_up, fills_both):
+        assert report.ran_eagerly
+    else:
+        assert (report.num_compiles, report.ran_eagerly) == (1, ""), str(report)
+
+
+def test_blocks_that_keep_what_they_compute_do_so_each() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.inner(x).tanh()
+            return x + self.seen
+
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    twin = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", in_place=True)
+    x = graph(4)[1]
+    for factor in (1, 2):
+        assert_same(compiled(x * factor), twin(x * factor), "outputs", 1e-10)
+        assert_same(told_of(compiled), told_of(twin), "attributes", 1e-10)
+        assert len(told_of(twin)) == 3
+    assert not lazyinline.last_report(compiled).ran_eagerly  # type: ignore[union-attr]

@@ -42,6 +42,7 @@ from ...reuse.ir.program import (
 )
 from ...reuse.torch_names import memory_id
 from ..effects.effects import find_fake
+from ..effects.kept import NOTHING_KEPT, Arguments, Kept
 from ..tracing.torch_tracing import is_mode_switch
 from .blocks import NoBlocks, dissolve
 from .recording import Recording
@@ -55,8 +56,8 @@ from .regions import (
     regions_inside,
 )
 
-ResultTree = tuple[torch_pytree.TreeSpec, bool]
-"""The ``spec`` and ``updates`` of an :class:`OutputTree`."""
+ResultTree = tuple[torch_pytree.TreeSpec, bool, Kept]
+"""The ``spec``, ``updates`` and ``kept`` of an :class:`OutputTree`."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,15 @@ class OutputTree:
     Attributes:
         leaves: ``("output", index)`` or ``("constant", value)``.
         spec: their structure.
-        updates: whether that is ``(result, containers)``: objects among the arguments that the
-            forward may have changed, as it left them.
+        updates: whether that is ``(result, containers, contents)``: objects among the arguments
+            that the forward may have changed, as it left them, and what is left in places.
+        kept: these places.
     """
 
     leaves: tuple[tuple[str, Any], ...]
     spec: torch_pytree.TreeSpec
     updates: bool = False
+    kept: Kept = NOTHING_KEPT
 
     @property
     def names(self) -> list[str]:
@@ -90,10 +93,23 @@ class OutputTree:
         pairs = torch_pytree.flatten_with_names({"0": built[0], "updated": built[1]})
         return [(name.removeprefix("0").removeprefix("."), leaf) for name, leaf in pairs]
 
-    def built(self, leaves: list[Any], given: Sequence[Any] = ()) -> Any:
-        """Rebuilds the result; brings up to date the containers that the call was given."""
+    def built(
+        self, leaves: list[Any], given: Sequence[Any] = (), call: Arguments = ((), {})
+    ) -> Any:
+        """Rebuilds the result; brings up to date the containers that the call was given.
+
+        Args:
+            leaves: outputs and constants.
+            given: the containers.
+            call: the arguments, for what is left in them.
+        """
         built = torch_pytree.unflatten(leaves, self.spec, given)
-        return built[0] if self.updates else built
+        if not self.updates:
+            return built
+        for place, content in zip(self.kept.places, built[2], strict=True):
+            place.put(call, content)
+        returned = self.kept.returned
+        return built[0] if returned is None else returned.find(call)
 
 
 @dataclass(frozen=True)

@@ -339,8 +339,10 @@ def trace_block(
         )
         tensors.restore(known)
         hindrance = _hindrance(recording, call, evidence, before, (results, spec), found)
-    if region.asks:
-        hindrance = f"it asks for a number of the model's inputs at {region.asks}"
+        parts = set(map(id, torch_pytree.changeable_parts(call.arguments)))
+        if any(id(part) in parts for part in torch_pytree.changeable_parts(result)):
+            region.alone = region.alone or "it returns a list or dictionary that it is given"
+    hindrance = hindrance or region.alone
     if hindrance:
         template, reason = None, hindrance
     if template is not None:

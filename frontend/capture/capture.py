@@ -41,6 +41,7 @@ from ..checks.refusals import (
 )
 from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched
+from ..effects.kept import NOTHING_KEPT, GivenContainers, Kept, Place
 from ..effects.torch_allowed_calls import is_allowed
 from ..marks import is_marked
 from ..tracing.frames import frame_text, model_name, profiled_calls, user_frame
@@ -80,6 +81,7 @@ class Subject:
         sizes: makes the sizes that are symbols for each run; None means that all are numbers.
         may_ask: whether a guard asks again, at each call, for numbers that the forward asks of its
             inputs.
+        may_keep: whether each call leaves in arguments and attributes what the forward does.
         only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
             not be.
     """
@@ -91,6 +93,7 @@ class Subject:
     sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
     may_ask: bool = False
+    may_keep: bool = False
 
 
 class ChangedStateError(CaptureError):
@@ -364,7 +367,7 @@ def _recorded(recording: Recording, subject: Subject) -> Outcome:
         recording.answered_from([x for x in leaves if isinstance(x, torch.Tensor)])
     # One that is passed twice is one in the trace.
     distinct = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
-    run = partial(_outcome, recording, leaves, spec, names)
+    run = partial(_outcome, recording, subject, leaves, spec, names)
     try:
         fakes = [_input_fake(recording, x) for x in distinct.values()]
         outcome = recording.tracer.run(run, fakes)
@@ -406,6 +409,7 @@ def _noted_inputs(
 
 def _outcome(
     recording: Recording,
+    subject: Subject,
     leaves: Sequence[Any],
     spec: torch_pytree.TreeSpec,
     names: Sequence[str],
@@ -426,6 +430,7 @@ def _outcome(
     before = torch_pytree.flatten_outer((args, kwargs))
     known = numbered(torch_pytree.containers((args, kwargs)))
     given = [leaf for leaf in before[0] if id(leaf) in known]
+    filled_ones = GivenContainers((args, kwargs)) if subject.may_keep else None
     calls = profiled_calls(
         recording.function_ran, recording.builtin_called, recording.asked, is_allowed
     )
@@ -435,9 +440,26 @@ def _outcome(
     with kept, intercepted(watcher), objects, calls, numbers:
         output = recording.model(*args, **kwargs)
     recording.asked_classes.refuse()
+    left, contents = NOTHING_KEPT, list[Any]()
+    if filled_ones is not None:
+        pairs: list[tuple[Place, Any]] = [
+            *filled_ones.put_back(),
+            *recording.inside.to_keep(recording.reads),
+        ]
+        returned = filled_ones.place_of(output)
+        left = Kept(tuple(place for place, _ in pairs), returned)
+        contents = [content for _, content in pairs]
+        output = output if returned is None else None
+    updates = bool(given) or bool(left)
     recording.effects.check_arguments(before, (args, kwargs))
-    recording.effects.check_result((args, kwargs), output, recording.holds)
-    result = (output, given) if given else output
+    # An attribute's content was met by whoever read it since; nothing else may hold it.
+    own = set(map(id, torch_pytree.changeable_parts(contents)))
+    recording.effects.check_result(
+        (args, kwargs),
+        (output, contents),
+        lambda part: id(part) not in own and recording.holds(part),
+    )
+    result = (output, given, tuple(contents)) if updates else output
     flat, tree = torch_pytree.flatten(result, known)
     held = (read.value for read in recording.reads.attributes.values())
     recording.effects.check_containers(bool(given), held, flat)
@@ -448,7 +470,7 @@ def _outcome(
     nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
     given_tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     refuse_read_attributes(given_tensors, recording.reads.names())
-    return nodes, (tree, bool(given))
+    return nodes, (tree, updates, left)
 
 
 def _given(recording: Recording, index: int, leaf: Any) -> Any:

@@ -227,12 +227,17 @@ class Recording:
             if question is None:
                 return None
             self.questions.setdefault(question.text, question)
-            region: Region | None = self.current
-            while region is not None:  # another instance may be given other numbers
-                region.asks, region = question.source, region.parent
+            # Another instance may be given other numbers.
+            self.stays_alone(f"it asks for a number of the model's inputs at {question.source}")
             return question.answer
 
         self.tracer.answer = answer
+
+    def stays_alone(self, why: str) -> None:
+        """Keeps other instances from calling the closures of the regions that are being traced."""
+        region: Region | None = self.current
+        while region is not None:
+            region.alone, region = region.alone or why, region.parent
 
     # ---- what ran ------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Region:
     """Holds a traced instance of a block, a part marked for recompute, or the model (the root).
 
     ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's;
-    ``asks`` is the line that asks for a number of the model's inputs in it.
+    ``alone`` says why no other instance can call its closure, from what it did as it ran.
     """
 
     module: nn.Module
@@ -178,7 +178,7 @@ class Region:
     num_calls: int = 1
     recompute: RecomputeMark = ""
     init_key: InitKey = NO_KEY
-    asks: str = ""
+    alone: str = ""
 
     def nodes(self) -> list[torch.fx.Node]:
         """Returns all nodes of the region and of the regions inside it, in order."""

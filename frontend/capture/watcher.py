@@ -19,6 +19,7 @@ from ...reuse.freeze import Freezer, Identity
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES
+from ..effects.effects import find_fake
 from ..tracing.frames import model_name, user_line
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
@@ -135,6 +136,8 @@ class ModelWatcher:
             return True
         with recording.bookkeeping():
             recording.inside.writes(module, name)
+            if find_fake([value]) is not None:
+                recording.stays_alone(f"it keeps what it computed in attribute {name!r}")
         return False
 
     # ---- tensors and operators -----------------------------------------------------------

@@ -39,6 +39,7 @@ from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced
+from ..effects.kept import Arguments
 from ..guards.guard import SMALL_ARENA, AnyEntry, Inputs, KeptPrograms
 from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
@@ -97,7 +98,14 @@ class ModuleEntry:
         if self._bridge is not None:
             self._bridge.backwards.rest()
 
-    def run(self, leaves: Sequence[Any], containers: Sequence[Any] = ()) -> Any:
+    def why_not(self, call: Arguments) -> str:
+        """Returns why the program cannot do for a call what it leaves in its arguments, or ""."""
+        kept = self._result.kept
+        return kept.why_not(call, self.guard.has_met) if kept.has_arguments else ""
+
+    def run(
+        self, leaves: Sequence[Any], containers: Sequence[Any] = (), call: Arguments = ((), {})
+    ) -> Any:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
         # As the forward does to the caller's own tensor, before anything is computed from it.
         for place in self._switched:
@@ -114,7 +122,7 @@ class ModuleEntry:
             with torch.no_grad():
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
-        return self._result.build(outputs, inputs, containers if self._result.updates else ())
+        return self._result.build(outputs, inputs, containers, call)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""
@@ -134,7 +142,7 @@ class _Result:
     def __init__(self, tree: OutputTree, compiled: CompiledProgram) -> None:
         program = compiled.captured.program
         self._tree = tree
-        self.updates = tree.updates
+        self.kept = tree.kept
         positions = {value: i for i, value in enumerate(program.inputs)}
         changed = {program.outputs[output]: target for output, target in program.writes}
         self._leaves: list[tuple[str, Any]] = []
@@ -150,13 +158,13 @@ class _Result:
         return {value for kind, value in self._leaves if kind == "input"}
 
     def build(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any] = ()
+        self, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any], call: Arguments
     ) -> Any:
         leaves = [
             outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
             for kind, value in self._leaves
         ]
-        return self._tree.built(leaves, given)
+        return self._tree.built(leaves, given if self._tree.updates else (), call)
 
 
 # ---- which program a call gets -------------------------------------------------------------------
@@ -454,8 +462,11 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
                 "lazy negation"
             )
             return self._run_eagerly(reason, args, kwargs)
+        why_not = entry.why_not((args, kwargs))
+        if why_not:
+            return self._run_eagerly(why_not, args, kwargs)
         self._eager = None
-        return entry.run(plain, containers)
+        return entry.run(plain, containers, (args, kwargs))
 
     def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._run_eagerly(found.reason, args, kwargs, raised=found.raised)

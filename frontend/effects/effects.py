@@ -38,6 +38,7 @@ from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.frames import user_line
 from ..tracing.torch_tracing import is_traced
+from .kept import AttributePlace
 
 _CACHED = type(functools.lru_cache(len))
 _MAX_SEARCHED = 10_000
@@ -52,6 +53,7 @@ class _Change(NamedTuple):
     before: Any
     now: Any
     is_cached: bool = False
+    is_kept: bool = False
 
 
 class _Changes:
@@ -80,11 +82,12 @@ class _Changes:
             return now is before or (not what and bool(freeze(now) == freeze(before)))
 
         self._found = list(self._changes(reads, same))
-        if self._found:
-            self.what = self._found[0].what
+        blamed = [change for change in self._found if not change.is_kept]
+        if blamed:
+            self.what = blamed[0].what
         elif what:
             self.what = f"{what} that {self.holder}"
-        return [*new, *(change.now for change in self._found)]
+        return [*new, *(change.now for change in blamed)]
 
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
         """Yields what was bound anew."""
@@ -239,6 +242,7 @@ class ModuleChanges(_Changes):
         self._made: dict[int, nn.Module] = {}
         self._written: dict[tuple[int, Any], str] = {}
         self.may_settle = True
+        self._kept: set[tuple[int, Any]] = set()
         self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
         for _, module in places:
             self._note(module)
@@ -257,6 +261,22 @@ class ModuleChanges(_Changes):
         """Notes that an attribute is set; a module that has none yet is the run's own."""
         self._written.setdefault((id(module), name), user_line())
         self.meets(module)
+
+    def to_keep(self, reads: Reads) -> list[tuple[AttributePlace, Any]]:
+        """Returns attributes that hold what the run computed, and that it did not read before."""
+        found = []
+        for id_, name in self._written:
+            module = self._before[id_][0] if id_ in self._before else None
+            now = ABSENT if module is None else module_state(module).get(name, ABSENT)
+            read = reads.attributes.get((id_, name))
+            leaves = torch_pytree.flatten(now)[0]
+            is_plain = all(isinstance(x, torch.Tensor) or _is_plain(x) for x in leaves)
+            is_fresh = is_plain and (read is None or read.value is now)
+            if module is not None and is_fresh and find_fake(leaves) is not None:
+                reads.attributes.pop((id_, name), None)
+                self._kept.add((id_, name))
+                found.append((AttributePlace(module, name), now))
+        return found
 
     def _note(self, module: nn.Module) -> None:
         self._on_class(type(module))
@@ -285,8 +305,8 @@ class ModuleChanges(_Changes):
                     if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
                     is_cached = _is_cached(type(module), name, now)
-                    what = self._described(module, name)
-                    yield _Change(what, _putting(table, name), held, now, is_cached)
+                    what, is_kept = self._described(module, name), (id(module), name) in self._kept
+                    yield _Change(what, _putting(table, name), held, now, is_cached, is_kept)
 
     def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
         """Whether another run would make a change anew, and that matters."""

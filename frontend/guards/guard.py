@@ -127,6 +127,10 @@ class Guard:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return all(question.ask(tensors) == question.answer for question in self._questions)
 
+    def has_met(self, value: Any) -> bool:
+        """Whether the model's Python read something that holds an object, or is it."""
+        return self._evidence.contents.has_met(value)
+
     @property
     def answers(self) -> tuple[int | bool, ...]:
         """The numbers of inputs that the program has in it."""
