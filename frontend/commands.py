@@ -152,13 +152,15 @@ def run_fit(options: argparse.Namespace) -> None:
         plan="auto" if options.plan == "auto" else None,
         memory_bytes_per_rank=options.memory_gib and int(options.memory_gib * 2**30),
         micro_batches=options.micro_batches,
+        schedule=options.schedule,
+        num_stages=options.num_stages,
         recompute=options.recompute,
         optimizer_tensors=options.optimizer_tensors,
         links=options.links,
     )
     print(found)
     if options.show:
-        print(found.step)
+        print(*filter(None, (found.pipeline, found.step)), sep="\n")
 
 
 def run_cache(options: argparse.Namespace) -> None:

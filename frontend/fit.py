@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from ..backend.gpu.roofline import predict
 from ..backend.gpu.targets import GIB, Target, target_named
+from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.plan import PipelinePlan, make_plan
 from ..recompute.planner import PolicyName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
+from ..reuse.ir.costs import Cost
+from ..reuse.ir.program import Program
 from .batch import check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
 from .options import Batching, Options
-from .parallel import step_on_mesh
-from .passes.mesh import sharded_step
-from .passes.state import Subject, run, step_goal
+from .parallel import stage_dimension, stages_on_mesh, step_on_mesh
+from .passes.context import Context
+from .passes.link import launched
+from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, sharded_step
+from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
+from .passes.stages import of_rank
+from .passes.state import Subject, between, run, step_goal
 from .training_step import LossFunction, LossModel
 
 if TYPE_CHECKING:
-    from ..pipeline_parallel.mesh.traffic import RankMemory, ShardedStep
+    from ..pipeline_parallel.mesh.layouts import Axis
+    from ..pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
 
 CONTEXT_BYTES = 500 * 2**20
 """Memory of a CUDA context, about: PyTorch counts it nowhere, ``nvidia-smi`` shows it."""
@@ -45,33 +56,23 @@ class Fit:
         target: the GPU.
         limit_bytes: of its memory.
         way: the plan and the recompute policy, in words.
-        step: what lies where, and what is moved.
-        memory: of one rank.
-        compute_s: of the launches, by the roofline.
-        links: rates of the mesh; None takes those of this package.
+        mesh: size of each dimension, by its name.
+        step: what lies where, and what is moved; of stages, by the rank that holds most.
+        memory: of that rank.
+        seconds: that a step takes at the least, by the roofline of its launches.
+        pipeline: the stages, and the step in time, if the mesh has a dimension for them.
         instead: where it does not fit, the fastest of what was tried that does.
     """
 
     target: Target
     limit_bytes: int
     way: str
+    mesh: Mapping[str, int]
     step: ShardedStep
     memory: RankMemory
-    compute_s: float
-    links: Links | None = None
+    seconds: float
+    pipeline: PipelinePlan | None = None
     instead: Fit | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that a step takes at the least.
-
-        Launches with the collectives that nothing runs beside, or all collectives.
-        """
-        alone = replace(
-            self.step, collectives=tuple(c for c in self.step.collectives if not c.num_beside)
-        )
-        alone_s, all_s = (collectives_s(step, self.links) for step in (alone, self.step))
-        return max(self.compute_s + alone_s, all_s)
 
     @property
     def fits(self) -> bool:
@@ -79,7 +80,7 @@ class Fit:
         return self.memory.num_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{name} {size}" for name, size in self.step.layouts.axes)
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         lines = [f"{axes}, each rank a {self.target.board}; {self.way}; compiled, not run"]
         lines += [f"  {n:<12}{b / GIB:8.2f} GiB  {_WHAT[n]}" for n, b in vars(self.memory).items()]
         left = self.limit_bytes - self.memory.num_bytes
@@ -88,6 +89,12 @@ class Fit:
         lines.append(f"  {'in all':<12}{held:8.2f} GiB  of {self.limit_bytes / GIB:.2f}: {verdict}")
         moved = self.step.num_bytes / GIB
         lines.append(f"  a step takes {self.seconds:.3g} s at least and moves {moved:.2f} GiB")
+        if (stages := self.pipeline) is not None:
+            table, most = stages.table, max(one.in_flight for one in stages.stages)
+            lines.append(
+                f"  {table.schedule} of {table.num_stages} stages, {table.num_micro_batches} "
+                f"micro-batches, {most} in flight at most; {stages.bubble:.1%} of it is bubble"
+            )
         if self.instead is not None:
             lines += ["what fits:", str(self.instead)]
         elif not self.fits:
@@ -117,6 +124,9 @@ def fit(
     plan: Plan = None,
     memory_bytes_per_rank: int | None = None,
     micro_batches: int = 1,
+    schedule: str = "1F1B",
+    num_stages: int | None = None,
+    split: Split = "auto",
     recompute: PolicyName | None = None,
     optimizer_tensors: int = 2,
     loss_fn: LossFunction | None = None,
@@ -125,7 +135,8 @@ def fit(
 ) -> Fit:
     """Says what a rank of a mesh holds in a training step, and whether it fits; runs nothing.
 
-    One rank's program is compiled and its memory planned as :func:`parallelize` would on that GPU.
+    One rank's program is compiled and its memory planned as :func:`parallelize` would on that GPU;
+    with stages, that of each rank of a pipeline, and equal blocks of different ranks once.
     There need be no GPU and no other process, and the model may be on the meta device. Where it
     does not fit, further recompute and the plan that is found (``plan="auto"``) are tried.
 
@@ -138,6 +149,9 @@ def fit(
         plan: see :func:`parallelize`.
         memory_bytes_per_rank: instead of the memory of the GPU.
         micro_batches: parts of the batch.
+        schedule: of stages; see :func:`parallelize`.
+        num_stages: of a pipeline, a multiple of its ranks; one for each where it is left out.
+        split: how the model is cut into stages: ``"auto"``, ``"even"`` or ``"marked"``.
         recompute: ``"selective"`` or ``"full"``.
         optimizer_tensors: of a parameter's size that the optimizer holds: two of AdamW's with
             ``fused=True``, none of SGD's.
@@ -148,6 +162,7 @@ def fit(
 
     Raises:
         PlanError: if the model cannot be split so, or torch.distributed is initialized here.
+        PipelineError: if it cannot be cut into these stages, or the schedule refuses them.
 
     Example:
         >>> with torch.device("meta"):
@@ -178,6 +193,9 @@ def fit(
         optimizer_tensors,
         reuse,
         links,
+        schedule_name(schedule),
+        num_stages,
+        Splitting(split),
     )
     asked = offline.fit(plan, recompute)
     if asked.fits:
@@ -199,6 +217,16 @@ def _part(leaf: Any, count: int) -> Any:
     return leaf[: leaf.shape[0] // count].clone()
 
 
+class _Asked(NamedTuple):
+    """One way to run a step; see :func:`fit` and :meth:`_Offline.fit`."""
+
+    mesh: Any
+    plan: Plan
+    room_bytes: int | None
+    options: Options
+    links: Links | None
+
+
 @dataclass(frozen=True)
 class _Offline:
     """Compiles one rank's program of a step, in one way or another."""
@@ -211,6 +239,9 @@ class _Offline:
     optimizer_tensors: int
     reuse: Reuse
     links: Links | None
+    schedule: str
+    num_stages: int | None
+    splitting: Splitting
 
     @property
     def limit_bytes(self) -> int:
@@ -228,7 +259,8 @@ class _Offline:
                 yield one
                 return
             # What a closure needs meanwhile is not planned with: less room for the rest.
-            held_bytes = one.step.layouts.held_bytes
+            num_ranks = 1 if one.pipeline is None else len(one.pipeline.table.ranks)
+            held_bytes = one.step.layouts.held_bytes // num_ranks
             room_bytes = held_bytes - (one.memory.num_bytes - self.limit_bytes)
 
     def fit(self, plan: Plan, recompute: PolicyName | None, room_bytes: int | None = None) -> Fit:
@@ -240,49 +272,109 @@ class _Offline:
             room_bytes: that a plan that is found may take.
         """
         # Imported late: DTensor takes as long to import as all of lazyinline.
-        from ..pipeline_parallel.mesh.given import PIPELINE, check_mesh
+        from ..pipeline_parallel.mesh.given import check_mesh
         from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
-        if stages := set(PIPELINE) & set(self.mesh):
-            raise PlanError(
-                f"fit counts no stages of a pipeline yet: leave {min(stages)!r} out, and fit the "
-                "layers of one stage."
-            )
         options = Options(
             reuse=self.reuse, recompute=recompute, cache="disk", target=self.target.name
         )
+        # Rates are to find a plan by; one that is given takes none.
+        links = self.links if plan == "auto" else None
+        way = "the plan that was found" if plan == "auto" else "the plan as given"
         with absent_ranks(self.mesh) as mesh:
-            # Rates are to find a plan by; one that is given takes none.
-            goal, links = step_goal(self.batching), self.links if plan == "auto" else None
             check_mesh(mesh, any_names=plan == "auto")
-            state = step_on_mesh(self.subject, goal, mesh, plan, room_bytes, options, links)
-            with state.context.cached(state.report):
-                state = run(PASSES, state)
-            step = sharded_step(state)
-        assert step.memory is not None
+            asked = _Asked(mesh, plan, room_bytes, options, links)
+            dim = stage_dimension(mesh)
+            found = self._step(asked) if dim is None else self._stages(asked, dim)
+        if again := recompute or found.step.layouts.recompute:
+            way += f", recompute {again}"
+        return replace(found, way=way)
+
+    def _step(self, asked: _Asked) -> Fit:
+        """Compiles a step without stages."""
+        state = step_on_mesh(self.subject, step_goal(self.batching), *asked)
+        with state.context.cached(state.report):
+            state = run(PASSES, state)
+        step = sharded_step(state)
         assert state.report.gpu is not None
+        seconds = self._taken_s(state.report.gpu.prediction.cost.seconds, step.collectives)
+        return self._said(step, seconds)
+
+    def _stages(self, asked: _Asked, dim: str) -> Fit:
+        """Compiles the stages of all ranks of a pipeline; returns what the one with most holds."""
+        from ..pipeline_parallel.mesh.traffic import ShardedStep
+        from ..pipeline_parallel.torch_pipelining import action_table
+
+        on_mesh, context = stages_on_mesh(self.subject, *asked), Context(asked.options)
+        num_ranks, number = self.mesh[dim], self.batching.micro_batches
+        table = action_table(self.schedule, self.num_stages or num_ranks, num_ranks, number)
+        axis = self._axes[list(self.mesh).index(dim)].rates
+        rates = replace(
+            self.target.rates,
+            transfer_bytes_per_s=axis.bytes_per_s,
+            transfer_latency_s=axis.latency_s,
+        )
+        state = started(context, self.subject, table, 0, self.splitting, rates, on_mesh)
+        with state.context.cached(state.report):
+            state = run(between(PASSES, last="shard"), state)
+            # Kernels are kept by closure, so those of equal blocks are made for the first rank.
+            ranks = [
+                run(between(PASSES, "lower", "link"), of_rank(state, rank))
+                for rank in range(num_ranks)
+            ]
+        if why := next((one.unplanned for one in ranks if one.unplanned), None):
+            raise PlanError(f"A stage for a GPU needs a memory plan, and has none: {why.reason}.")
+        costs = {program: cost for one in ranks for program, cost in self._costs(one)}
+        plan = make_plan(state.derived, table, costs.__getitem__, rates)
+        moved = [rank_moves(one, dim) for one in ranks]
+        reduced = [[c for c in one if c.part == REDUCTION] for one in moved]
+        seconds = plan.step_s + max(self._taken_s(0.0, one) for one in reduced)
+        layouts = state.mesh_plan
+        assert layouts is not None
+        steps = map(partial(ShardedStep, layouts), moved, map(rank_memory, ranks))
+        found = [self._said(step, seconds) for step in steps]
+        return replace(max(found, key=lambda one: one.memory.num_bytes), pipeline=plan)
+
+    def _costs(self, rank: RankCompilation) -> Iterator[tuple[Program, Cost]]:
+        """Yields what each part of a rank's stages takes for a micro-batch, collectives counted."""
+        traffic = rank_traffic(rank)
+        for one in rank.own:
+            for kind, program in parts_of(one).items():
+                lists = launched(rank, [rank.flats[part_name(one, kind)]])
+                cost = predict(lists, self.target).cost
+                seconds = self._taken_s(cost.seconds, traffic[program])
+                yield program, replace(cost, seconds=seconds)
+
+    def _said(self, step: ShardedStep, seconds: float) -> Fit:
+        assert step.memory is not None
         memory = replace(
             step.memory,
             optimizer=self.optimizer_tensors * step.memory.gradients,
             outside=CONTEXT_BYTES + NCCL_BYTES * len(self.mesh),
         )
-        way = "the plan that was found" if plan == "auto" else "the plan as given"
-        if again := recompute or step.layouts.recompute:
-            way += f", recompute {again}"
-        compute_s = state.report.gpu.prediction.cost.seconds
-        return Fit(self.target, self.limit_bytes, way, step, memory, compute_s, self.links)
+        return Fit(self.target, self.limit_bytes, "", self.mesh, step, memory, seconds)
+
+    @cached_property
+    def _axes(self) -> Sequence[Axis]:
+        from ..pipeline_parallel.mesh.planner import axes_of_mesh
+
+        return axes_of_mesh(list(self.mesh), list(self.mesh.values()), "cuda", self.links)
+
+    def _taken_s(self, compute_s: float, collectives: Iterable[Collective]) -> float:
+        """Returns the seconds of launches and the collectives that nothing runs beside, or of all.
+
+        The longer of both: collectives are one after the other.
+        """
+        from ..pipeline_parallel.mesh.layouts import Moves
+
+        moves, places = Moves(self._axes), {name: i for i, name in enumerate(self.mesh)}
+        taken = [
+            (sum(moves.taken_s(c.kind, places[c.axis], c.num_bytes)), c.num_beside)
+            for c in collectives
+        ]
+        alone_s = sum(seconds for seconds, num_beside in taken if not num_beside)
+        return max(compute_s + alone_s, sum(seconds for seconds, _ in taken))
 
 
 _BY_COST: tuple[PolicyName | None, ...] = (None, "selective", "full")
 _ATTEMPTS = 4
-
-
-def collectives_s(step: ShardedStep, links: Links | None = None) -> float:
-    """Returns what the collectives of a step take, one after the other."""
-    from ..pipeline_parallel.mesh.layouts import Moves
-    from ..pipeline_parallel.mesh.planner import axes_of_mesh
-
-    names, sizes = zip(*step.layouts.axes, strict=True)
-    moves = Moves(axes_of_mesh(names, sizes, "cuda", links))
-    places = {name: axis for axis, name in enumerate(names)}
-    return sum(sum(moves.taken_s(c.kind, places[c.axis], c.num_bytes)) for c in step.collectives)

@@ -132,7 +132,7 @@ def parallelize(
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import PIPELINE, REPLICATED, check_mesh
+    from ..pipeline_parallel.mesh.given import REPLICATED, check_mesh
     from ..pipeline_parallel.torch_pipelining import action_table
 
     check_mesh(mesh, any_names=plan == "auto")
@@ -142,18 +142,15 @@ def parallelize(
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     whole = LossModel(model, loss_fn)
     subject = Subject(whole, *batch.first_micro_batch())
-    dim = next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+    dim = stage_dimension(mesh)
     # Without stages a step is one program, and its arena holds the micro-batches, too.
     if dim is None:
         goal = step_goal(Batching(micro_batches, "forward_first"))
         state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options, links)
         return ParallelStep(model, batch, state)
-    own, ranks = _without(mesh, dim), ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
-    num_ranks = ranks.num_ranks
-    # The step that is planned is that of all stages, of which a rank has one part in so many.
-    limit = memory_bytes_per_rank and memory_bytes_per_rank * num_ranks
-    on_mesh = OnMesh(own, _planner(subject, own, plan, limit, options, links))
-    name = schedule_name(schedule)
+    on_mesh = stages_on_mesh(subject, mesh, plan, memory_bytes_per_rank, options, links)
+    ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
+    name, num_ranks = schedule_name(schedule), ranks.num_ranks
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
     splitting = Splitting(split)
     return ParallelPipeline(
@@ -181,7 +178,14 @@ def for_checkpoint(state: _State) -> _State:
     return made
 
 
-def _without(mesh: Any, dim: str) -> Any:
+def stage_dimension(mesh: Any) -> str | None:
+    """Returns the dimension of a mesh along which stages lie, if it has one."""
+    from ..pipeline_parallel.mesh.given import PIPELINE
+
+    return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+
+
+def _without(mesh: Any, dim: str | None) -> Any:
     """Returns this rank's part of a mesh, without one dimension."""
     others = tuple(name for name in mesh.mesh_dim_names if name != dim)
     if not others:
@@ -204,6 +208,21 @@ def step_on_mesh(
     """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
     on_mesh = OnMesh(mesh, _planner(subject, mesh, plan, memory_bytes_per_rank, options, links))
     return Compiler(options).started(subject, replace(goal, on_mesh=on_mesh))
+
+
+def stages_on_mesh(
+    subject: Subject,
+    mesh: Any,
+    plan: Mapping[str, Any] | Literal["auto"] | None,
+    memory_bytes_per_rank: int | None,
+    options: Options,
+    links: Links | None = None,
+) -> OnMesh:
+    """Returns where stages of a pipeline along one dimension of a mesh lie: over the others."""
+    own = _without(mesh, stage_dimension(mesh))
+    # The step that is planned is that of all stages, of which a rank has one part in so many.
+    limit = memory_bytes_per_rank and memory_bytes_per_rank * (mesh.size() // own.size())
+    return OnMesh(own, _planner(subject, own, plan, limit, options, links))
 
 
 def _planner(

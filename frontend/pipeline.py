@@ -33,7 +33,7 @@ from .guards.guard import Guard
 from .options import Options
 from .page.page import ShownPlan
 from .passes.context import Context
-from .passes.mesh import traffic_of
+from .passes.mesh import rank_memory, traffic_of
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import (
     UPDATE,
@@ -167,9 +167,8 @@ class Pipeline:
         args, kwargs = self._batch.first_micro_batch()
         rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs)
-        state = started(context, subject, table, ranks.rank, asked.splitting, rates)
-        goal = replace(state.goal, on_mesh=asked.on_mesh)
-        state = replace(state, goal=goal, has_replicas=ranks.data_group is not None)
+        state = started(context, subject, table, ranks.rank, asked.splitting, rates, asked.on_mesh)
+        state = replace(state, has_replicas=ranks.data_group is not None)
         self.last_report = state.report
         state = run(between(PASSES, "capture", "derive"), state)
         program = state.programs[PARTS[0]]
@@ -180,7 +179,9 @@ class Pipeline:
         state = run(between(PASSES, "split", "autodiff"), state)
         state = run(between(PASSES, "predict"), self._fitted_with_update(state))
         self.last_report.made = made_by(state)
-        more = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
+        more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
+        if state.mesh_plan is not None and isinstance(state.runs, RankProgram):
+            more["memory"] = rank_memory(state)
         self.plan = ShownPlan.of(state.plan, self.last_report, rank=ranks.rank, **more)
         self._derived, self._updates = state.own, state.updates
         self._updated = {source.name for one in state.updates for source in one.parameters}

@@ -23,11 +23,12 @@ from .actions import (
     Action,
     ActionTable,
 )
-from .coloring import CallCosts
 from .stage_derivative import StageDerivative
 
 Durations = Callable[[Action], float]
 """Seconds that an action takes."""
+CostOf = Callable[[Program], Cost]
+"""What one run of a program costs."""
 
 
 @dataclass(frozen=True)
@@ -283,18 +284,18 @@ def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
 
 
 def make_plan(
-    derived: Sequence[StageDerivative], table: ActionTable, costs: CallCosts, rates: Rates
+    derived: Sequence[StageDerivative], table: ActionTable, cost_of: CostOf, rates: Rates
 ) -> PipelinePlan:
     """Returns the plan of a pipeline's stages.
 
     Args:
         derived: every stage with its backward.
         table: what each rank does.
-        costs: predicts durations.
+        cost_of: predicts what a part of a stage takes.
         rates: of the device, for transfers.
     """
     in_flight = table.in_flight()
-    stages = tuple(_stage(d, table, costs, in_flight) for d in derived)
+    stages = tuple(_stage(d, table, cost_of, in_flight) for d in derived)
     sent = {(FORWARD, d.stage.index): _wire_bytes(d.stage.sent_types) for d in derived}
     back = {d.stage.index: _wire_bytes(d.gradient_types) for d in derived}
 
@@ -308,11 +309,11 @@ def make_plan(
 
 
 def _stage(
-    derived: StageDerivative, table: ActionTable, costs: CallCosts, in_flight: Sequence[int]
+    derived: StageDerivative, table: ActionTable, cost_of: CostOf, in_flight: Sequence[int]
 ) -> StagePlan:
     stage = derived.stage
-    forward = costs.program(derived.forward)
-    backward = sum((costs.program(p) for p in derived.backward if p is not None), Cost())
+    forward = cost_of(derived.forward)
+    backward = sum((cost_of(p) for p in derived.backward if p is not None), Cost())
     paths = stage.paths or ("",)
     held = {id(s.tensor): t for s, t in zip(stage.model_tensors, stage.model_types, strict=True)}
     return StagePlan(

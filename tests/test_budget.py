@@ -27,11 +27,11 @@ from link_tree import ROOT
 # potentials, restore and a report's sentence (frontend +300),
 # numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (25_806, 96),
+    "frontend": (26_025, 96),
     "reuse": (8_506, 30),
     "autodiff": (6_373, 22),
     "recompute": (1_274, 6),
-    "pipeline_parallel": (8_065, 29),
+    "pipeline_parallel": (8_068, 29),
     "backend": (12_300, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from memory_events import memory_use
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
 from rank_threads import one_of_many
 from ranks import run_ranks, said_by_survivors
@@ -54,6 +55,7 @@ def train_until_ended(
 def train_two(rank: int, folder: pathlib.Path) -> None:
     mesh, model = mesh_of(pipeline=2, tensor=1), tiny(dropout=0.3)
     wrong = far_off(model, mesh, MEGATRON, batch, num_parts=2, **EAGER)
+    wrong += _held(MEGATRON, axes={"pipeline": 2, "tensor": 1})
     torch.save(wrong, folder / f"wrong{rank}")
     train_until_ended(rank, folder, axes={"pipeline": 2, "tensor": 1})
 
@@ -124,7 +126,8 @@ def train_four(rank: int, folder: pathlib.Path) -> list[str]:
     with mock.patch.object(parallel, "CPU", Rates(2e6, 8e6)):
         found = {**EAGER, "memory_bytes_per_rank": 260_000}
         wrong += far_off(tiny(4), mesh_of(pipeline=2, tensor=2), "auto", batch, **found)
-    return [*wrong, *_moved(), *_saved(folder), *_clipped()]
+    held = [*_held(MEGATRON, **INTERLEAVED), *_held(MEGATRON, **HALVES)]
+    return [*wrong, *held, *_moved(), *_saved(folder), *_clipped()]
 
 
 @pytest.mark.slow
@@ -154,6 +157,22 @@ def _moved() -> list[str]:
     stages = [pipeline.plan.traffic[stage] for stage in pipeline.counts]
     said = sorted((one.kind, one.num_bytes) for stage in stages for one in stage)
     return [] if said == sorted(moved) and said else [f"{sorted(moved)} moved, not {said}"]
+
+
+def _held(plan: Any, **options: Any) -> list[str]:
+    """Compares what the plan says that this rank holds with what a step really takes.
+
+    Of plans that sum alone: gloo gathers and scatters through memory of its own.
+    """
+    pipeline = pipelined(tiny(4, width=64), plan, **options)
+    said = pipeline.plan.memory
+    own = [p.to_local() for _, p in pipeline.named_parameters()]
+    held = sum(t.numel() * t.element_size() for t in own)
+    # Gradients are summed in memory that is there before the first step, too.
+    measured = memory_use(lambda: pipeline.step(*batch())).peak_bytes + 2 * held
+    wrong = [] if said.parameters == said.gradients == held else [f"{said}, not {held} of each"]
+    is_near = abs(said.num_bytes - measured) <= 0.02 * measured
+    return wrong if is_near else [*wrong, f"{options}: {measured} bytes, not {said.num_bytes}"]
 
 
 def _saved(folder: pathlib.Path) -> list[str]:

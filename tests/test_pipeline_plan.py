@@ -44,7 +44,7 @@ def plan(
     colors = color_balanced(program, costs, table, memory_bytes)
     stages = cut_program(program, colors, table.num_stages)
     derived = differentiate_stages(stages, differentiator, halves=table.splits_backward)
-    return make_plan(derived, table, costs, CPU)
+    return make_plan(derived, table, costs.program, CPU)
 
 
 def test_the_slowest_stage_is_no_slower_than_with_any_other_split() -> None:

@@ -203,12 +203,14 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("model", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs); args: the whole batch")
-    add("--mesh", type=_mesh, required=True, metavar="NAME=SIZE,...", help="such as fsdp=8,tp=2")
+    add("--mesh", type=_mesh, required=True, metavar="NAME=SIZE,...", help="as pp=4,fsdp=8,tp=2")
     add("--target", required=True, metavar="GPU", help="of each rank, such as cuda:sm_90")
     help_ = "auto: found without a mark; marked (default): by names of dimensions, and by marks"
     add("--plan", choices=("auto", "marked"), default="marked", help=help_)
     add("--memory-gib", type=Fraction, metavar="GIB", help="of a rank; default: the GPU's")
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
+    add("--schedule", default="1F1B", help="of stages, along a dimension named pp; default 1F1B")
+    add("--num-stages", type=_positive, metavar="N", help="default: one for each rank along pp")
     add("--recompute", choices=("full", "selective"))
     help_ = "of a parameter's size that the optimizer holds; default 2, as AdamW"
     add("--optimizer-tensors", type=int, default=2, metavar="N", help=help_)

@@ -42,7 +42,7 @@ from .write import (
 )
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
-    from ...pipeline_parallel.mesh.traffic import Collective
+    from ...pipeline_parallel.mesh.traffic import Collective, RankMemory
 
 
 Tile: TypeAlias = dict[str, str]
@@ -298,12 +298,14 @@ class ShownPlan(PipelinePlan):
         rank: which one it is; None for a plan alone.
         layouts: what lies where, of a pipeline over a mesh.
         traffic: there, what one rank of each stage moves in a step over the other dimensions.
+        memory: there, what this rank holds, where its memory is planned.
     """
 
     compiled: CompileRecord | None = None
     rank: int | None = None
     layouts: MeshPlan | None = None
     traffic: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
+    memory: RankMemory | None = None
 
     @staticmethod
     def of(plan: PipelinePlan, compiled: CompileRecord | None = None, **more: Any) -> ShownPlan:
@@ -311,7 +313,8 @@ class ShownPlan(PipelinePlan):
         return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, **more)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self.moved_text}".rstrip()
+        held = "" if self.memory is None else f"rank {self.rank}: {self.memory}"
+        return "\n".join(filter(None, (super().__str__(), self.moved_text, held)))
 
     @property
     def moved_text(self) -> str:

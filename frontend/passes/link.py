@@ -181,10 +181,14 @@ def describe_gpu(state: State) -> State:
         why = state.report.unplanned
         raise PlanError(f"A program for a GPU needs a memory plan, and there is none: {why}.")
     assert isinstance(backend, GpuBackend)
-    calls = Counter(launch.leaf for flat in state.linked for launch in flat.launches)
-    lists = [(state.context.recorded[leaf], count) for leaf, count in calls.items()]
-    state.report.gpu = gpu_record(program, lists, backend)
+    state.report.gpu = gpu_record(program, launched(state, state.linked), backend)
     return state
+
+
+def launched(state: Compilation, flats: Sequence[FlatProgram]) -> list[tuple[KernelList, int]]:
+    """Returns the launches of each closure that linked programs call, and how often they do."""
+    calls = Counter(launch.leaf for flat in flats for launch in flat.launches)
+    return [(state.context.recorded[leaf], count) for leaf, count in calls.items()]
 
 
 # ---- what hinders a plan ---------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
+from ...backend.run.rank_program import RankProgram
+from ...pipeline_parallel.actions import BACKWARD, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ...pipeline_parallel.process_groups import users_of
 from ...pipeline_parallel.steps import check_draws
 from ...recompute.planner import POLICIES
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Leaf, RecomputeMark, Value, tensor_type
+from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type
+from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, part_name, parts_of
@@ -23,7 +27,10 @@ from .state import Compilation, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.sharded import Layout, Sharder
-    from ...pipeline_parallel.mesh.traffic import Collective, ShardedStep
+    from ...pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
+
+REDUCTION = "gradients, after the step"
+"""In place of a part's name: what a rank of a pipeline sums once."""
 
 
 def _is_on_mesh(state: Compilation) -> bool:
@@ -172,10 +179,92 @@ def sharded_step(state: Compilation) -> ShardedStep:
         runs.outside_bytes,
     )
     moved = collectives_of(step.program, runs.layout.parts[0].launches)
-    # What the first forward gives besides its loss.
-    saved = _num_bytes(step.program.calls[0].results[1:])
-    return ShardedStep(state.mesh_plan, moved, memory, saved)
+    return ShardedStep(state.mesh_plan, moved, memory)
+
+
+def rank_memory(state: RankCompilation) -> RankMemory:
+    """Returns what a linked rank of a pipeline over a mesh holds, of its own stages."""
+    from ...pipeline_parallel.mesh.torch_sharding import local_type
+    from ...pipeline_parallel.mesh.traffic import RankMemory
+
+    plan, runs, program = state.mesh_plan, state.runs, state.captured.program
+    assert plan is not None and state.goal.on_mesh is not None
+    assert isinstance(runs, RankProgram)
+    pairs = [(one.stage.model_tensors, one.stage.model_types) for one in state.own]
+    held = {id(s.tensor): t for pair in pairs for s, t in zip(*pair, strict=True)}
+    rows = [
+        local_type(tensor_type(value), state.goal.on_mesh.mesh, plan.batch[source.index])
+        for value, source in zip(program.inputs, program.sources, strict=True)
+        if isinstance(source, UserInput)
+    ]
+    target = state.context.tools.place.target
+    return RankMemory(
+        _total(held.values()),
+        _total(_summed(state)[0].values()),
+        state.table.num_micro_batches * _total(rows),
+        runs.plan.arena.peak_bytes,
+        runs.plan.foreign_peak_bytes + (target.workspace_bytes if target else 0),
+    )
+
+
+def _summed(state: RankCompilation) -> tuple[dict[str, TensorType], list[str]]:
+    """Returns the gradients that a rank sums, by name, and which of them other stages sum, too."""
+    users, types = users_of(state.derived, state.table)
+    own = {name: types[name] for name, ranks in users.items() if state.rank in ranks}
+    return own, [name for name in own if len(users[name]) > 1]
+
+
+def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
+    """Returns what a linked rank of a pipeline moves in a step.
+
+    Args:
+        state: of the rank.
+        axis: the dimension of the whole mesh that stages lie along.
+    """
+    from ...pipeline_parallel.mesh.given import REPLICATED
+    from ...pipeline_parallel.mesh.traffic import Collective
+
+    assert state.mesh_plan is not None
+    paths = [f"micro_batch_{i}" for i in range(state.table.num_micro_batches)]
+    moved = [
+        replace(one, path=f"{path}.{one.path}".rstrip("."))
+        for part in rank_traffic(state).values()
+        for path in paths
+        for one in part
+    ]
+    rank_of = dict(enumerate(state.table.rank_of))
+    for one in state.own:
+        ways = (FORWARD, 1, one.stage.sent_types), (BACKWARD, -1, one.gradient_types)
+        for kind, ahead, sent in ways:
+            size, name = sum(Wire(t).num_bytes for t in sent), part_name(one, kind)
+            if sent and rank_of.get(one.stage.index + ahead, state.rank) != state.rank:
+                moved += [Collective(path, name, "send", axis, size) for path in paths]
+    sums, shared = _summed(state)
+    replicas = [name for name, n in state.mesh_plan.axes if name in REPLICATED and n > 1]
+    summed = [(name, _total(sums.values())) for name in replicas]
+    summed += [(axis, sums[name].num_bytes) for name in shared]
+    moved += [Collective("", REDUCTION, "all_reduce", *one) for one in summed]
+    return tuple(moved)
+
+
+def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]]:
+    """Returns what each part of a linked rank's stages moves for a micro-batch."""
+    from ...pipeline_parallel.mesh.traffic import collectives_of
+
+    assert isinstance(state.runs, RankProgram)
+    units = state.runs.plan.units
+    return {
+        program: collectives_of(program, part.launches, part_name(one, kind))
+        for one in state.own
+        for part, (kind, program) in zip(
+            units[one.stage.index].layout.parts, parts_of(one).items(), strict=True
+        )
+    }
 
 
 def _num_bytes(values: Sequence[Value]) -> int:
-    return sum(tensor_type(value).num_bytes for value in values)
+    return _total(map(tensor_type, values))
+
+
+def _total(types: Iterable[TensorType]) -> int:
+    return sum(t.num_bytes for t in types)

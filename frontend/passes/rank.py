@@ -42,7 +42,7 @@ from ..marks import STAGE_MARK
 from ..tracing.frames import WHOLE, user_path
 from .context import Context
 from .link import changed_buffer, hindrance, launches
-from .state import Compilation, Goal, Subject, Unplanned
+from .state import Compilation, Goal, OnMesh, Subject, Unplanned
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -183,6 +183,7 @@ def started(
     rank: int,
     splitting: Splitting,
     rates: Rates,
+    on_mesh: OnMesh | None = None,
 ) -> RankCompilation:
     """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
     bounded = splitting.memory_bytes_per_rank is not None
@@ -193,7 +194,7 @@ def started(
     return RankCompilation(
         context=context,
         report=context.report(train=True),
-        goal=Goal("rank", train=True),
+        goal=Goal("rank", train=True, on_mesh=on_mesh),
         subject=subject,
         table=table,
         rank=rank,

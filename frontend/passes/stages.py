@@ -236,8 +236,14 @@ def link_rank(state: RankCompilation) -> RankCompilation:
 @compile_pass("predict", "flat", goals=("rank",))
 def predict(state: RankCompilation) -> RankCompilation:
     """Simulates the schedule: what a step of all ranks takes, and the bubble in it."""
-    plan = make_plan(state.derived, state.table, state.costs, state.rates)
+    plan = make_plan(state.derived, state.table, state.costs.program, state.rates)
     return replace(state, predicted=plan)
+
+
+def of_rank(state: RankCompilation, rank: int) -> RankCompilation:
+    """Returns the same compile for another rank, before its kernels are made."""
+    state = replace(state, rank=rank)
+    return replace(state, programs=_programs(state.own))
 
 
 def _programs(derived: Iterable[StageDerivative]) -> dict[str, Program]:

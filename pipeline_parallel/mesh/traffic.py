@@ -23,7 +23,8 @@ class Collective:
     Attributes:
         path: the call that it is in, such as ``micro_batch_0.blocks.1``.
         part: the closure there, such as ``Block.forward``.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, or
+            ``"send"`` from a stage to its neighbour.
         axis: the dimension of the mesh.
         num_bytes: of the larger of what this rank has before and after it.
         num_beside: launches between its start and the wait for it; None where it is not linked.
@@ -37,14 +38,17 @@ class Collective:
     num_beside: int | None = None
 
 
-def collectives_of(program: Program, launches: Iterable[Any]) -> tuple[Collective, ...]:
+def collectives_of(
+    program: Program, launches: Iterable[Any], part: str = ""
+) -> tuple[Collective, ...]:
     """Returns the collectives of a program in the order in which they start.
 
     Args:
-        program: of a step.
+        program: of a step, or a part of a stage.
         launches: what it was linked to: launches that know their places.
+        part: its name.
     """
-    found, beside = collectives_in(program), list[int]()
+    found, beside = collectives_in(program, part=part), list[int]()
     begun: dict[int, int] = {}
     for place, one in enumerate(launches):
         launch = one.launch
@@ -125,13 +129,11 @@ class ShardedStep:
         layouts: what lies where.
         collectives: in the order in which they run.
         memory: of one rank.
-        saved_bytes: what a rank keeps of a micro-batch from its forward to its backward.
     """
 
     layouts: MeshPlan
     collectives: tuple[Collective, ...]
     memory: RankMemory | None = None
-    saved_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
