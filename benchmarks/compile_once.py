@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from measurement import MODELS, MODES, Measurement, PassTime, Stopwatch
 from subjects import Batch, Step, Subject, family, mean_loss
 from torch import Tensor, nn
@@ -50,10 +51,15 @@ def prepare(mode: str, subject: Subject) -> Step:
     model, blocks = subject.model, subject.blocks
     if mode == "lazyinline":
         return LazyInlineStep(subject)
-    if mode in ("nested", "nested-here"):
+    if mode == "deduplicated":
+        torch._dynamo.config.use_graph_deduplication = True
+    if mode == "nested-kept":
+        # A region that is used again may overwrite what its caller saved. (pytorch#192840)
+        torch._functorch.config.donated_buffer = False
+    if mode in ("nested", "nested-kept", "nested-here"):
         block_class: Any = type(blocks[0])
         block_class.forward = torch.compiler.nested_compile_region(block_class.forward)
-    if mode in ("full", "nested"):
+    if mode in ("full", "deduplicated", "nested", "nested-kept"):
         return whole_step(subject, "inductor")
     if mode == "nested-here":
         return whole_step(subject, "lazyinline")

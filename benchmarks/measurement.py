@@ -12,7 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-MODES = ("eager", "full", "nested", "nested-here", "per-part", "per-block", "lazyinline")
+MODES = (
+    "eager",
+    "full",
+    "deduplicated",
+    "nested",
+    "nested-kept",
+    "nested-here",
+    "per-part",
+    "per-block",
+    "lazyinline",
+)
 MODELS = ("own", "own-gpt", "hf-llama", "hf-gpt2")
 
 
