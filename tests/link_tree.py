@@ -38,7 +38,8 @@ def make_link_tree(root: pathlib.Path = ROOT) -> pathlib.Path:
     face = [root / "frontend" / "lazyinline" / name for name in names]
     wanted = {path.name: path for path in (*package_folders(root), *face)}
     for link in package.iterdir():
-        if link.name not in wanted and not link.name.startswith("."):
+        # Python keeps its bytecode there, too: a folder.
+        if link.is_symlink() and link.name not in wanted and not link.name.startswith("."):
             link.unlink(missing_ok=True)
     for name, path in wanted.items():
         make_link(package / name, path)
