@@ -21,6 +21,7 @@ from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.training_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes.programs import _require_same_draws
+from lazyinline.reuse.ir.operators import is_draw
 
 Residual = block(lambda self, x: x + self.linear(x).tanh())
 
@@ -312,6 +313,20 @@ def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) 
     compiled, expected = pair(net(kind=block(dropping)), backend)
     for seed in range(2):
         assert_same(compiled, expected, drawing_between, points(seed=seed))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_or_everything_draws_nothing(p: float) -> None:
+    """Neither in eager's kernels, nor as it is counted where a gradient has to draw the same."""
+    names = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for name in (*names, *(f"{n}_" for n in names)):
+        before = torch.get_rng_state()
+        graph = torch.fx.Graph()
+        node = graph.call_function(getattr(torch.ops.aten, name).default, (None, p, True))
+        node.target(torch.ones(2, 3), p, True)
+        assert torch.equal(before, torch.get_rng_state()) and not is_draw(node), name
+    kind = block(lambda self, x: nn.functional.dropout(x + self.linear(x).tanh(), p))
+    assert_same(*pair(net(kind=kind)), penalty, points())
 
 
 def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:

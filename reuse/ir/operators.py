@@ -32,6 +32,14 @@ _NORMS = (
 WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in _NORMS)
 
 
+_DROPOUTS = frozenset(
+    overload
+    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for packet in (getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_"))
+    for overload in (getattr(packet, one) for one in packet.overloads())
+)
+
+
 def is_mutable(operator: object) -> bool:
     """Whether an operator changes an operand in place; running statistics do not count."""
     schema = schema_of(operator)
@@ -94,6 +102,9 @@ def is_draw(node: torch.fx.Node) -> bool:
         if argument.name == "dropout_p":
             return bool(given != 0.0)
         if argument.name in ("train", "training") and given is False:
+            return False
+        # Of nothing or everything: these two need no numbers, unlike ``native_dropout``.
+        if argument.name == "p" and given in (0, 1) and node.target in _DROPOUTS:
             return False
     return True
 
