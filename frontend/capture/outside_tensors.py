@@ -47,6 +47,7 @@ class OutsideTensors:
         self._keep: list[Any] = []
         self._watched: list[tuple[torch.Tensor, TensorState, dict[str, Any]]] = []
         self._switched: list[torch.Tensor] = []
+        self._num_users: dict[torch.fx.Node, int] = {}  # when it was switched back
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tracked fake of a real tensor of the model; the same each time."""
@@ -109,6 +110,10 @@ class OutsideTensors:
         if source is not None:
             # Each call of the program begins with that, so no operator may have taken it yet.
             is_taken = not all(map(is_size, node.users))
+            if isinstance(source, UserInput) and source.is_switched and not fake.requires_grad:
+                self.sources[node] = replace(source, is_switched_back=True)
+                self._num_users[node] = len(node.users)
+                return True
             if not isinstance(source, UserInput) or is_taken or not fake.requires_grad:
                 return False
             self.sources[node] = replace(source, requires_grad=True, is_switched=True)
@@ -137,6 +142,11 @@ class OutsideTensors:
                     "is, not only its numbers (its memory, layout, requires_grad, gradient or "
                     "hooks), and a compiled program would not do that at each call."
                 )
+        if any(len(node.users) > count for node, count in self._num_users.items()):
+            raise CaptureError(
+                "The model's forward uses an input after it was switched not to require grad, "
+                "which a compiled program does at its end. Use x.detach() there."
+            )
         for result in results:
             if isinstance(result, torch.Tensor) and is_fake(result):
                 self._refuse_changed_result(result)

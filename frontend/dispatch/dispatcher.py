@@ -63,10 +63,12 @@ class ModuleEntry:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         order, own = [], len(leaves)  # after these come the model's tensors
         self._switched: list[int] = []  # inputs whose requires_grad the forward switches on
+        self._switched_back: list[int] = []  # and off again
         for source in program.sources:
             if isinstance(source, UserInput):
                 order.append(places[source.index])
                 self._switched += order[-1:] if source.is_switched else []
+                self._switched_back += order[-1:] if source.is_switched_back else []
             else:
                 order.append(own)
                 own += 1
@@ -116,6 +118,8 @@ class ModuleEntry:
                 outputs: Sequence[Any] = self._forward(inputs)
         else:
             outputs = self._bridge.run(inputs)
+        for place in self._switched_back:
+            leaves[place].requires_grad_(False)
         if any(map(is_traced, outputs)):
             refuse_traced(outputs)
         if self._writes:

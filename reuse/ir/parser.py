@@ -278,8 +278,8 @@ class _Reader:
         if parts and isinstance(parts[0], ast.Constant):
             name = self._constant(parts.pop(0), str)
         words = list(map(ast.unparse, parts))
-        if index is not None and set(words) <= {"grad", "switched"}:
-            return ir.UserInput(index, name, "grad" in words, "switched" in words)
+        if index is not None and set(words) <= {"grad", "switched", "back"}:
+            return ir.UserInput(index, name, *(w in words for w in ("grad", "switched", "back")))
         is_right = kind in get_args(ir.TensorKind) and words in ([], ["grad"])
         if not is_right or not isinstance(type_, TensorType) or type_.is_symbolic:
             self._fail(tree, "expected what a tensor is bound to, such as parameter(grad)")

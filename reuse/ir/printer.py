@@ -298,6 +298,7 @@ def _source_text(source: Source | None, printed: str) -> str:
         words.append(_in_quotes(source.name))
     words += ["grad"] * grad
     words += ["switched"] * (isinstance(source, UserInput) and source.is_switched)
+    words += ["back"] * (isinstance(source, UserInput) and source.is_switched_back)
     return f" = {kind}({', '.join(words)})"
 
 

@@ -210,13 +210,15 @@ class Call:
 class UserInput:
     """A program input that the caller passes: a leaf of the flattened arguments.
 
-    It may want a gradient since the forward itself switches that on (``is_switched``).
+    It may want a gradient since the forward itself switches that on (``is_switched``), and off
+    again at its end (``is_switched_back``).
     """
 
     index: int
     name: str
     requires_grad: bool = False
     is_switched: bool = False
+    is_switched_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
