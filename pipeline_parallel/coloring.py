@@ -10,6 +10,7 @@ all programs (:mod:`..reuse.ir.costs`). Only ratios matter.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -292,81 +293,44 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
             cannot; empty stages are not allowed.
         num_micro_batches: M above.
     """
-    return _Search(times, num_micro_batches).best()
+    # The longest stage takes one of the times that occur, so no other bound needs a look.
+    bounds = np.unique(times[np.isfinite(times)])
+    sums = functools.cache(lambda number: float(_tables(times, float(bounds[number]))[-1][-1]))
+    last = len(bounds) - 1
+    if last < 0 or not np.isfinite(sums(last)):
+        return None
+
+    def time_s(number: int, total: float) -> float:
+        return total + (num_micro_batches - 1) * float(bounds[number])
+
+    # A larger bound never has a larger sum: below that of the last one there is none.
+    best, chosen = time_s(last, sums(last)), last
+    first = bisect.bisect_left(range(last), True, key=lambda i: bool(np.isfinite(sums(i))))
+    for number in range(first, last):
+        if time_s(number, sums(last)) >= best:
+            break
+        if (found := time_s(number, sums(number))) < best:
+            best, chosen = found, number
+    return _traced(times, float(bounds[chosen]))
 
 
-class _Search:
-    """Bisects over bounds on the longest stage; between equal sums nothing can be better.
+def _tables(times: FloatArray, bound: float) -> list[FloatArray]:
+    """For each number of stages, the smallest sum for each number of units; none is longer."""
+    allowed = np.where(times <= bound, times, np.inf)
+    tables = [np.where(np.arange(times.shape[1]) == 0, 0.0, np.inf)]
+    for stage in allowed:
+        tables.append(np.min(tables[-1][:, None] + stage, axis=0))
+    return tables
 
-    The smallest sum of times under a bound never grows with the bound, so an interval of bounds
-    is left out if even its best corner is no better than what is known.
-    """
 
-    def __init__(self, times: FloatArray, num_micro_batches: int) -> None:
-        self.times = times
-        self.num_micro_batches = num_micro_batches
-        # The longest stage takes one of the times that occur, so no other bound needs a look.
-        self._bounds = np.unique(times[np.isfinite(times)])
-        self._sums: dict[int, float] = {}
-        self._best = (np.inf, 0)  # the time, and the bound
-
-    def best(self) -> tuple[int, ...] | None:
-        if not len(self._bounds) or not np.isfinite(self._sum(len(self._bounds) - 1)):
-            return None
-        indices = range(len(self._bounds))
-        low = bisect.bisect_left(indices, True, key=lambda i: bool(np.isfinite(self._sum(i))))
-        high = len(self._bounds) - 1
-        self._note(low)
-        self._note(high)
-        self._between(low, high)
-        return self._traced(self._best[1])
-
-    def _note(self, index: int) -> None:
-        objective = self._sum(index) + (self.num_micro_batches - 1) * self._bounds[index]
-        if objective < self._best[0]:
-            self._best = (objective, index)
-
-    def _between(self, low: int, high: int) -> None:
-        stack = [(low, high)]
-        while stack:
-            low, high = stack.pop()
-            if high - low < 2 or self._sum(low) == self._sum(high):
-                continue
-            least = self._sum(high) + (self.num_micro_batches - 1) * self._bounds[low + 1]
-            if least >= self._best[0]:
-                continue
-            middle = (low + high) // 2
-            self._note(middle)
-            stack += [(middle, high), (low, middle)]
-
-    def _sum(self, index: int) -> float:
-        """Returns the smallest sum of times with no stage longer than a bound."""
-        if index not in self._sums:
-            self._sums[index] = float(self._tables(index)[-1][-1])
-        return self._sums[index]
-
-    def _tables(self, index: int) -> list[FloatArray]:
-        """For each number of stages, the smallest sum for each number of units."""
-        num_stages, size, _ = self.times.shape
-        allowed = np.where(self.times <= self._bounds[index], self.times, np.inf)
-        table = np.full(size, np.inf)
-        table[0] = 0.0
-        tables = [table]
-        for stage in range(num_stages):
-            table = np.min(table[:, None] + allowed[stage], axis=0)
-            tables.append(table)
-        return tables
-
-    def _traced(self, index: int) -> tuple[int, ...]:
-        """Returns the starts of the stages in a best partition under a bound."""
-        tables = self._tables(index)
-        allowed = np.where(self.times <= self._bounds[index], self.times, np.inf)
-        end = self.times.shape[1] - 1
-        bounds = [end]
-        for stage in reversed(range(self.times.shape[0])):
-            end = int(np.argmin(tables[stage] + allowed[stage][:, end]))
-            bounds.append(end)
-        return tuple(reversed(bounds))
+def _traced(times: FloatArray, bound: float) -> tuple[int, ...]:
+    """Returns the starts of the stages in a best partition under a bound."""
+    tables = _tables(times, bound)
+    allowed = np.where(times <= bound, times, np.inf)
+    found = [times.shape[1] - 1]
+    for stage in reversed(range(len(times))):
+        found.append(int(np.argmin(tables[stage] + allowed[stage][:, found[-1]])))
+    return tuple(reversed(found))
 
 
 # A call is looked into only if it alone takes more than this part of an even share.

@@ -245,28 +245,17 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
         for row in (_HEAD, *rows)
     ]
     left = WIDTH - len(lines[0]) - 2
-    return [
-        f"{line}  {span}".rstrip()
-        for line, span in zip(lines, ("layers", *(_span(s, left) for s in stages)), strict=True)
-    ]
+    layers = ("layers", *(_layers(stage, left) for stage in stages))
+    return [f"{line}  {text}".rstrip() for line, text in zip(lines, layers, strict=True)]
 
 
-def _span(stage: StagePlan, width: int) -> str:
-    """Returns the first and the last layer; if too long, with their common beginning once."""
-    first, last = stage.first, stage.last
-    if first == last:
-        return _end_of(first, width)
-    parent = first.rpartition(".")[0]
-    short = last.removeprefix(f"{parent}.") if parent else last
-    half = (width - len(" .. ")) // 2
-    texts = (f"{first} .. {last}", f"{first} .. {short}")
-    cut = f"{_end_of(first, half)} .. {_end_of(short, half)}"
-    return next((text for text in texts if len(text) <= width), cut)
-
-
-def _end_of(path: str, width: int) -> str:
-    """Returns a path, or the end of one that is too long."""
-    return path if len(path) <= width else f"...{path[-max(width - 3, 1) :]}"
+def _layers(stage: StagePlan, width: int) -> str:
+    """Returns the first and last layer; if too long, their common beginning once, or the end."""
+    parent = stage.first.rpartition(".")[0]
+    short = stage.last.removeprefix(f"{parent}.") if parent else stage.last
+    texts = [f"{stage.first} .. {last}" for last in (stage.last, short)]
+    texts = texts if stage.first != stage.last else [stage.first]
+    return next((text for text in texts if len(text) <= width), f"...{texts[-1][3 - width :]}")
 
 
 def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
