@@ -31,8 +31,8 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "reuse": (8_516, 30),
     "autodiff": (6_373, 22),
     "recompute": (1_274, 6),
-    "pipeline_parallel": (8_068, 29),
-    "backend": (12_300, 42),
+    "pipeline_parallel": (8_021, 29),
+    "backend": (12_204, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -6,10 +6,9 @@ and stops as soon as one reaches the lower bound:
 
 1. the program repeats its calls: plan repeated scratch once, colour equal long-lived buffers;
    near-linear time, for any number of buffers
-2. best fit along time (:func:`.live_ranges.sweep`)
-3. first fit along several orders, each improved by moving up the buffers that end above the lower
+2. first fit along several orders, each improved by moving up the buffers that end above the lower
    bound, on chains of equal buffers (:func:`.live_ranges.attempts`); quadratic time
-4. few buffers, or few once repeats are joined: exact search (``exact``), of so many steps
+3. few buffers, or few once repeats are joined: exact search (``exact``), of so many steps
 
 What is worth trying is decided by a model of its cost, not by a clock: a plan does not depend on
 how fast the machine is.
@@ -40,11 +39,9 @@ from .live_ranges import (
     IntArray,
     attempts,
     concatenate,
-    first_fit,
     live_at_births,
     lower_bound,
     orders,
-    sweep,
 )
 
 # Short-lived means at most this many times as long as the shortest-lived buffer: powers of two.
@@ -322,21 +319,21 @@ class ArenaPlan:
 def plan(
     buffers: Buffers,
     *,
+    fit: FirstFit,
     alignment: int = ALIGNMENT,
     effort_s: float = EFFORT_S,
     enough: float = 1.0,
-    fit: FirstFit = first_fit,
     exact: ExactSearch | None = None,
 ) -> ArenaPlan:
     """Plans an arena.
 
     Args:
         buffers: sizes in bytes, live ranges in launches or any other clock.
+        fit: places buffers along an order.
         alignment: every offset is a multiple of this many bytes.
         effort_s: what to spend on finding a better plan, in seconds of a nominal machine. The same
             effort gives the same plan everywhere. The near-linear part is always done.
         enough: ratio of peak to lower bound at which to stop.
-        fit: does what :func:`.live_ranges.first_fit` does; the plan is the same, and sooner there.
         exact: searches where these plans are not enough, with the same effort again; None for not.
     """
     padded = buffers.aligned(alignment)
@@ -377,8 +374,6 @@ def _search(
     problem: Buffers, best: _Best, effort_s: float, fit: FirstFit, exact: ExactSearch | None
 ) -> None:
     layered = _plan_repeats(problem, best, effort_s, fit)
-    if not best.is_enough and _sweep_cost_s(len(problem)) <= effort_s:
-        best.offer("sweep", sweep(problem))
     if best.is_enough or len(problem) > MAX_FIRST_FIT:
         return
     variants = _variants(problem, layered)
@@ -433,7 +428,7 @@ def _choose_split(problem: Buffers, best: _Best) -> Layers | None:
 
 def _plan_block(block: Buffers, effort_s: float, fit: FirstFit) -> IntArray:
     best = _Best(block, 1.0)
-    best.offer("sweep", sweep(block))
+    best.offer("colors", stack(block, 0))
     if not best.is_enough:
         _improve([unchanged(block)], best, effort_s, fit)
     return best.offsets
@@ -521,8 +516,3 @@ def _choose(opened: list[_Try], turn: int, effort_s: float) -> _Try | None:
 def _pass_cost_s(count: int) -> float:
     """Seconds that one first fit takes on a nominal machine."""
     return count * (10e-6 + 0.4e-9 * count)
-
-
-def _sweep_cost_s(count: int) -> float:
-    """Seconds that one sweep takes on a nominal machine."""
-    return count * 4e-6

@@ -7,8 +7,6 @@ and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020), by 
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -125,6 +123,7 @@ def _range_max(values: IntArray, first: IntArray, last: IntArray) -> IntArray:
 
 
 FirstFit = Callable[[Buffers, IntArray], IntArray]
+"""Gives each buffer, in an order, the lowest address that is free all its life."""
 ExactSearch = Callable[[Buffers, int, int, int], IntArray | None]
 """Given buffers with bytes, ``enough``, ``peak`` and steps: a plan below ``peak``, or None."""
 
@@ -157,24 +156,6 @@ def attempts(buffers: Buffers, order: IntArray, bound: int, fit: FirstFit) -> It
         score[above > (above.max(initial=0) // 2 if turn % 2 else 0)] -= PROMOTION
 
 
-def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Gives each buffer, in this order, the lowest address that is free all its life."""
-    offsets = np.zeros(len(buffers), np.int64)
-    # Of the buffers placed so far, by address: lowest and highest address, birth, death.
-    table = np.empty((4, len(buffers)), np.int64)
-    low, high, born, dead = table
-    births, deaths, sizes = buffers.birth.tolist(), buffers.death.tolist(), buffers.size.tolist()
-    for placed, i in enumerate(order.tolist()):
-        birth, death, size = births[i], deaths[i], sizes[i]
-        beside = ((born[:placed] < death) & (dead[:placed] > birth)).nonzero()[0]
-        address = lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
-        offsets[i] = address
-        at = int(low[:placed].searchsorted(address))
-        table[:, at + 1 : placed + 1] = table[:, at:placed]
-        table[:, at] = address, address + size, birth, death
-    return offsets
-
-
 def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
     """Returns the lowest gap of ``size`` bytes between these, which are sorted by ``low``."""
     if low[0] >= size:
@@ -183,70 +164,3 @@ def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
     fits = low[1:] - top[:-1] >= size
     at = int(fits.argmax()) if fits.size else 0
     return int(top[at] if fits.size and fits[at] else top[-1])
-
-
-def sweep(buffers: Buffers) -> IntArray:
-    """Goes along time as an allocator does: each birth takes the smallest hole that it fits in.
-
-    n log n, for problems that are too large for :func:`first_fit`.
-    """
-    births, deaths, sizes = buffers.birth.tolist(), buffers.death.tolist(), buffers.size.tolist()
-    offsets = [0] * len(births)
-    holes = _Holes()
-    live: list[tuple[int, int]] = []
-    for i in np.lexsort((-buffers.size, buffers.birth)).tolist():
-        while live and live[0][0] <= births[i]:
-            j = heapq.heappop(live)[1]
-            holes.free(offsets[j], sizes[j])
-        offsets[i] = holes.take(sizes[i])
-        heapq.heappush(live, (deaths[i], i))
-    return np.array(offsets, np.int64)
-
-
-class _Holes:
-    """The free parts of an arena that grows as needed; neighbours are merged."""
-
-    def __init__(self) -> None:
-        self._by_size: list[tuple[int, int]] = []  # (bytes, address)
-        self._end_of: dict[int, int] = {}
-        self._start_of: dict[int, int] = {}
-        self._top = 0
-
-    def take(self, size: int) -> int:
-        """Returns the address of ``size`` bytes that are now in use."""
-        if size == 0:
-            return 0
-        at = bisect_left(self._by_size, (size, -1))
-        if at < len(self._by_size):
-            start = self._by_size[at][1]
-        else:
-            start = self._start_of.get(self._top, self._top)
-            self._top = start + size
-        end = self._end_of.get(start, start)
-        self._remove(start)
-        if start + size < end:
-            self._add(start + size, end)
-        return start
-
-    def free(self, start: int, size: int) -> None:
-        """Gives bytes back."""
-        if size == 0:
-            return
-        end = start + size
-        if end in self._end_of:
-            after, end = end, self._end_of[end]
-            self._remove(after)
-        if start in self._start_of:
-            start = self._start_of[start]
-            self._remove(start)
-        self._add(start, end)
-
-    def _add(self, start: int, end: int) -> None:
-        self._end_of[start], self._start_of[end] = end, start
-        insort(self._by_size, (end - start, start))
-
-    def _remove(self, start: int) -> None:
-        end = self._end_of.pop(start, None)
-        if end is not None:
-            del self._start_of[end]
-            del self._by_size[bisect_left(self._by_size, (end - start, start))]

@@ -338,7 +338,7 @@ def _native_of(library: ctypes.CDLL) -> NativeLibrary:
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Does what :func:`..arena.live_ranges.first_fit` does, some ten times faster.
+    """Gives each buffer, in an order, the lowest address that is free all its life.
 
     Raises:
         NotBuiltError: if the library cannot be built.
