@@ -12,6 +12,7 @@ from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..reuse.ir.torch_symbols import Values
+from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
 from .report import CompileReport
 
@@ -62,10 +63,11 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledGradients:
-    """The gradients of a program, compiled, and where its inputs and results belong."""
+    """The gradients of a program, compiled; where its inputs and results belong; their types."""
 
     compiled: CompiledProgram
     gradients: GradientProgram
+    input_types: tuple[Type, ...]
 
 
 @dataclass(frozen=True)

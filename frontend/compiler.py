@@ -23,7 +23,7 @@ from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
-from ..reuse.ir.torch_symbols import Values
+from ..reuse.ir.torch_symbols import Values, type_at
 from .capture.regions import CapturedModel, Sizes
 from .capture.surroundings import one_at_a_time
 from .compile_record import Made, Memory
@@ -179,31 +179,23 @@ class Compiler:
         return Linker.of(self, state).result(state), state.report
 
     def compile_gradients(
-        self, captured: CapturedModel, counted: CompileReport, request: GradientRequest
-    ) -> CompiledGradients:
+        self, captured: CapturedModel, request: GradientRequest, values: Values | None
+    ) -> tuple[Linker, Compilation]:
         """Compiles the gradients of a captured program as a program, with a backward.
-
-        ``counted`` is the report of the model that they belong to.
 
         Raises:
             PlanError: if they have none.
         """
-        with one_at_a_time():
-            state = Compilation(
-                context=self.context,
-                report=self.context.report(train=True),
-                goal=Goal("gradients", train=True, gradients=request),
-                seen=captured,
-            )
-            with self.context.cached(state.report):
-                state = run(PASSES, state)
-            assert state.gradients is not None
-            counted.num_gradients += 1
-            linker = Linker.of(self, state)
-            compiled = linker.result(state)
-            assert isinstance(compiled, CompiledProgram)
-            further = partial(linker.compile_gradients, None, counted)
-            return CompiledGradients(replace(compiled, gradients=further), state.gradients)
+        state = Compilation(
+            context=self.context,
+            report=self.context.report(train=True),
+            goal=Goal("gradients", train=True, gradients=request),
+            seen=captured,
+            values=values,
+        )
+        with self.context.cached(state.report):
+            state = run(PASSES, state)
+        return Linker.of(self, state), state
 
 
 @dataclass(frozen=True)
@@ -216,6 +208,7 @@ class Linker:
         settled: which symbols had turned out to be others, or numbers, when it was compiled.
         watched_inputs: see :class:`CompiledProgram`.
         backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
+        gradients: links gradients that are differentiated; None where sizes cannot be symbols.
     """
 
     compiler: Compiler
@@ -223,6 +216,7 @@ class Linker:
     settled: tuple[Any, ...]
     watched_inputs: tuple[int, ...]
     backwards: dict[Closure, Compilation] = field(default_factory=dict)
+    gradients: dict[GradientRequest, Linker | None] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Any:
@@ -374,14 +368,59 @@ class Linker:
     def compile_gradients(
         self, values: Values | None, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients:
-        """Compiles gradients that are differentiated; with symbols, for these sizes alone."""
-        captured, compiler = self.lowered.captured, self.compiler
-        if values is not None:
-            program = AtNumbers(values).program(captured.program)
-            captured = replace(captured, program=program, sizes=None)
-            # What is kept per closure would be kept for closures of one shape.
-            compiler = Compiler(compiler.options)
-        return compiler.compile_gradients(captured, counted, request)
+        """Compiles gradients that are differentiated; with symbols, once for all shapes.
+
+        Args:
+            values: the numbers of symbols that the program is linked for.
+            counted: the report of the model that they belong to.
+            request: which gradients.
+        """
+        with one_at_a_time():
+            linked = None if values is None else self._linked_gradients(values, counted, request)
+            if linked is not None:
+                return linked
+            captured, compiler = self.lowered.captured, self.compiler
+            if values is not None:
+                program = AtNumbers(values).program(captured.program)
+                captured = replace(captured, program=program, sizes=None)
+                # What is kept per closure would be kept for closures of one shape.
+                compiler = Compiler(compiler.options)
+            linker, state = compiler.compile_gradients(captured, request, None)
+            counted.num_gradients += 1
+            return linker.gradients_of(linker.result(state), None, counted)
+
+    def _linked_gradients(
+        self, values: Values, counted: CompileReport, request: GradientRequest
+    ) -> CompiledGradients | None:
+        """Links gradients for one shape; None where what was asked of sizes has other answers."""
+        try:
+            if request not in self.gradients:
+                self.gradients[request] = None
+                # Were a size settled, what is kept per closure would be right for that alone.
+                compiler, captured = Compiler(self.compiler.options), self.lowered.captured
+                with self.sizes.staying_open():
+                    linker, state = compiler.compile_gradients(captured, request, values)
+                self.gradients[request] = linker
+                counted.num_gradients += 1
+                return linker.gradients_of(linker.result(state), values, counted)
+            known = self.gradients[request]
+            if known is not None and known.sizes.are_right(values):
+                return known.gradients_of(known.relink(values)[0], values, counted)
+        except Exception:  # for these sizes alone it is compiled without symbols
+            return None
+        return None
+
+    def gradients_of(
+        self, compiled: Compiled, values: Values | None, counted: CompileReport
+    ) -> CompiledGradients:
+        """Returns a program of gradients that this links, whose own can be compiled."""
+        program = self.lowered.gradients
+        assert program is not None
+        assert isinstance(compiled, CompiledProgram)
+        further = partial(self.compile_gradients, values, counted)
+        inputs = compiled.captured.program.inputs
+        types_ = tuple(type_at(value.type, values or Values()) for value in inputs)
+        return CompiledGradients(replace(compiled, gradients=further), program, types_)
 
 
 def note_recompute(state: Compilation) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
@@ -47,6 +48,52 @@ def test_dropout_in_python_is_looked_up_again_once_its_cache_is_empty() -> None:
         dropout.py_kernels[key] = before
         dropout._dispatch_cache.clear()
     assert len(seen) == 1
+
+
+@contract("torch._C._AutoDispatchBelowAutograd")
+def test_a_kernel_in_python_stands_for_a_derivative_in_cpp() -> None:
+    overload: Any = aten.embedding_dense_backward.default
+
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*operands)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return torch.full((3, 2), 7.0), None, None, None, None
+
+    before = dict(overload.py_kernels)
+    overload.py_kernels[torch.DispatchKey.Autograd] = Rows.apply
+    rows = torch.ones(3, 2, requires_grad=True)
+    try:
+        overload._dispatch_cache.clear()
+        with torch._dispatch.python.enable_python_dispatcher():
+            made = overload(rows, torch.tensor([0, 1, 1]), 4, -1, False)
+    finally:
+        overload.py_kernels.clear()
+        overload.py_kernels.update(before)
+        overload._dispatch_cache.clear()
+    assert made.detach().sum(1).tolist() == [2, 4, 0, 0]
+    assert torch.autograd.grad(made.sum(), rows)[0].unique().tolist() == [7]
+
+
+def test_what_was_asked_of_sizes_can_be_undone() -> None:
+    env = new_environment()
+    symbol = symbol_of(env)
+    before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
+    assert env.create_symintnode(symbol, hint=8) == 8  # settles it
+    assert env.replace(symbol) == 8
+    vars(env).update(before)
+    for counter in ("_version_counter", "_replacements_version_counter"):
+        setattr(env, counter, getattr(env, counter, 0) + 1)
+    assert env.replace(symbol) == symbol
+    assert not env.guards
+    size = env.create_symintnode(symbol, hint=8)
+    assert (size + 1).node.expr == symbol + 1
+    assert size > 4
+    assert len(env.guards) == 1
 
 
 @contract("._cdata", "torch._C._DisableTorchDispatch")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Budget, PlanError
+from lazyinline.autodiff.traces import torch_make_fx
 from lazyinline.frontend.passes import link as link_pass
 from lazyinline.frontend.passes import many_shapes
 from lazyinline.reuse.ir.size_tape import Size, SizeTape
@@ -120,6 +121,45 @@ def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
         assert_close(own, other)
     assert compiled.last_report.num_compiles == 1
     assert alone.call_count == 1
+
+
+def assert_forces_as_eager(compiled: Any, model: nn.Module, plain: nn.Module, shape: Shape) -> None:
+    gradients = []
+    for one, own in ((compiled, model), (plain, plain)):
+        own.zero_grad()
+        kinds, places, *ends = atoms(shape)
+        energy = one(kinds, places.requires_grad_(), *ends)
+        (forces,) = torch.autograd.grad(energy, places, create_graph=True)
+        (energy + forces.square().sum()).backward()
+        gradients.append([forces.detach(), places.grad, *(p.grad for p in own.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_close(ours, theirs)
+
+
+FORCE_SHAPES = ((9, 40), (9, 33), (9, 60), (WIDTH, WIDTH))
+
+
+def test_gradients_that_are_differentiated_are_compiled_once() -> None:
+    model, plain = potential()
+    compiled = lazyinline.compile(model, dynamic=True, backend="eager")
+    counted = []
+    for shape in FORCE_SHAPES:
+        assert_forces_as_eager(compiled, model, plain, shape)
+        counted.append(compiled.last_report.num_gradients)
+    assert counted == [1, 0, 0, 0]
+    assert compiled.last_report.num_compiles == 1
+
+
+def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
+    model, plain = potential()
+    compiled = lazyinline.compile(model, dynamic=True, backend="eager")
+    right = torch_make_fx._EmbeddingGradient.backward
+    settling = lambda ctx, g: (int(ctx.saved_tensors[0].shape[0]), right(ctx, g))[1]  # noqa: E731
+    with mock.patch.object(torch_make_fx._EmbeddingGradient, "backward", settling):
+        for shape in FORCE_SHAPES[:2]:
+            assert_forces_as_eager(compiled, model, plain, shape)
+            assert compiled.last_report.num_gradients == 1, "for these sizes alone"
+    assert compiled.last_report.num_compiles == 1
 
 
 def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:

@@ -215,9 +215,10 @@ def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.Monke
     original = Compiler.compile_gradients
 
     def counted(self: Compiler, *args: Any) -> Any:
-        made = original(self, *args)
-        nodes.append(len(made.gradients.program.closures))
-        return made
+        linker, state = original(self, *args)
+        assert state.gradients is not None
+        nodes.append(len(state.gradients.program.closures))
+        return linker, state
 
     monkeypatch.setattr(Compiler, "compile_gradients", counted)
     for num_layers in (2, 4):

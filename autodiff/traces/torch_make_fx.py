@@ -185,6 +185,7 @@ def growing_graph() -> torch.fx.Graph:
 
 
 _LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout
+_EMBEDDING_BACKWARD: Any = torch.ops.aten.embedding_dense_backward.default
 _OF_DROPOUT = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
 
 
@@ -212,18 +213,43 @@ def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
 @contextmanager
 def _in_python() -> Iterator[None]:
     """Has operators run in Python; dropout of everything draws nothing there, as in C++."""
-    dropout: Any = torch.ops.aten.dropout.default
-    kernels = dropout.py_kernels
+    dropout, embedding = torch.ops.aten.dropout.default, _EMBEDDING_BACKWARD
+    found = dropout.py_kernels
+    kernels = [(dropout, k, _drawing_as_eager(found[k])) for k in _OF_DROPOUT if k in found]
+    # In C++ its derivative reads sizes as numbers, and PyTorch has none in Python.
+    kernels.append((embedding, torch.DispatchKey.Autograd, _EmbeddingGradient.apply))
     with _LOCK:
-        before = {key: kernels[key] for key in _OF_DROPOUT if key in kernels}
-        kernels.update({key: _drawing_as_eager(kernel) for key, kernel in before.items()})
-        dropout._dispatch_cache.clear()
+        before = [(overload, dict(overload.py_kernels)) for overload in (dropout, embedding)]
+        for overload, key, kernel in kernels:
+            overload.py_kernels[key] = kernel
+            overload._dispatch_cache.clear()
         try:
             with enable_python_dispatcher():
                 yield
         finally:
-            kernels.update(before)
-            dropout._dispatch_cache.clear()
+            for overload, known in before:
+                overload.py_kernels.clear()
+                overload.py_kernels.update(known)
+                overload._dispatch_cache.clear()
+
+
+class _EmbeddingGradient(torch.autograd.Function):
+    """The gradient of an embedding's rows, with the derivative that it has in C++."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, indices: torch.Tensor, *options: Any) -> Any:
+        ctx.save_for_backward(indices)
+        ctx.padding = options[1]
+        with torch._C._AutoDispatchBelowAutograd():
+            return _EMBEDDING_BACKWARD(gradient, indices, *options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (indices,) = ctx.saved_tensors
+        found = gradient.index_select(0, indices.reshape(-1))
+        if ctx.padding >= 0:
+            found = found.masked_fill((indices == ctx.padding).reshape(-1, 1), 0)
+        return found.view(*indices.shape, gradient.shape[1]), None, None, None, None
 
 
 def _drawing_as_eager(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,11 +100,11 @@ class FirstBackward:
         if run is None:
             return None
         program = made.gradients
-        types = made.compiled.captured.program.inputs[len(inputs) :]
+        types = made.input_types[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
         with torch.enable_grad(), _drawing_from(self.drawn_from):
-            laid = [cotangent_like(v.type, c) for v, c in zip(types, used, strict=True)]
+            laid = list(map(cotangent_like, types, used))
             results = run([*inputs, *laid])
         return dict(zip(program.inputs, results, strict=True))
 

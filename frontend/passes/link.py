@@ -49,14 +49,13 @@ def link_program(state: State) -> State:
     state = state if state.flats else linked(state)
     if state.captured.sizes is None:
         return _planned_and_run(state)
-    if state.values is not None:
-        shared = state.shapes.at(state, state.values) if state.shapes is not None else None
-        return shared or _linked_at(state, state.values)
-    example = state.captured.sizes.example
+    values = state.values or state.captured.sizes.example
+    if state.shapes is not None:
+        return state.shapes.at(state, values) or _linked_at(state, values)
     # Hints may have differed from the sizes of the call, for which the compile has to be right.
-    if not state.captured.sizes.are_right(example):
+    if not state.captured.sizes.are_right(values):
         raise PlanError(WRONG_SIZES)
-    return _linked_at(replace(state, symbolic=state), example)
+    return _linked_at(replace(state, symbolic=state), values)
 
 
 def _linked_at(state: State, values: Values) -> State:

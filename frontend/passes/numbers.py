@@ -99,6 +99,8 @@ class _Refreshing(ModalInterpreter):
 def results_at(program: Program, values: Values) -> Program:
     """Returns the program with numbers among its results."""
     tree = program.output_tree
+    if tree is None:  # of gradients
+        return program
     leaves = tuple(
         (kind, value_of(expression_of(value), values) if isinstance(value, SIZE_TYPES) else value)
         for kind, value in tree.leaves

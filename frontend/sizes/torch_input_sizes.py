@@ -8,7 +8,9 @@ Sizes may also be declared, as torch.export has them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.export.dynamic_shapes import _combine_args, _DimHint, _tree_map_with_path
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...reuse.errors import ExportError
+from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.program import Source
 from ...reuse.ir.torch_symbols import Values, size_in, value_of
 from ...reuse.ir.types import contiguous_stride
@@ -497,6 +499,26 @@ class InputSizes(TracedSizes):
     def settled(self) -> tuple[Any, ...]:
         """Returns what each symbol has become: the same symbol, another one, or a number."""
         return tuple(map(self._env.replace, self._symbols.values()))
+
+    @contextmanager
+    def staying_open(self) -> Iterator[None]:
+        """Undoes what was asked of sizes within it, if it raises or settles one.
+
+        Raises:
+            PlanError: if it settles one.
+        """
+        env, settled = self._env, self.settled
+        before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
+        try:
+            yield
+            if self.settled != settled:
+                raise PlanError("It settles a size that varies.")
+        except Exception:
+            vars(env).update(before)
+            for counter in ("_version_counter", "_replacements_version_counter"):
+                if hasattr(env, counter):  # by which PyTorch knows what it may remember
+                    setattr(env, counter, getattr(env, counter) + 1)
+            raise
 
     def are_right(self, values: Values) -> bool:
         """Whether every question about sizes gets the answer that the compile relied on."""
