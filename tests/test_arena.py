@@ -26,6 +26,16 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 
 
+def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
+    """Returns the lowest gap of ``size`` bytes between these, which are sorted by ``low``."""
+    if low[0] >= size:
+        return 0
+    top = np.maximum.accumulate(high)
+    fits = low[1:] - top[:-1] >= size
+    at = int(fits.argmax()) if fits.size else 0
+    return int(top[at] if fits.size and fits[at] else top[-1])
+
+
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     """Does what the native one does, in Python."""
     offsets = np.zeros(len(buffers), np.int64)
@@ -36,9 +46,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     for placed, i in enumerate(order.tolist()):
         birth, death, size = births[i], deaths[i], sizes[i]
         beside = ((born[:placed] < death) & (dead[:placed] > birth)).nonzero()[0]
-        address = (
-            packing.lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
-        )
+        address = lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
         offsets[i] = address
         at = int(low[:placed].searchsorted(address))
         table[:, at + 1 : placed + 1] = table[:, at:placed]

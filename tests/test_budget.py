@@ -32,7 +32,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_399, 22),
     "recompute": (1_274, 6),
     "pipeline_parallel": (8_021, 29),
-    "backend": (12_204, 42),
+    "backend": (12_140, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -195,7 +195,7 @@ def check_guests(planned: PlannedProgram) -> None:
     """Guests are inside their host, overlap no other guest, and are dead when it is written."""
     instances, overlay = planned.layout.instances, planned.overlay
     for guest, (host, at) in overlay.guests.items():
-        assert at + instances[guest].num_bytes <= overlay.hosts[host]
+        assert at + instances[guest].num_bytes <= instances[host].num_bytes
         assert instances[guest].death <= instances[host].birth
         for other, (other_host, other_at) in overlay.guests.items():
             if other == guest or other_host != host:

@@ -154,13 +154,3 @@ def attempts(buffers: Buffers, order: IntArray, bound: int, fit: FirstFit) -> It
         yield offsets
         above = offsets + buffers.size - bound
         score[above > (above.max(initial=0) // 2 if turn % 2 else 0)] -= PROMOTION
-
-
-def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
-    """Returns the lowest gap of ``size`` bytes between these, which are sorted by ``low``."""
-    if low[0] >= size:
-        return 0
-    top = np.maximum.accumulate(high)
-    fits = low[1:] - top[:-1] >= size
-    at = int(fits.argmax()) if fits.size else 0
-    return int(top[at] if fits.size and fits[at] else top[-1])

@@ -26,7 +26,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
-from ..arena.live_ranges import Buffers, IntArray, lower_bound, lowest_gap
+from ..arena.live_ranges import Buffers, IntArray, lower_bound
 from ..gpu.targets import Target
 from ..gpu.torch_triton import TritonKernel, aligned_arguments
 from ..launches import torch_native
@@ -39,9 +39,6 @@ _ENOUGH = 1.005
 _PLAN_EFFORT_S = 0.3
 # Smaller gradients are no hosts: allocating them early costs more than they can hold.
 _MIN_HOST_BYTES = 64 * 1024
-# A host may get more memory than its gradient has, which stays with it. This much in all.
-_MAX_GROWTH = 0.01
-_MAX_SQUEEZED = 64  # buffers for which that is tried
 WIDEST_LOAD_BYTES = 16
 """Inductor compiles a kernel for operands at multiples of this, and loads so much at once."""
 
@@ -51,11 +48,11 @@ class Overlay:
     """Which gradients are hosts, and where guests lie.
 
     Attributes:
-        hosts: instance of a gradient -> bytes of its memory.
+        hosts: instances of gradients, in order.
         guests: arena instance -> its host, and the offset in it in bytes.
     """
 
-    hosts: dict[int, int] = field(default_factory=dict)
+    hosts: tuple[int, ...] = ()
     guests: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -207,8 +204,7 @@ def plan_overlaid(buffers: Buffers, can_move: Sequence[bool]) -> ArenaPlan:
     padded = buffers.aligned(ALIGNMENT)
     num_placed = len(can_move)
     hosts = _Hosts(padded, buffers.size, num_placed)
-    waiting = hosts.fill(np.flatnonzero(can_move))
-    hosts.squeeze_in(waiting)
+    hosts.fill(np.flatnonzero(can_move))
     rest = np.flatnonzero(hosts.of < 0)
     arena = _plan(buffers.take(rest), ALIGNMENT)
     starts, peak_bytes = hosts.starts(arena.peak_bytes)
@@ -230,7 +226,6 @@ class _Hosts:
     def __init__(self, padded: Buffers, sizes: IntArray, num_placed: int) -> None:
         self._padded = padded
         self._first = num_placed
-        self._extent = padded.size.copy()
         self._room = sizes // ALIGNMENT * ALIGNMENT
         hosts = num_placed + np.flatnonzero(self._room[num_placed:] >= _MIN_HOST_BYTES)
         # What is written last serves longest.
@@ -238,8 +233,8 @@ class _Hosts:
         self.of = np.full(num_placed, -1, np.int64)
         self.place = np.zeros(num_placed, np.int64)
 
-    def fill(self, waiting: IntArray) -> IntArray:
-        """Packs one host after the other by first fit, what dies last first; returns the rest."""
+    def fill(self, waiting: IntArray) -> None:
+        """Packs one host after the other by first fit, what dies last first."""
         birth, death, size = self._padded.birth, self._padded.death, self._padded.size
         for host in self._hosts:
             room = self._room[host]
@@ -252,40 +247,12 @@ class _Hosts:
             fits = places + sub.size <= room
             self.of[found[fits]], self.place[found[fits]] = host, places[fits]
             waiting = np.setdiff1d(waiting, found[fits], assume_unique=True)
-        return waiting
-
-    def squeeze_in(self, waiting: IntArray) -> None:
-        """Gives some host a little more memory for a buffer that fits nowhere."""
-        allowed = int(_MAX_GROWTH * self._padded.size[self._first :].sum())
-        birth, death, size = self._padded.birth, self._padded.death, self._padded.size
-        for guest in waiting[np.argsort(-size[waiting], kind="stable")][:_MAX_SQUEEZED]:
-            later = self._hosts[birth[self._hosts] >= death[guest]]
-            ends = [(self._lowest(guest, host) + size[guest], host) for host in later]
-            more, end, host = min(
-                ((max(end - self._room[host], 0), end, host) for end, host in ends),
-                default=(allowed + 1, 0, 0),
-            )
-            if more <= allowed:
-                allowed -= int(more)
-                self._room[host] = max(self._room[host], end)
-                self._extent[host] = max(self._extent[host], end)
-                self.of[guest], self.place[guest] = host, end - size[guest]
-
-    def _lowest(self, guest: int, host: int) -> int:
-        """Returns the lowest address in a host that is free all of a guest's life."""
-        birth, death = self._padded.birth, self._padded.death
-        beside = np.flatnonzero(self.of == host)
-        beside = beside[(birth[beside] < death[guest]) & (death[beside] > birth[guest])]
-        lows = self.place[beside]
-        highs = lows + self._padded.size[beside]
-        order = np.argsort(lows)
-        size = int(self._padded.size[guest])
-        return lowest_gap(lows[order], highs[order], size) if len(beside) else 0
 
     def starts(self, base: int) -> tuple[IntArray, int]:
         """Returns where each gradient starts, one after the other from ``base``, and the end."""
-        ends = base + np.cumsum(self._extent[self._first :])
-        return ends - self._extent[self._first :], int(ends[-1])
+        own = self._padded.size[self._first :]
+        ends = base + np.cumsum(own)
+        return ends - own, int(ends[-1])
 
 
 def overlay_of(
@@ -294,27 +261,12 @@ def overlay_of(
     """Reads a plan of :func:`plan_overlaid`: the bytes of its arena, and who lies where."""
     offsets = found.offsets.tolist()
     starts = offsets[len(placed) :]
-    ends = [*starts[1:], found.peak_bytes]
-    arena_bytes = starts[0]
-    overlay = Overlay()
+    arena_bytes, guests = starts[0], dict[int, tuple[int, int]]()
     for instance, offset in zip(placed, offsets, strict=False):
-        if offset < arena_bytes or not layout.instances[instance].num_bytes:
-            continue
-        index = int(np.searchsorted(starts, offset, side="right")) - 1
-        host = gradients[index]
-        overlay.guests[instance] = (host, offset - starts[index])
-        exact, extent = layout.instances[host].num_bytes, ends[index] - starts[index]
-        grown = extent > -(-exact // ALIGNMENT) * ALIGNMENT
-        overlay.hosts[host] = extent if grown else exact
-    return arena_bytes, overlay
-
-
-def new_host(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, num_bytes: int
-) -> torch.Tensor:
-    """Makes a gradient in more memory than it needs. Only programs on CPU have such."""
-    memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cpu")
-    return memory.as_strided(shape, stride)
+        if offset >= arena_bytes and layout.instances[instance].num_bytes:
+            index = int(np.searchsorted(starts, offset, side="right")) - 1
+            guests[instance] = (gradients[index], offset - starts[index])
+    return arena_bytes, Overlay(tuple(dict.fromkeys(host for host, _ in guests.values())), guests)
 
 
 def copy_of_host(host: torch.Tensor) -> torch.Tensor:

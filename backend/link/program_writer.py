@@ -22,7 +22,7 @@ import torch
 from ...reuse.ir.size_tape import Size
 from ..launches.kernel_list import ENTRY, NativeOp, Stream, View
 from .layout import Layout, Part, Placed, PlacedLaunch
-from .placement import Overlay, new_host
+from .placement import Overlay
 from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout, view_of
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
@@ -413,15 +413,10 @@ class CodeWriter:
         assert found.kind == "result", found
         self._code.num_made_per_run += 1
         name, dtype = f"r{instance}", self._constant(base.dtype)
-        num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
+        call = f"new_tensor({base.shape}, {base.stride}, {dtype})"
         if found.device is not None:
             make, device = self._constant(torch.empty_strided), self._constant(found.device)
             call = f"{make}({base.shape}, {base.stride}, dtype={dtype}, device={device})"
-        elif num_bytes == found.num_bytes:
-            call = f"new_tensor({base.shape}, {base.stride}, {dtype})"
-        else:
-            make = self._constant(new_host)
-            call = f"{make}({base.shape}, {base.stride}, {dtype}, {num_bytes})"
         self._lines.append(f"  {name} = {call}")
         self._locals[instance] = base
         self._names[base] = name

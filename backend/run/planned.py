@@ -47,7 +47,6 @@ from ..link.placement import (
     check_tensors_aligned,
     copy_of_host,
     gradients_of,
-    new_host,
     planned,
     planned_overlaid,
 )
@@ -345,14 +344,14 @@ class PlannedProgram:
         device = self.layout.instances[instance].device
         memory = lease.arena if device is None else lease.others[device]
         if host >= 0:
-            storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
+            storage = hosts[self.overlay.hosts.index(host)].untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
         num_bytes = self._numbers.of(self.layout.instances[instance].num_bytes)
         return memory[start : start + num_bytes]
 
     def _new_host(self, instance: int) -> torch.Tensor:
         base = host_base(self.layout, instance)
-        return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
+        return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="cpu")
 
     def _bind(
         self,
