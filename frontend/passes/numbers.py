@@ -27,6 +27,7 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
+from ...reuse.ir.torch_updates import update_of
 from .context import Context
 from .state import State
 
@@ -110,6 +111,8 @@ def results_at(program: Program, values: Values) -> Program:
 
 def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:
     """Makes the kernel of a leaf for numbers; returns the leaf that has it."""
+    if update_of(leaf) is not None:  # its launch needs no kernel, and parameters have no symbols
+        return leaf
     found, kernel = kernel_at(leaf, context.kernels[leaf], values)
     context.kernels[found] = kernel
     return found
