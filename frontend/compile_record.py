@@ -150,6 +150,7 @@ class CompileRecord:
             those of the first, which is the GPU if there is one.
         copied_bytes: what one run copies from one device to another.
         num_copies: in how many copies.
+        left_out: where the forward leaves what a step does not leave there.
         update_after: why the optimizer's update runs after the step's program, if it does.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
@@ -200,6 +201,7 @@ class CompileRecord:
     num_backwards: int = 1
     num_gradients: int = 0
     modes: list[ModeChoice] = field(default_factory=list)
+    left_out: Sequence[str] = ()
     nested_forward: list[str] = field(default_factory=list)
     eager_kernels: list[str] = field(default_factory=list)
     why_static: str = ""
@@ -247,6 +249,8 @@ class CompileRecord:
         if self.num_gradients:
             yield f"gradients compiled, for derivatives of them: {self.num_gradients}"
         yield from map(str, self.modes)
+        if self.left_out:
+            yield f"what the forward leaves in {', '.join(self.left_out)} is not left by a step"
         yield from (f"no Taylor rule, forward mode nested: {one}" for one in self.nested_forward)
         yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
         if self.fused_boundaries:

@@ -35,6 +35,7 @@ from .compiled import (
     GradientRequest,
     step_without_tensors,
 )
+from .effects.kept import OnContents
 from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
@@ -108,6 +109,9 @@ PASSES = (
 )
 """All passes, in order. A goal leaves out those that are for others."""
 
+CONTENTS: dict[GoalKind, OnContents] = {"module": "keep", "step": "drop"}
+"""What becomes of what a forward leaves in its arguments and modules; else it is refused."""
+
 GOALS: dict[GoalKind, str] = {
     "module": "a module that is called (lazyinline.compile)",
     "step": "a training step of all micro-batches (lazyinline.compile_step)",
@@ -167,8 +171,8 @@ class Compiler:
         """
         is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
         may_ask = is_whole and goal.kind in ("module", "step")
-        may_keep = goal.kind == "module"
-        subject = Subject(model, args, kwargs, sizes=sizes, may_ask=may_ask, may_keep=may_keep)
+        contents = CONTENTS.get(goal.kind, "refuse")
+        subject = Subject(model, args, kwargs, sizes=sizes, may_ask=may_ask, contents=contents)
         state = self.started(subject, goal)
         with self.context.cached(state.report):
             state = run(PASSES, state, watch)

@@ -85,6 +85,7 @@ class CompileReport(CompileRecord):
 
     def describe(self, captured: CapturedModel) -> None:
         """Notes what was captured."""
+        self.left_out = captured.left_out
         program = captured.program
         self.num_nodes = program.num_nodes()
         self.num_nodes_if_inlined = program.num_nodes_if_inlined()

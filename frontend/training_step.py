@@ -74,6 +74,9 @@ def compile_step(
     is the gradient's bytes alone, in the arena's memory: saved or copied it takes no more, and it
     cannot be resized. What an earlier step set and this one does not is set to None.
 
+    What the model's forward leaves in dictionaries that it is given, and in attributes of modules
+    that it sets, a step leaves as it was; the report says so.
+
     A step is one backward of the mean loss: hooks on parameters run once per step, whatever the
     number of micro-batches, after all kernels, from the last parameter used to the first.
 

@@ -275,6 +275,33 @@ def test_what_a_forward_leaves_is_left_by_each_call(act: Callable[..., Any]) -> 
         assert (report.num_compiles, report.ran_eagerly) == (1, ""), str(report)
 
 
+@pytest.mark.parametrize("act", [takes_forces, stores])
+def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> None:
+    def loss_of(result: Any) -> Tensor:
+        parts = [result] if isinstance(result, Tensor) else result.values()
+        return torch.stack([part.square().sum() for part in parts]).sum()
+
+    model = Filling(act)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(m.parameters(), fused=True) for m in (model, twin)]
+    step = lazyinline.compile_step(
+        model, loss_fn=loss_of, optimizer=optimizers[0], backend="eager", dynamic=True
+    )
+    for num in (4, 5, 6):
+        inputs = {"x": graph(3, (num, 2))[1], "num": 3}
+        loss = step(inputs)
+        assert (list(inputs), told_of(model)) == (["x", "num"], {})
+        optimizers[1].zero_grad()
+        expected = loss_of(twin(inputs))
+        expected.backward()
+        optimizers[1].step()
+        assert_same(loss, expected.detach(), "loss", 1e-10)
+        assert_same(list(model.parameters()), list(twin.parameters()), "parameters", 1e-10)
+    report = step.last_report
+    assert (report.num_compiles, report.num_links) == (1, 2), report.why_static
+    assert "what the forward leaves in" in str(report)
+
+
 def test_blocks_that_keep_what_they_compute_do_so_each() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -172,6 +172,7 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
         recording.sizes,
         tuple(recording.modes),
         tuple(recording.questions.values()),
+        recording.left_out,
     )
 
 

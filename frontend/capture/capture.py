@@ -41,7 +41,7 @@ from ..checks.refusals import (
 )
 from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched
-from ..effects.kept import NOTHING_KEPT, GivenContainers, Kept, Place
+from ..effects.kept import NOTHING_KEPT, GivenContainers, Kept, OnContents, Place
 from ..effects.torch_allowed_calls import is_allowed
 from ..marks import is_marked
 from ..tracing.frames import frame_text, model_name, profiled_calls, user_frame
@@ -81,7 +81,7 @@ class Subject:
         sizes: makes the sizes that are symbols for each run; None means that all are numbers.
         may_ask: whether a guard asks again, at each call, for numbers that the forward asks of its
             inputs.
-        may_keep: whether each call leaves in arguments and attributes what the forward does.
+        contents: what becomes of what the forward leaves in arguments and attributes.
         only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
             not be.
     """
@@ -93,7 +93,7 @@ class Subject:
     sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
     may_ask: bool = False
-    may_keep: bool = False
+    contents: OnContents = "refuse"
 
 
 class ChangedStateError(CaptureError):
@@ -430,7 +430,7 @@ def _outcome(
     before = torch_pytree.flatten_outer((args, kwargs))
     known = numbered(torch_pytree.containers((args, kwargs)))
     given = [leaf for leaf in before[0] if id(leaf) in known]
-    filled_ones = GivenContainers((args, kwargs)) if subject.may_keep else None
+    filled_ones = GivenContainers((args, kwargs)) if subject.contents != "refuse" else None
     calls = profiled_calls(
         recording.function_ran, recording.builtin_called, recording.asked, is_allowed
     )
@@ -447,6 +447,9 @@ def _outcome(
             *recording.inside.to_keep(recording.reads),
         ]
         returned = filled_ones.place_of(output)
+        if subject.contents == "drop":
+            recording.left_out = tuple(dict.fromkeys(str(place) for place, _ in pairs))
+            pairs, returned = [], None
         left = Kept(tuple(place for place, _ in pairs), returned)
         contents = [content for _, content in pairs]
         output = output if returned is None else None

@@ -321,6 +321,8 @@ class CapturedModel:
     """The modes of derivatives in the forward, where the user left them open."""
     questions: Sequence[Question] = ()
     """The numbers that the forward asked of its inputs: the guard asks again."""
+    left_out: Sequence[str] = ()
+    """Where the forward left what no run leaves there."""
 
     def without_tensors(self) -> CapturedModel:
         """Returns the same without the model's tensors, which a guard holds as long as they fit."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import nn
 
 from ...reuse import torch_pytree
+
+OnContents = Literal["refuse", "keep", "drop"]
+"""Refuses a forward that leaves something, has each call leave it, or leaves it out (of a step)."""
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments, as they are passed."""
@@ -32,6 +35,9 @@ class ArgumentPlace:
     """A dictionary or list among the arguments: the keys and positions that lead to it."""
 
     path: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return "a dictionary or list among the arguments"
 
     def find(self, call: Arguments) -> Any:
         """Returns the caller's own."""
@@ -56,6 +62,9 @@ class AttributePlace:
 
     module: nn.Module
     name: str
+
+    def __str__(self) -> str:
+        return f"attribute {self.name!r} of {type(self.module).__name__}"
 
     def put(self, call: Arguments, content: Any) -> None:
         """Sets it."""
