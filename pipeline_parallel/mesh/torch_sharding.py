@@ -269,11 +269,16 @@ class _Sharding(torch.fx.Interpreter):
             self._summed(operand)
 
     def _takes_parts(self, node: torch.fx.Node) -> bool:
-        """Whether a sum may be taken after an operator: of a view, or in a type of more digits."""
+        """Whether a sum may be taken after an operator: of a view, or in a type of more digits.
+
+        What is handed out is summed in its own type: a gradient in that of its parameter.
+        """
         if node.target in CASTS:
             asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
             held = self.env[node.all_input_nodes[0]].dtype
-            return asked is not None and asked.is_floating_point and asked.itemsize > held.itemsize
+            is_result = all(user.op == "output" for user in node.users)
+            is_float = asked is not None and asked.is_floating_point
+            return is_float and (is_result or asked.itemsize > held.itemsize)
         return node.target in _VIEWS
 
     def _summed(self, node: torch.fx.Node) -> None:
