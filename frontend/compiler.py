@@ -40,7 +40,7 @@ from .options import Options
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
-from .passes.mesh import plan_mesh, shard, shard_stages
+from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
 from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
     PARTS,
@@ -86,12 +86,13 @@ PASSES = (
     derive,
     require_data,
     fuse_boundaries,
+    plan_mesh,
+    plan_stages,
     split,
     take_gradients,
     differentiate,
     differentiate_stages,
     add_gradients,
-    plan_mesh,
     choose_recompute,
     choose_stage_recompute,
     repeat_micro_batches,

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.planned import Lease, PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
-from ..pipeline_parallel.mesh.plan import MeshPlan
+from ..pipeline_parallel.mesh.plan import PIPELINE, REPLICATED, MeshPlan
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.planner import POLICIES, Budget, Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.costs import CPU, CUDA
+from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import Leaf, ModelTensor, RecomputeMark, tensor_type, walk_closures
 from ..reuse.ir.types import in_own_storage
@@ -49,9 +49,22 @@ from .passes.mesh import sharded_step
 from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
-from .passes.state import Compilation, Goal, OnMesh, Planner, Subject, between, run, step_goal
+from .passes.state import (
+    Compilation,
+    Goal,
+    Judge,
+    OnMesh,
+    Planner,
+    Subject,
+    between,
+    run,
+    step_goal,
+)
 from .pipeline import AskedPipeline, Pipeline
 from .training_step import LossFunction, LossModel
+
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from ..pipeline_parallel.mesh.layouts import Axis
 
 _State = TypeVar("_State")
 
@@ -132,7 +145,7 @@ def parallelize(
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import REPLICATED, check_mesh
+    from ..pipeline_parallel.mesh.given import check_mesh
     from ..pipeline_parallel.torch_pipelining import action_table
 
     check_mesh(mesh, any_names=plan == "auto")
@@ -180,8 +193,6 @@ def for_checkpoint(state: _State) -> _State:
 
 def stage_dimension(mesh: Any) -> str | None:
     """Returns the dimension of a mesh along which stages lie, if it has one."""
-    from ..pipeline_parallel.mesh.given import PIPELINE
-
     return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
 
 
@@ -219,10 +230,14 @@ def stages_on_mesh(
     links: Links | None = None,
 ) -> OnMesh:
     """Returns where stages of a pipeline along one dimension of a mesh lie: over the others."""
+    from ..pipeline_parallel.mesh.traffic import MeshCosts
+
     own = _without(mesh, stage_dimension(mesh))
     # The step that is planned is that of all stages, of which a rank has one part in so many.
     limit = memory_bytes_per_rank and memory_bytes_per_rank * (mesh.size() // own.size())
-    return OnMesh(own, _planner(subject, own, plan, limit, options, links))
+    planner = _planner(subject, own, plan, limit, options, links)
+    rates, axes = _rates(own, options, links)
+    return OnMesh(own, planner, memory_bytes_per_rank, MeshCosts(rates, fused=False, axes=axes))
 
 
 def _planner(
@@ -261,6 +276,7 @@ def _given(
     plan: MeshPlan,
     names: Mapping[str, Sequence[str]],
     make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
 ) -> MeshPlan:
     """Returns a plan by hand, its joint projections split in each."""
     from ..pipeline_parallel.mesh.given import with_joint_projections
@@ -286,25 +302,33 @@ def _found(
     pins: Mapping[str, tuple[int, Any]],
     links: Links | None,
     make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
 ) -> MeshPlan:
     """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
-    from ..pipeline_parallel.mesh.planner import FoundPlan, axes_of_mesh, cheapest_plan, find_plan
+    from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
 
-    target = options.target
-    rates = CUDA if mesh.device_type == "cuda" else CPU
-    rates = target_named(target).rates if target else rates
-    device_type = "cuda" if target else mesh.device_type
-    axes = axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
+    rates, axes = _rates(mesh, options, links)
 
     def plan_of(policy: RecomputeMark) -> FoundPlan:
         step = _with_examples(make_step(policy))
         own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
         memory = memory_bytes_per_rank
-        return find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+        found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+        lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
+        plan = replace(found.plan, parameters=lies)
+        return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
 
-    found = cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ())
-    lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
-    return replace(found.plan, parameters=lies)
+    return cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ()).plan
+
+
+def _rates(mesh: Any, options: Options, links: Links | None) -> tuple[Rates, Sequence[Axis]]:
+    """Returns the rates of a rank's device, and of the dimensions of a mesh."""
+    from ..pipeline_parallel.mesh.planner import axes_of_mesh
+
+    target, is_gpu = options.target, mesh.device_type == "cuda"
+    rates = target_named(target).rates if target else CUDA if is_gpu else CPU
+    device_type = "cuda" if target else mesh.device_type
+    return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
@@ -378,7 +402,7 @@ class ParallelStep:
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with ranks.leader_first(place), state.context.cached(state.report):
-            state = run(between(PASSES, "autodiff", "link"), state)
+            state = run(between(PASSES, "plan", "link"), state)
         state.report.made = made_by(state)
         return state
 

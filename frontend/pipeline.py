@@ -176,7 +176,7 @@ class Pipeline:
         self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))
         self._places = model_places(program)
         self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
-        state = run(between(PASSES, "split", "autodiff"), state)
+        state = run(between(PASSES, "plan", "autodiff"), state)
         state = run(between(PASSES, "predict"), self._fitted_with_update(state))
         self.last_report.made = made_by(state)
         more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
@@ -202,6 +202,8 @@ class Pipeline:
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)
+        if state.mesh_plan is not None and not state.mesh_plan.replicas:
+            ranks = replace(ranks, data_group=None)
         self._reduction = ranks.reduction(state.derived, table, self._sums)
         self._sums.allocate()
 
@@ -488,7 +490,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
         PipelineError: if it does not.
     """
     for attempt in range(_ATTEMPTS):
-        made = run(between(PASSES, "plan", "link"), state)
+        made = run(between(PASSES, "recompute", "link"), state)
         limit = limit_bytes(made, state.rank)
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:

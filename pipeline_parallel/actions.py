@@ -96,6 +96,12 @@ class ActionTable:
                     most[stage] = max(most[stage], number)
         return most
 
+    @property
+    def num_flights(self) -> int:
+        """Most micro-batches that a rank holds of each of its stages, in the mean of them."""
+        ones = dict.fromkeys(range(self.num_stages), 1)
+        return max(-(-self.peak_bytes(r, ones) // len(self.stages_of(r))) for r in self.rank_of)
+
     def peak_bytes(self, rank: int, bytes_per_flight: Mapping[int, int]) -> int:
         """Returns the most bytes that a rank's micro-batches in flight hold together.
 

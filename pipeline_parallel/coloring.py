@@ -22,7 +22,7 @@ from ..reuse.errors import PipelineError
 from ..reuse.ir.costs import Cost, ProgramCosts
 from ..reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value, count_calls
 from .actions import ActionTable
-from .cut import Colors, stages_in
+from .cut import Colors, Stage, cut_program, stages_in
 
 TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
 """Returns bytes that one call may save and seconds that it then computes again, fewest first."""
@@ -337,12 +337,40 @@ def _traced(times: FloatArray, bound: float) -> tuple[int, ...]:
 _SHARE = 1.05
 
 
+class NoSplitError(PipelineError):
+    """No split into stages fits memory; ``least_bytes`` is what the best one needs on a stage."""
+
+    def __init__(self, table: ActionTable, memory_bytes: int, least_bytes: int) -> None:
+        super().__init__(
+            f"No split into {table.num_stages} stages fits memory_bytes_per_rank={memory_bytes}: "
+            f"the best one still needs {least_bytes} bytes on one stage "
+            "(parameters, gradients and saved tensors of the micro-batches in flight). Use more "
+            "stages, smaller micro-batches, or a schedule with fewer of them in flight."
+        )
+        self.least_bytes = least_bytes
+
+
+Pieces = Callable[[Sequence[Stage]], "tuple[list[CallCost], list[dict[int, int]]]"]
+"""Says what pieces of a program, each a stage, cost, and the bytes of the tensors they own."""
+
+
 def color_balanced(
-    program: Program, model: CallCosts, table: ActionTable, memory_bytes_per_rank: int | None
-) -> Colors:
-    """Returns the stages with the least predicted time that fit into memory.
+    program: Program,
+    model: CallCosts,
+    table: ActionTable,
+    memory_bytes_per_rank: int | None,
+    pieces: Pieces | None = None,
+) -> tuple[Colors, float]:
+    """Returns the stages with the least predicted time that fit into memory, and the time.
 
     What has to be computed again so that a stage fits counts as its time.
+
+    Args:
+        program: the program.
+        model: what its calls cost.
+        table: what each rank does.
+        memory_bytes_per_rank: that a rank may hold.
+        pieces: says what they cost over a mesh instead.
 
     Raises:
         PipelineError: if there are fewer calls than stages, or no split fits.
@@ -350,14 +378,19 @@ def color_balanced(
     num_stages = table.num_stages
     opened = _opened(program, model, num_stages)
     units = units_of(program, opened)
-    costs = model.units(program, opened)
     if len(units) < num_stages:
         raise PipelineError(
             f"The model has {len(units)} piece(s) to spread and num_stages={num_stages}. Use fewer "
             "stages, or mark the repeated layer class with lazy_inline."
         )
+    if pieces is None:
+        costs = model.units(program, opened)
+        tensors = [_tensors(program, path) for path, _ in units]
+    else:
+        colors = color_by_bounds(program, [path for path, _ in units[1:]])
+        costs, tensors = pieces(cut_program(program, colors, len(units)))
     times = _stage_times(costs, num_stages)
-    owned = _owned_bytes(program, units)
+    owned = _owned_bytes(tensors)
     flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
         # Which stages meet on a rank does not depend on the cut, but what each needs does: so they
@@ -368,13 +401,10 @@ def color_balanced(
     if found is None:
         smallest = _run_sums([c.variants[0][0] for c in costs]) + _kept(costs)
         least = _least_bytes(owned[None] + flights * smallest[None])
-        raise PipelineError(
-            f"No split into {num_stages} stages fits memory_bytes_per_rank="
-            f"{memory_bytes_per_rank}: the best one still needs {least} bytes on one stage "
-            "(parameters, gradients and saved tensors of the micro-batches in flight). Use more "
-            "stages, smaller micro-batches, or a schedule with fewer of them in flight."
-        )
-    return color_by_bounds(program, [units[b][0] for b in found[1:-1]])
+        raise NoSplitError(table, memory_bytes_per_rank or 0, least)
+    taken = times[range(num_stages), found[:-1], found[1:]]
+    seconds = float(taken.sum() + (table.num_micro_batches - 1) * taken.max())
+    return color_by_bounds(program, [units[b][0] for b in found[1:-1]]), seconds
 
 
 def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
@@ -416,11 +446,10 @@ def _kept(costs: Sequence[CallCost]) -> np.ndarray:
     return _run_sums([c.kept_bytes for c in costs])
 
 
-def _owned_bytes(program: Program, units: Sequence[tuple[Path, Call]]) -> np.ndarray:
+def _owned_bytes(tensors: Sequence[Mapping[int, int]]) -> np.ndarray:
     """Returns the bytes of parameters and gradients of every run of units, each once."""
-    size = len(units) + 1
+    size = len(tensors) + 1
     owned = np.zeros((size, size))
-    tensors = [_tensors(program, path) for path, _ in units]
     for first in range(size - 1):
         seen: dict[int, int] = {}
         held = 0

@@ -125,7 +125,8 @@ def train_four(rank: int, folder: pathlib.Path) -> list[str]:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
     with mock.patch.object(parallel, "CPU", Rates(2e6, 8e6)):
         found = {**EAGER, "memory_bytes_per_rank": 260_000}
-        wrong += far_off(tiny(4), mesh_of(pipeline=2, tensor=2), "auto", batch, **found)
+        for axes in ({"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}):
+            wrong += far_off(tiny(4), mesh_of(**axes), "auto", batch, **found)
     held = [*_held(MEGATRON, **INTERLEAVED), *_held(MEGATRON, **HALVES)]
     return [*wrong, *held, *_moved(), *_saved(folder), *_clipped()]
 
@@ -245,6 +246,41 @@ def test_a_plan_shows_stages_and_what_each_moves() -> None:
         # Of the other stage nothing is replaced.
         assert hasattr(model.embed.weight, "placements")
         assert not hasattr(model.head.weight, "placements")
+
+
+def with_large_head() -> Any:
+    model = tiny(8, width=64).float()
+    model.head = torch.nn.Linear(64, 4096, bias=False)
+    return model
+
+
+def test_stages_are_cut_by_what_a_rank_computes_and_moves() -> None:
+    blocks = []
+    for axes, plan in (({"tensor": 4}, MEGATRON), ({"data": 4}, None)):
+        with one_of_many(8):
+            found = pipelined(with_large_head(), plan, axes={"pipeline": 2, **axes}).plan
+            blocks.append([stage.num_blocks for stage in found.stages])
+    # Sums over tensor make layers long, so that the head is worth two of them.
+    assert blocks == [[6, 2], [8, 0]]
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "blocks", "again"),
+    [(8_000_000, [7, 1], ""), (6_000_000, [6, 2], ""), (5_000_000, [6, 2], "selective")],
+)
+@pytest.mark.sweep(keep="6000000")
+def test_layouts_stages_and_recompute_are_chosen_so_that_each_rank_fits(
+    memory_bytes: int, blocks: list[int], again: str
+) -> None:
+    with one_of_many(4):
+        options: dict[str, Any] = {"memory_bytes_per_rank": memory_bytes}
+        found = pipelined(with_large_head(), "auto", **options).plan
+    # The first rank holds two micro-batches, so a layer goes to the second before any is redone.
+    assert [stage.num_blocks for stage in found.stages] == blocks
+    assert found.layouts.recompute == again
+    for stage in found.stages:
+        own, trained = stage.parameter_bytes, stage.gradient_bytes
+        assert own + 3 * trained + stage.in_flight * stage.saved_bytes <= memory_bytes
 
 
 class Noisy(torch.nn.RMSNorm):

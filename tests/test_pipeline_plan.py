@@ -41,7 +41,7 @@ def plan(
     program, differentiator = captured()
     table = table_of(schedule, num_ranks, micro_batches)
     costs = CallCosts(differentiator, ProgramCosts(OperatorCosts(fused=False)))
-    colors = color_balanced(program, costs, table, memory_bytes)
+    colors, _ = color_balanced(program, costs, table, memory_bytes)
     stages = cut_program(program, colors, table.num_stages)
     derived = differentiate_stages(stages, differentiator, halves=table.splits_backward)
     return make_plan(derived, table, costs.program, CPU)

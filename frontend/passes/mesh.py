@@ -7,23 +7,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...autodiff.leaf_derivative import Request
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.actions import BACKWARD, FORWARD
+from ...pipeline_parallel.coloring import CallCost, NoSplitError
+from ...pipeline_parallel.cut import Stage
 from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ...pipeline_parallel.process_groups import users_of
+from ...pipeline_parallel.stage_derivative import StageDerivative, differentiate_stages
 from ...pipeline_parallel.steps import check_draws
 from ...recompute.planner import POLICIES
 from ...reuse.errors import PlanError
+from ...reuse.ir.costs import Cost
 from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type
 from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
-from .rank import RankCompilation, part_name, parts_of
+from .rank import RankCompilation, Splitting, colors_of, part_name, parts_of
 from .recompute import choose_recompute
-from .state import Compilation, State, apply, compile_pass, step_goal
+from .recompute_choice import ProgramPeaks
+from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.sharded import Layout, Sharder
@@ -37,25 +43,90 @@ def _is_on_mesh(state: Compilation) -> bool:
     return state.goal.on_mesh is not None
 
 
-@compile_pass("plan", goals=("step", "rank"), wanted=_is_on_mesh)
+@compile_pass("plan", goals=("step",), wanted=_is_on_mesh)
 def plan_mesh(state: State) -> State:
     """Says what lies where over a mesh, and what is computed again so that it fits."""
-    on_mesh, fitting = state.goal.on_mesh, None
+    on_mesh, make_step = state.goal.on_mesh, partial(_whole_step, state, state.goal.batching)
     assert on_mesh is not None
-    batching, ranks = state.goal.batching, ""
-    if isinstance(state, RankCompilation):  # as many micro-batches as its stages hold
-        number = len(state.table.ranks)
-        batching = Batching(min(number, state.table.num_micro_batches), "forward_first")
-        ranks = f"For the {number} ranks of a pipeline: "
-    try:
-        plan = on_mesh.planner(partial(_whole_step, state, batching))
-    except PlanError as error:
-        if not ranks:
-            raise
-        raise PlanError(f"{ranks}{error}") from error
-    if plan.recompute in POLICIES:
-        fitting = plan.recompute
+    return _with_plan(state, on_mesh.planner(make_step, lambda plan, policy, seconds: seconds))
+
+
+def _with_plan(state: State, plan: MeshPlan) -> State:
+    fitting = plan.recompute if plan.recompute in POLICIES else None
     return replace(state, mesh_plan=plan, fitting=fitting)
+
+
+@compile_pass("plan", goals=("rank",), wanted=_is_on_mesh)
+def plan_stages(state: RankCompilation) -> RankCompilation:
+    """Says that of stages, and where they begin: by the time of a step, so that each rank fits."""
+    from ...pipeline_parallel.mesh.problem import OverMemoryError
+
+    on_mesh = state.goal.on_mesh
+    assert on_mesh is not None
+    table, limit = state.table, on_mesh.memory_bytes_per_rank
+    cuts: dict[RecomputeMark, RankCompilation] = {}
+
+    def judged(plan: MeshPlan, policy: RecomputeMark, seconds: float) -> float:
+        try:
+            cuts[policy], cut_s = _cut(_with_plan(state, replace(plan, recompute=policy)), on_mesh)
+        except NoSplitError as error:
+            raise OverMemoryError(limit or 0, error.least_bytes) from error
+        return seconds if cut_s is None else cut_s
+
+    # Planned as a step of all stages, with as many micro-batches as the fullest rank holds of each.
+    batching = Batching(table.num_flights, "forward_first")
+    try:
+        plan = on_mesh.planner(partial(_whole_step, state, batching), judged)
+    except PlanError as error:
+        raise PlanError(f"For the {len(table.ranks)} ranks of a pipeline: {error}") from error
+    cut = cuts.get(plan.recompute) or _cut(_with_plan(state, plan), on_mesh)[0]
+    return _with_plan(cut, plan)
+
+
+def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, float | None]:
+    """Cuts a model into stages by what its pieces cost a rank, and says what a step takes."""
+    assert state.subject is not None and state.mesh_plan is not None
+    splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
+    program, sharder = state.programs[PARTS[0]], _sharder(state, state.mesh_plan)
+    pieces = partial(_pieces, state, sharder)
+    model = state.subject.model
+    colors, seconds = colors_of(model, program, splitting, state.table, state.costs, pieces)
+    return replace(state, colors=colors, sharder=sharder), seconds
+
+
+def _pieces(
+    state: RankCompilation, sharder: Sharder, stages: Sequence[Stage]
+) -> tuple[list[CallCost], list[dict[int, int]]]:
+    """Returns what pieces of a model cost one rank, each made a stage over the mesh."""
+    from ...pipeline_parallel.mesh.planner import STATES_PER_PARAMETER
+
+    context, policy = state.context, state.policy
+    nothing = ProgramPeaks(lambda request: 0, lambda request: 0)
+
+    def chosen(stage: Stage, request: Request) -> Request:
+        return context.recompute.chosen(request, nothing, policy)
+
+    make = context.differentiator
+    derived = differentiate_stages(stages, make, halves=False, chosen=chosen)
+    costs, tensors = list[CallCost](), list[dict[int, int]]()
+    for one in _local_stages(state, sharder, derived):
+        forward = state.costs.program(one.forward)
+        backward = sum((state.costs.program(p) for p in one.backward if p is not None), Cost())
+        stage, derivative = one.stage, one.derivative
+        kept = () if derivative is None else derivative.kept_inputs
+        costs.append(
+            CallCost(
+                forward.seconds,
+                backward.seconds,
+                forward.flops + backward.flops,
+                _total(stage.received_types[i] for i in kept if i < stage.num_received),
+                ((one.saved_bytes, 0.0),),
+            )
+        )
+        copies = {id(source): STATES_PER_PARAMETER for source in one.trained}
+        pairs = zip(stage.model_tensors, stage.model_types, strict=True)
+        tensors.append({id(s): copies.get(id(s), 1) * t.num_bytes for s, t in pairs})
+    return costs, tensors
 
 
 @compile_pass("shard", "aten", goals=("step",), wanted=_is_on_mesh, verified="always")
@@ -82,26 +153,31 @@ def shard(state: State) -> State:
 @compile_pass("shard", "aten", goals=("rank",), wanted=_is_on_mesh, verified="always")
 def shard_stages(state: RankCompilation) -> RankCompilation:
     """Rewrites the stages of all ranks to local shapes, over the other dimensions of a mesh."""
-    from ...pipeline_parallel.mesh.given import REPLICATED
-    from ...pipeline_parallel.mesh.stages import StageSharder
-    from ...pipeline_parallel.mesh.torch_sharding import replicated
-
-    on_mesh, plan = state.goal.on_mesh, state.mesh_plan
+    on_mesh, plan, sharder = state.goal.on_mesh, state.mesh_plan, state.sharder
     assert on_mesh is not None and plan is not None
-    decomposed = state.context.decomposed
-    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in state.derived]
-    sharder = _sharder(state, plan)
-    whole = replicated(on_mesh.mesh)
-    names = {source.name for one in state.derived for source in one.stage.model_tensors}
-    layouts = {name: _layout(plan, name, whole) for name in names}
-    replicas = frozenset(i for i, (name, _) in enumerate(plan.axes) if name in REPLICATED)
-    made = StageSharder(sharder, layouts, plan.batch, replicas).sharded(state.derived, parts)
+    made = _local_stages(state, sharder, state.derived)
     backwards = [program for one in made for program in one.backward if program is not None]
     check_draws([one.forward for one in made], backwards, on_mesh.mesh.device_type)
     plan = replace(plan, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
     programs = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
     return replace(state, programs=programs)
+
+
+def _local_stages(
+    state: RankCompilation, sharder: Sharder, derived: Sequence[StageDerivative]
+) -> list[StageDerivative]:
+    """Returns stages of local shapes, as the plan of a mesh says."""
+    from ...pipeline_parallel.mesh.stages import StageSharder
+    from ...pipeline_parallel.mesh.torch_sharding import replicated
+
+    plan, decomposed = state.mesh_plan, state.context.decomposed
+    assert plan is not None
+    parts = [{kind: decomposed(p) for kind, p in parts_of(one).items()} for one in derived]
+    whole = replicated(sharder.mesh)
+    names = {source.name for one in derived for source in one.stage.model_tensors}
+    layouts = {name: _layout(plan, name, whole) for name in names}
+    return StageSharder(sharder, layouts, plan.batch, plan.replicas).sharded(derived, parts)
 
 
 def _whole_step(state: Compilation, batching: Batching, policy: RecomputeMark) -> StepProgram:
@@ -221,10 +297,10 @@ def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
         state: of the rank.
         axis: the dimension of the whole mesh that stages lie along.
     """
-    from ...pipeline_parallel.mesh.given import REPLICATED
     from ...pipeline_parallel.mesh.traffic import Collective
 
-    assert state.mesh_plan is not None
+    plan = state.mesh_plan
+    assert plan is not None
     paths = [f"micro_batch_{i}" for i in range(state.table.num_micro_batches)]
     moved = [
         replace(one, path=f"{path}.{one.path}".rstrip("."))
@@ -240,7 +316,7 @@ def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
             if sent and rank_of.get(one.stage.index + ahead, state.rank) != state.rank:
                 moved += [Collective(path, name, "send", axis, size) for path in paths]
     sums, shared = _summed(state)
-    replicas = [name for name, n in state.mesh_plan.axes if name in REPLICATED and n > 1]
+    replicas = [plan.axes[i][0] for i in plan.replicas if plan.axes[i][1] > 1]
     summed = [(name, _total(sums.values())) for name in replicas]
     summed += [(axis, sums[name].num_bytes) for name in shared]
     moved += [Collective("", REDUCTION, "all_reduce", *one) for one in summed]

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -28,7 +28,13 @@ from ...pipeline_parallel.actions import (
     FORWARD,
     ActionTable,
 )
-from ...pipeline_parallel.coloring import CallCosts, color_balanced, color_by_marks, color_evenly
+from ...pipeline_parallel.coloring import (
+    CallCosts,
+    Pieces,
+    color_balanced,
+    color_by_marks,
+    color_evenly,
+)
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan
 from ...pipeline_parallel.rank_order import Boundaries, RankOrder
@@ -66,16 +72,20 @@ def colors_of(
     splitting: Splitting,
     table: ActionTable,
     costs: CallCosts,
-) -> Colors:
-    """Returns the stage of each call: by marks if there are any, else as asked."""
+    pieces: Pieces | None = None,
+) -> tuple[Colors, float | None]:
+    """Returns the stage of each call: by marks if there are any, else as asked.
+
+    And the seconds of a step, where stages are balanced by them.
+    """
     marks = _marks(model, program)
     if marks:
-        return color_by_marks(program, marks, table.num_stages)
+        return color_by_marks(program, marks, table.num_stages), None
     if splitting.split == "marked":
         raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
     if splitting.split == "even":
-        return color_evenly(program, table.num_stages)
-    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank)
+        return color_evenly(program, table.num_stages), None
+    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank, pieces)
 
 
 def _marks(model: nn.Module, program: Program) -> dict[str, int]:
@@ -129,6 +139,8 @@ class RankCompilation(Compilation):
         costs: predicts what calls take.
         rates: of the device.
         withheld_bytes: what a plan that did not fit was short of.
+        colors: the stage of each call, once a mesh is planned.
+        sharder: makes closures of local shapes over that.
         stages: all of them, in order.
         plain: their derivatives, before it is chosen what they save.
         derived: their derivatives.
@@ -144,6 +156,8 @@ class RankCompilation(Compilation):
     costs: CallCosts
     rates: Rates
     withheld_bytes: int = 0
+    colors: Colors | None = None
+    sharder: Any = None
     stages: tuple[Stage, ...] = ()
     plain: tuple[StageDerivative, ...] = ()
     derived: tuple[StageDerivative, ...] = ()
@@ -190,7 +204,8 @@ def started(
     trade_offs = context.recompute.trade_offs if bounded else None
     # Each operator counts by itself, also where the backend fuses: that is nearer to the time of a
     # layer compared with the head (measured on five decoders), and a cut needs only that ratio.
-    costs = ProgramCosts(OperatorCosts(rates, fused=False))
+    of_mesh = None if on_mesh is None else on_mesh.costs
+    costs = ProgramCosts(of_mesh or OperatorCosts(rates, fused=False))
     return RankCompilation(
         context=context,
         report=context.report(train=True),

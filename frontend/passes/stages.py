@@ -161,7 +161,9 @@ def split(state: RankCompilation) -> RankCompilation:
     """Colours calls by stage; cuts shared closures where the colours change."""
     program, table = state.programs[PARTS[0]], state.table
     assert state.subject is not None
-    colors = colors_of(state.subject.model, program, state.splitting, table, state.costs)
+    model, colors = state.subject.model, state.colors
+    if colors is None:
+        colors, _ = colors_of(model, program, state.splitting, table, state.costs)
     stages = tuple(cut_program(program, colors, table.num_stages))
     programs = {f"stage {stage.index}": stage.program for stage in stages}
     return replace(state, stages=stages, programs=programs)

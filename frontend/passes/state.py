@@ -13,6 +13,7 @@ from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGro
 from ...backend.link.link import FlatProgram, check_flat
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...recompute.planner import Policy, PolicyName
+from ...reuse.ir.costs import OperatorCosts
 from ...reuse.ir.program import Composite, Program, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
@@ -33,9 +34,11 @@ GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
 GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
-Planner: TypeAlias = Callable[[Callable[[RecomputeMark], StepProgram]], MeshPlan]
-"""Says what lies where in a step; what it is given makes that, decomposed and of global shapes,
-for a policy of recompute (``""`` is the user's)."""
+Judge: TypeAlias = Callable[[MeshPlan, RecomputeMark, float], float]
+"""Says what a step in stages takes by a plan and a policy, or what is handed in: without any."""
+Planner: TypeAlias = Callable[[Callable[[RecomputeMark], StepProgram], Judge], MeshPlan]
+"""Says what lies where in a step; what it is given first makes that, decomposed and of global
+shapes, for a policy of recompute (``""`` is the user's)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,14 @@ class OnMesh:
     Attributes:
         mesh: a ``DeviceMesh``.
         planner: says what lies where.
+        memory_bytes_per_rank: with stages, what those of a rank may hold.
+        costs: with stages, of operators and collectives.
     """
 
     mesh: Any
     planner: Planner
+    memory_bytes_per_rank: int | None = None
+    costs: OperatorCosts | None = None
 
 
 @dataclass(frozen=True)

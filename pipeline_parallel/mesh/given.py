@@ -37,14 +37,9 @@ from ...reuse.ir.costs import tensors_of
 from ...reuse.torch_names import RESHAPES
 from .folding import folded_step
 from .layouts import split
-from .plan import MeshPlan, Placements
+from .plan import GATHERED, PIPELINE, REPLICATED, TENSOR, MeshPlan, Placements
 from .sharded import result_of_weight
 from .torch_sharding_rules import placement as placement_of
-
-REPLICATED = ("data", "dp", "dp_replicate")
-GATHERED = ("fsdp", "dp_shard")
-TENSOR = ("tensor", "tp")
-PIPELINE = ("pipeline", "pp")
 
 Styles: TypeAlias = Mapping[str, Any]
 """Parallel styles by a pattern of module paths."""

@@ -18,6 +18,12 @@ from ...reuse.ir.program import Closure, RecomputeMark
 if TYPE_CHECKING:  # importing it takes as long as importing all of lazyinline
     from torch.distributed.tensor.placement_types import Placement
 
+REPLICATED = ("data", "dp", "dp_replicate")
+GATHERED = ("fsdp", "dp_shard")
+TENSOR = ("tensor", "tp")
+PIPELINE = ("pipeline", "pp")
+"""What dimensions of a mesh are for, by their names."""
+
 Placements: TypeAlias = "tuple[Placement, ...]"
 """How one tensor lies: a placement for each dimension of the mesh."""
 
@@ -91,6 +97,20 @@ class MeshPlan:
 
         gathered = tuple(Replicate() if i in self.gathered else p for i, p in enumerate(held))
         return None if gathered == held else gathered
+
+    @property
+    def replicas(self) -> frozenset[int]:
+        """Dimensions along which stages sum gradients once per step, after it.
+
+        None where a parameter is split along one of them: then each micro-batch reduces.
+        """
+        dims = frozenset(i for i, (name, _) in enumerate(self.axes) if name in REPLICATED)
+        layouts = self.parameters.values()
+        return (
+            dims
+            if all(layout[i].is_replicate() for layout in layouts for i in dims)
+            else frozenset()
+        )
 
     def __str__(self) -> str:
         lines = [f"mesh: {self.mesh_text}"]

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.fx
 
+from ...reuse.ir.costs import Cost, OperatorCosts, value_bytes
 from ...reuse.ir.printer import bytes_text
 from ...reuse.ir.program import Composite, Leaf, Program
 from ...reuse.ir.types import TensorType
+from .layouts import Axis, Moves
 from .plan import MeshPlan
 from .torch_collectives import COLLECTIVES, INTO, WAIT
 
@@ -87,6 +89,22 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
             kind = str(node.target).split(".")[1]
             axis = str(node.args[-1])
             yield Collective(path, part, kind, axis, max(taken.num_bytes, given.num_bytes))
+
+
+@dataclass(frozen=True)
+class MeshCosts(OperatorCosts):
+    """Costs of operators on one device, and of collectives over the axes of a mesh."""
+
+    axes: Sequence[Axis] = ()
+
+    def of(self, node: torch.fx.Node) -> Cost:
+        """Returns what an operator or a collective costs by itself."""
+        if node.target not in COLLECTIVES:
+            return super().of(node)
+        place = [axis.name for axis in self.axes].index(str(node.args[-1]))
+        size = max(map(value_bytes, (node, *node.all_input_nodes)))
+        kind = str(node.target).split(".")[1]
+        return Cost(0, size, sum(Moves(self.axes).taken_s(kind, place, size)))
 
 
 @dataclass(frozen=True)
