@@ -105,6 +105,24 @@ def test_forces_of_graphs_of_any_edges_are_compiled_once(
     assert (told.num_compiles, told.num_links) == (num_compiles, len(EDGES) - num_compiles)
 
 
+def test_forces_and_stress_are_taken_together_where_positions_come_of_the_strain() -> None:
+    class Stress(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.energy = Energy().double()
+
+        def forward(self, kinds: Tensor, positions: Tensor, *rest: Tensor) -> Any:
+            strain = positions.new_zeros(3, 3).requires_grad_()
+            moved = positions @ (torch.eye(3, dtype=positions.dtype) + strain)
+            energy = self.energy(kinds, moved, *rest)
+            self.seen = (moved.square().sum(), energy.sin())  # the first leads to the strain alone
+            return energy, *torch.autograd.grad(energy.sum(), [moved, strain], create_graph=True)
+
+    told = assert_equals_eager(Stress(), batches=[graph(9), graph(11)], dynamic=True).told
+    assert (told.num_compiles, told.num_links, told.ran_eagerly) == (1, 1, "")
+
+
 # ---- numbers that a forward asks of its inputs ---------------------------------------------------
 
 

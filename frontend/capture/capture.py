@@ -468,7 +468,8 @@ def _outcome(
     recording.effects.check_containers(bool(given), held, flat)
     refuse_unlike_constants(flat)
     recording.tensors.refuse_lost_gradients(flat)
-    recording.tensors.refuse_changed(flat)
+    num_left = len(torch_pytree.flatten(contents)[0])
+    recording.tensors.refuse_changed(flat[: len(flat) - num_left], flat[len(flat) - num_left :])
     node_of = recording.tensors.node_of
     nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
     given_tensors = [x for x in leaves if isinstance(x, torch.Tensor)]

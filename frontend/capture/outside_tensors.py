@@ -120,10 +120,10 @@ class OutsideTensors:
         self._switched.append(fake)
         return True
 
-    def refuse_changed(self, results: Iterable[Any]) -> None:
+    def refuse_changed(self, results: Iterable[Any], left: Iterable[Any]) -> None:
         """Raises CaptureError if the forward changed more of a tensor from outside than numbers.
 
-        So it is with what Python has put on a result.
+        So it is with what Python has put on a result, or on what is left in some place.
         """
         for fake, before, had in self._watched:
             now = self.attributes_of(fake)
@@ -147,11 +147,13 @@ class OutsideTensors:
                 "The model's forward uses an input after it was switched not to require grad, "
                 "which a compiled program does at its end. Use x.detach() there."
             )
+        results = [x for x in results if isinstance(x, torch.Tensor) and is_fake(x)]
+        for one in (*results, *(x for x in left if isinstance(x, torch.Tensor) and is_fake(x))):
+            self._refuse_attributes(one)
         for result in results:
-            if isinstance(result, torch.Tensor) and is_fake(result):
-                self._refuse_changed_result(result)
+            self._refuse_unreachable(result)
 
-    def _refuse_changed_result(self, result: torch.Tensor) -> None:
+    def _refuse_attributes(self, result: torch.Tensor) -> None:
         """Raises CaptureError for a result that is more than its numbers: a program's is not."""
         node = self.node_of(result)
         held = () if node in self.sources else self.attributes_of(result)
@@ -160,6 +162,10 @@ class OutsideTensors:
                 f"The model's forward puts the attribute {next(iter(held))!r} on a tensor that it "
                 "returns, and a compiled program would not. Return it together with the tensor."
             )
+
+    def _refuse_unreachable(self, result: torch.Tensor) -> None:
+        """Raises CaptureError for a result whose gradient flows to tensors of the forward alone."""
+        node = self.node_of(result)
         made = made_of(node) if self._switched and result.requires_grad else ()
         if any(self.node_of(x) in made for x in self._switched) and not any(
             wants_gradient(self.sources[n]) for n in made if n in self.sources

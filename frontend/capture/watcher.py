@@ -276,12 +276,14 @@ class ModelWatcher:
         cotangents = [tensors.node_of(seed) for seed in given[len(outputs) :]]
         for _, end in used:
             end.meta[DIFFERENTIATED] = True
-        operands = [*nodes, *(end for _, end in used), *cotangents]
-        node = tracer.call(DerivativeMark(len(nodes), len(used)), operands)
-        made = {
-            end: tracer.track_new(TensorType.of(x).cotangent(), given, tracer.item(node, i))
-            for i, (x, end) in enumerate(used)
-        }
+        made: dict[torch.fx.Node, torch.Tensor] = {}
+        # One may be computed from another, as positions are from a strain: each is asked for alone.
+        for group in [used] if _are_apart([end for _, end in used]) else [[one] for one in used]:
+            operands = [*nodes, *(end for _, end in group), *cotangents]
+            node = tracer.call(DerivativeMark(len(nodes), len(group)), operands)
+            for i, (x, end) in enumerate(group):
+                type_, item = TensorType.of(x).cotangent(), tracer.item(node, i)
+                made[end] = tracer.track_new(type_, given, item)
         return tuple(made.get(end) for end in ends)
 
     def series(
@@ -360,6 +362,12 @@ class ModelWatcher:
             "would not do so at every call. Use .detach() for .data, a torch.autograd.Function for "
             "a hook on a gradient; pass in what it needs, or keep it in a buffer."
         )
+
+
+def _are_apart(nodes: Sequence[torch.fx.Node]) -> bool:
+    """Whether no node is computed from another of them."""
+    distinct = set(nodes)
+    return all(distinct.isdisjoint({*made_of(n, operands=differentiated)} - {n}) for n in distinct)
 
 
 def _module_of(cls: type) -> str:
