@@ -15,13 +15,11 @@ import torch
 
 from ..autodiff.traces.torch_user_rules import (
     RULES,
-    Parameter,
     Rule,
     has_own_derivative,
     is_pytorchs,
     operator_of,
-    parameters_of,
-    schema_text,
+    rule_of,
     tensors_in,
     versions,
 )
@@ -29,6 +27,7 @@ from ..reuse import torch_pytree
 from ..reuse.errors import DecompositionError
 from ..reuse.ir.operators import is_mutable, returns_operand
 from ..reuse.ir.types import TensorType, strides_that_matter
+from ..reuse.torch_names import schema_of
 
 Checks: TypeAlias = Literal["all", "values"]
 """The results to compare: gradients as well, or values alone (with shapes, types and strides)."""
@@ -57,7 +56,7 @@ def check_rule(
     Raises:
         DecompositionError: if they differ, or there is nothing to compare them on.
     """
-    parameters = parameters_of(operator)
+    parameters = schema_of(operator).arguments
     with torch.random.fork_rng(devices=[]):
         cases = [_named(operator, parameters, example) for example in examples]
         for arguments in cases or _made(operator, rule, parameters):
@@ -74,7 +73,7 @@ class _Pair:
 
     operator: Any
     rule: Rule
-    parameters: Sequence[Parameter]
+    parameters: Sequence[Any]
     arguments: Arguments
 
     def inputs(self, *, differentiable: bool = False) -> tuple[list[Any], Arguments]:
@@ -82,7 +81,7 @@ class _Pair:
         leaves, tree = torch_pytree.flatten(self.arguments)
         copies = [_copy(x, differentiable) if isinstance(x, torch.Tensor) else x for x in leaves]
         named = torch_pytree.unflatten(copies, tree)
-        keywords = {p.name for p in self.parameters if p.is_keyword}
+        keywords = {p.name for p in self.parameters if p.kwarg_only}
         given = [value for name, value in named.items() if name not in keywords]
         return given, {name: value for name, value in named.items() if name in keywords}
 
@@ -177,7 +176,7 @@ def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
 
 
 def _named(
-    operator: Any, parameters: Sequence[Parameter], example: Sequence[Any] | Mapping[str, Any]
+    operator: Any, parameters: Sequence[Any], example: Sequence[Any] | Mapping[str, Any]
 ) -> Arguments:
     """Returns an example of the user's by the names of the parameters, in their order."""
     if isinstance(example, Mapping):
@@ -190,7 +189,7 @@ def _named(
     return dict(zip((p.name for p in parameters), example, strict=False))
 
 
-def _made(operator: Any, rule: Rule, parameters: Sequence[Parameter]) -> Iterator[Arguments]:
+def _made(operator: Any, rule: Rule, parameters: Sequence[Any]) -> Iterator[Arguments]:
     """Yields small tensors and numbers of the first shape that the operator takes; transposed too.
 
     Raises:
@@ -212,22 +211,23 @@ def _made(operator: Any, rule: Rule, parameters: Sequence[Parameter]) -> Iterato
         return
     raise DecompositionError(
         f"The rule {rule.place} cannot be checked on small tensors and numbers, as "
-        f"{schema_text(operator)} is understood: {why}. Give some: examples=[(x, ...)], or "
+        f"{schema_of(operator)} is understood: {why}. Give some: examples=[(x, ...)], or "
         "check=False."
     )
 
 
-def _value(parameter: Parameter, shape: tuple[int, ...]) -> Any:
-    kind = parameter.type.removeprefix("Optional[").removesuffix("]")
-    if parameter.type == "Tensor":
+def _value(parameter: Any, shape: tuple[int, ...]) -> Any:
+    type_ = str(parameter.type)
+    kind = type_.removeprefix("Optional[").removesuffix("]")
+    if type_ == "Tensor":
         return torch.randn(shape, device="cpu")
-    if parameter.type == "List[Tensor]":
+    if type_ == "List[Tensor]":
         return [torch.randn(shape, device="cpu") for _ in range(2)]
     if kind in _NUMBERS:  # not the default: a rule may forget the parameter
         return _NUMBERS[kind]
-    if parameter.is_required:
-        raise TypeError(f"nothing is made for {parameter.name} ({parameter.type})")
-    return parameter.default
+    if not parameter.has_default_value():
+        raise TypeError(f"nothing is made for {parameter.name} ({type_})")
+    return parameter.default_value
 
 
 def _value_text(value: Any) -> str:
@@ -284,7 +284,7 @@ def decomposition(
         _check_is_first(found, rule)
         if check:
             check_rule(found, rule, examples, "values" if check == "values" else "all")
-        RULES.put(found, rule)
+        RULES[found] = rule
         return function
 
     return register
@@ -305,7 +305,7 @@ def _checked_operator(target: Any) -> Any:
         raise DecompositionError(f"{found} is PyTorch's, and compiled programs know it already.")
     if is_mutable(found) or returns_operand(found):
         raise DecompositionError(
-            f"{found} changes what it is given or hands it out ({schema_text(found)}). A rule is "
+            f"{found} changes what it is given or hands it out ({schema_of(found)}). A rule is "
             "for an operator that only makes new tensors."
         )
     return found
@@ -322,9 +322,9 @@ def _place_of(function: Callable[..., Any]) -> str:
 
 
 def _check_signature(operator: Any, rule: Rule) -> None:
-    parameters = parameters_of(operator)
-    expected = [p.name for p in parameters if not p.is_keyword]
-    by_name = {p.name for p in parameters if p.is_keyword}
+    parameters = schema_of(operator).arguments
+    expected = [p.name for p in parameters if not p.kwarg_only]
+    by_name = {p.name for p in parameters if p.kwarg_only}
     own = inspect.signature(rule.function).parameters.values()
     positional = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name for p in own if p.kind is p.KEYWORD_ONLY}
@@ -332,14 +332,14 @@ def _check_signature(operator: Any, rule: Rule) -> None:
     if positional != expected or keywords != by_name or packed:
         raise DecompositionError(
             f"The rule {rule.place}{inspect.signature(rule.function)} does not take what "
-            f"{operator} takes: {schema_text(operator)}. Give it the same parameters, in the same "
+            f"{operator} takes: {schema_of(operator)}. Give it the same parameters, in the same "
             "order."
         )
 
 
 def _check_is_first(operator: Any, rule: Rule) -> None:
     """Refuses a second rule, but for the first defined anew: a notebook's cell, a reload."""
-    present = RULES.of(operator)
+    present = rule_of(operator)
     if present is not None and not _is_defined_anew(present.function, rule.function):
         raise DecompositionError(
             f"{operator} has a rule already ({present.place}); {rule.place} would be a second."

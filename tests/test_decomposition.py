@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import DecompositionError, lazy_inline
-from lazyinline.autodiff.traces.torch_user_rules import RULES
+from lazyinline.autodiff.traces.torch_user_rules import rule_of
 
 WIDTH = 8
 Operator = Any
@@ -429,7 +429,7 @@ def test_a_wrong_rule_is_refused(name: str) -> None:
     with pytest.raises(DecompositionError, match=said) as raised:
         lazyinline.decomposition(operator)(rule)
     assert re.search(r"test_decomposition\.py:\d+ <lambda>", str(raised.value))
-    assert RULES.of(operator._opoverload) is None
+    assert rule_of(operator._opoverload) is None
 
 
 def test_examples_are_what_a_rule_is_checked_on() -> None:
@@ -537,9 +537,9 @@ def test_a_second_rule_is_refused_and_the_first_run_again_is_not() -> None:
     lazyinline.decomposition(operator)(defined(1.0))
     again = defined(1.0)
     lazyinline.decomposition(torch.ops.lazyinline_rules.twice)(again)
-    held = RULES.of(torch.ops.lazyinline_rules.twice.default)
+    held = rule_of(torch.ops.lazyinline_rules.twice.default)
     assert held is not None
     assert held.function is again
     with pytest.raises(DecompositionError, match=r"has a rule already \(test_decomposition\.py:\d"):
         lazyinline.decomposition(operator)(gate)
-    assert RULES.of(new_operator("twice")._opoverload) is None  # the operator's cell, run again
+    assert rule_of(new_operator("twice")._opoverload) is None  # the operator's cell, run again

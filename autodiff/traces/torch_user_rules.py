@@ -12,7 +12,7 @@ sees what the rule is made of.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import memory_id, version_of
+from ...reuse.torch_names import memory_id, schema_of, version_of
 
 NO_DERIVATIVE = "no autograd formula was registered"
 """The error of PyTorch's autograd at an operator without a derivative."""
@@ -59,31 +59,18 @@ class Rule:
     place: str
 
 
-class Rules:
-    """Operators that have a rule."""
-
-    def __init__(self) -> None:
-        self._rules: weakref.WeakKeyDictionary[Any, Rule] = weakref.WeakKeyDictionary()
-
-    def of(self, target: object) -> Rule | None:
-        """Returns the rule of what a node calls, or None."""
-        return self._rules.get(target) if isinstance(target, torch._ops.OpOverload) else None
-
-    def put(self, operator: Any, rule: Rule) -> None:
-        """Gives an operator a rule in place of the one it may have."""
-        self._rules[operator] = rule
-
-    def __iter__(self) -> Iterator[tuple[Any, Rule]]:
-        return iter(list(self._rules.items()))
+RULES: weakref.WeakKeyDictionary[Any, Rule] = weakref.WeakKeyDictionary()
+"""The rules of this process by operator, besides PyTorch's own table of operators."""
 
 
-RULES = Rules()
-"""The rules of this process, besides PyTorch's own table of operators."""
+def rule_of(target: object) -> Rule | None:
+    """Returns the rule of what a node calls, or None."""
+    return RULES.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def rules_in(nodes: Iterable[torch.fx.Node]) -> tuple[Rule, ...]:
     """Returns the rules of what some nodes call, in their order."""
-    found = (RULES.of(node.target) for node in nodes)
+    found = (rule_of(node.target) for node in nodes)
     return tuple(rule for rule in found if rule is not None)
 
 
@@ -124,54 +111,17 @@ def casts_under_autocast(operator: Any) -> bool:
     return any(has_kernel(operator.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """Describes one parameter of an operator, as its schema does.
-
-    Attributes:
-        name: of the parameter.
-        type: such as ``Tensor?`` or ``int[]``.
-        default: what it is if it is not given; None also if it must be.
-        is_required: whether it must be given.
-        is_keyword: whether it is given by name.
-    """
-
-    name: str
-    type: str
-    default: Any
-    is_required: bool
-    is_keyword: bool
-
-
-def parameters_of(operator: Any) -> tuple[Parameter, ...]:
-    """Returns an operator's parameters."""
-    return tuple(
-        Parameter(a.name, str(a.type), a.default_value, not a.has_default_value(), a.kwarg_only)
-        for a in operator._schema.arguments
-    )
-
-
-def schema_text(operator: Any) -> str:
-    """Returns an operator's schema as text."""
-    return str(operator._schema)
-
-
-def num_results(operator: Any) -> int:
-    """Returns how many results an operator has; a list counts as one."""
-    return len(operator._schema.returns)
-
-
 def arguments_in_full(
     operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Returns a call's arguments with the defaults that the dispatcher leaves out."""
     given: list[Any] = list(args)
     named: dict[str, Any] = dict(kwargs)
-    for index, parameter in enumerate(parameters_of(operator)):
-        if parameter.is_keyword:
-            named.setdefault(parameter.name, parameter.default)
+    for index, parameter in enumerate(schema_of(operator).arguments):
+        if parameter.kwarg_only:
+            named.setdefault(parameter.name, parameter.default_value)
         elif index >= len(given):
-            given.append(named.pop(parameter.name, parameter.default))
+            given.append(named.pop(parameter.name, parameter.default_value))
     return given, named
 
 
@@ -200,7 +150,7 @@ def rules_beneath_autograd() -> Table:
     """Returns what takes operators apart once they have been differentiated."""
     return {
         operator: _of_operands_alone(rule, _standing_for(operator, rule))
-        for operator, rule in RULES
+        for operator, rule in list(RULES.items())
     }
 
 
@@ -208,7 +158,7 @@ def rules_above_autograd() -> Table:
     """Returns what takes operators apart that are differentiated through their rule."""
     return {
         operator: _above_autocast(operator, _standing_for(operator, rule))
-        for operator, rule in RULES
+        for operator, rule in list(RULES.items())
         if not has_own_derivative(operator)
     }
 
@@ -260,7 +210,7 @@ def _standing_for(operator: Any, rule: Rule) -> Callable[..., Any]:
                 f"The rule of {rule.operator} ({rule.place}) changes an operand in place, and the "
                 "operator does not. Let it work on a copy: x = x.clone()."
             )
-        if isinstance(made, list) and num_results(operator) > 1:
+        if isinstance(made, list) and len(schema_of(operator).returns) > 1:
             made = tuple(made)
         return _as_of(operator, rule, made, fake_result(operator, given, named), operands)
 
