@@ -32,7 +32,7 @@ from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
-from .onnx.check import copied
+from .onnx.check import copied, gap
 from .options import Batching, Options
 from .page.page import measured_page
 from .page.write import about, error_text, write_page
@@ -301,10 +301,11 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None, *, relative: bool
     a, b = (torch.zeros_like(given) if t is None else t for t in (a, b))  # no gradient: zeros
     if a.shape != b.shape:
         return math.inf
-    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
-    off = (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    off = gap(a, b)
     if relative:
-        error = off.norm().item() / max(b.norm().item(), torch.finfo(torch.float32).tiny)
+        error = off.norm().item() / max(
+            b.to(off.dtype).norm().item(), torch.finfo(torch.float32).tiny
+        )
     else:
         error = off.abs().max().item() if off.numel() else 0.0
     return math.inf if math.isnan(error) else error
