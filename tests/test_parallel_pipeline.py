@@ -21,6 +21,7 @@ from test_parallel_processes import hugging_face
 
 import lazyinline
 from lazyinline.frontend import parallel
+from lazyinline.frontend.passes import mesh
 from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.reuse.ir.costs import Rates
 
@@ -262,6 +263,15 @@ def test_stages_are_cut_by_what_a_rank_computes_and_moves() -> None:
             blocks.append([stage.num_blocks for stage in found.stages])
     # Sums over tensor make layers long, so that the head is worth two of them.
     assert blocks == [[6, 2], [8, 0]]
+
+
+def test_where_a_piece_alone_is_no_stage_whole_calls_are_balanced() -> None:
+    alone = mock.Mock(side_effect=lazyinline.PlanError("a piece is not sent so"))
+    with one_of_many(8), mock.patch.object(mesh, "_pieces", alone):
+        axes = {"pipeline": 2, "tensor": 4}
+        found = pipelined(with_large_head(), MEGATRON, axes=axes).plan
+    # In one process no sum over ranks makes a layer long.
+    assert alone.called and [stage.num_blocks for stage in found.stages] == [7, 1]
 
 
 @pytest.mark.parametrize(

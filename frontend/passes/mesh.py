@@ -20,7 +20,7 @@ from ...pipeline_parallel.process_groups import users_of
 from ...pipeline_parallel.stage_derivative import StageDerivative, differentiate_stages
 from ...pipeline_parallel.steps import check_draws
 from ...recompute.planner import POLICIES
-from ...reuse.errors import PlanError
+from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.costs import Cost
 from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type
 from ...reuse.ir.types import TensorType, Wire
@@ -79,6 +79,10 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
         plan = on_mesh.planner(partial(_whole_step, state, batching), judged)
     except PlanError as error:
         raise PlanError(f"For the {len(table.ranks)} ranks of a pipeline: {error}") from error
+    if plan.table:
+        number = len(table.ranks)
+        said = f"planned as one step of a pipeline: bytes are those of its {number} ranks together"
+        plan = replace(plan, table=f"{said}\n{plan.table}")
     cut = cuts.get(plan.recompute) or _cut(_with_plan(state, plan), on_mesh)[0]
     return _with_plan(cut, plan)
 
@@ -89,8 +93,13 @@ def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, floa
     splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
     program, sharder = state.programs[PARTS[0]], _sharder(state, state.mesh_plan)
     pieces = partial(_pieces, state, sharder)
-    model = state.subject.model
-    colors, seconds = colors_of(model, program, splitting, state.table, state.costs, pieces)
+    asked = partial(colors_of, state.subject.model, program, table=state.table, costs=state.costs)
+    try:
+        colors, seconds = asked(splitting, pieces=pieces)
+    except NoSplitError:
+        raise
+    except LazyInlineError:  # a piece alone may be what no stage can be: by the whole calls, then
+        colors, seconds = asked(state.splitting)
     return replace(state, colors=colors, sharder=sharder), seconds
 
 
