@@ -236,7 +236,7 @@ def our_way(model: nn.Module, batch: dict[str, Any], spec: WaySpec) -> Way:
     def release() -> None:
         entry = step._entries[0]
         entry._lease = None
-        entry._compiled.runner._pool.clear()
+        entry._compiled.runner._arenas.idle.clear()
 
     return Way(model, lambda: step(**batch), release, step)
 

@@ -77,7 +77,7 @@ class CompiledStep:
     captured: CapturedModel
     step: StepProgram
     runner: PlannedProgram
-    saved_bytes: int
+    saved_bytes: Callable[[], int]
     linker: Relinking | None = None
 
     @property

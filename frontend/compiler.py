@@ -236,6 +236,13 @@ class Linker:
             return None
         return MissingCotangents(derivative)
 
+    @cached_property
+    def _described(self) -> CompileReport:
+        """The report of a link, before it ran."""
+        report = self.lowered.context.report(train=self.lowered.goal.train)
+        report.describe(self.lowered.captured)
+        return report
+
     @classmethod
     def of(cls, compiler: Compiler, state: Compilation) -> Linker:
         """Returns the linker for the program of a finished compile."""
@@ -267,8 +274,8 @@ class Linker:
         if state.goal.kind == "step":
             assert isinstance(state.runs, PlannedProgram)
             assert derivative is not None
-            saved_bytes = derivative.saved_type.num_bytes
-            return CompiledStep(captured, state.step, state.runs, saved_bytes, linker)
+            saved = partial(type_at, derivative.saved_type, state.values or Values())
+            return CompiledStep(captured, state.step, state.runs, lambda: saved().num_bytes, linker)
         assert isinstance(state.runs, Runtime)
         return CompiledProgram(
             captured,
@@ -294,10 +301,9 @@ class Linker:
                 "Compiling a backward for fewer outputs fixed a size that varies, so this program "
                 "is right for no further sizes."
             )
-        report = self.lowered.context.report(train=self.lowered.goal.train)
+        report = replace(self._described, passes=[])
         state = run(_LINK, replace(self.lowered, values=values, report=report))
         note_recompute(state)
-        report.describe(state.captured)
         return self.result(state), report
 
     def without_outputs(

@@ -338,6 +338,7 @@ class _StepEntry:
         self._lease: Lease | None = None
         self._token: object = None
         self.handed: HandedGradients | None = None  # by its last step
+        self._before: HandedGradients | None = None  # by another's
         self._trained_of = picker(compiled.step.gradients)
         sources = compiled.captured.program.sources
         self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
@@ -350,6 +351,7 @@ class _StepEntry:
     def follow(self, handed: HandedGradients) -> None:
         """Takes back gradients that another variant gave to what this one leaves out."""
         handed.take_back(self._trained_of(self.guard.tensors))
+        self._before = handed
 
     def why_no_update(self) -> str:
         """Says why the program cannot update its parameters as they are now; empty if it can."""
@@ -465,8 +467,13 @@ class _StepEntry:
         """Returns the gradients; made for as long as the lease and the tensors stay."""
         if self.handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
-            parameters = self._trained_of(self.guard.tensors)
-            self.handed = HandedGradients(parameters, gradients)
+            parameters, before = self._trained_of(self.guard.tensors), self._before
+            # Steps of several shapes may share an arena, with the gradients at the same places.
+            if before is not None and before.are_of(parameters, gradients):
+                self.handed = before
+            else:
+                self.handed = HandedGradients(parameters, gradients)
+        self._before = None
         return self.handed
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -493,7 +500,7 @@ class _StepEntry:
             runner.num_launches,
             runner.plan.peak_bytes,
             runner.plan.lower_bound_bytes,
-            self._compiled.saved_bytes,
+            self._compiled.saved_bytes(),
             runner.num_made_per_run,
             tuple(dict.fromkeys(runner.foreign_launches())),
             runner.outside_bytes + self._loss_bytes,

@@ -132,7 +132,7 @@ def test_lengths_of_a_text_keep_their_small_arenas() -> None:
     assert len(entries) == 14
     assert all(entry.is_small for entry in entries)
     programs = [entry._compiled.runtime.program for entry in entries]
-    assert all(program._pool for program in programs)
+    assert all(program._arenas.idle for program in programs)
     assert not any("native_layer_norm" in program.foreign_launches() for program in programs)
 
 

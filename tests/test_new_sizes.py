@@ -90,12 +90,12 @@ def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> 
     model, plain = potential()
     step = lazyinline.compile_step(model, dynamic=True, backend="eager")
     peaks = []
-    for shape in SHAPES:
+    for shape in (*SHAPES, *SHAPES[:2]):
         assert_trains_as_eager(step, model, plain, shape)
         peaks.append(step.stats.peak_bytes)
     assert step.last_report.num_compiles == 1
     assert alone.call_count == 1
-    assert peaks[0] == peaks[1] < peaks[2], "a smaller shape has the plan of a larger one"
+    assert peaks[0] < peaks[1] == peaks[2], "one plan has room for others"
     for shape in ZERO_AND_ONE:  # which are compiled alone
         assert_trains_as_eager(step, model, plain, shape)
 
@@ -196,7 +196,7 @@ def test_sizes_remember_what_was_computed_and_compared() -> None:
     numbers = tape.function()
     found = numbers(Values({"n": 20, "m": 6}))
     assert found is not None
-    assert found.inside(results) == [200, 7, 2, -20, -3, 400, 26, 20]
+    assert list(map(found.of, results)) == [200, 7, 2, -20, -3, 400, 26, 20]
     assert numbers(Values({"n": 6, "m": 5})) is None, "max would be 7"
     assert numbers(Values({"n": 8, "m": 8})) is None, "they were not equal"
 

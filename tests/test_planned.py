@@ -263,7 +263,7 @@ def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() 
     lease = planned.lease([])
 
     def work(number: int) -> None:
-        with planned._lock:
+        with planned._arenas.lock:
             lease.release()
 
     in_threads(work, 1)  # fails if it hangs

@@ -111,7 +111,7 @@ def test_reported_peak_is_what_the_profiler_measures(
     step(*args)
     entry = next(iter(step._entries))
     entry._lease = None
-    entry._compiled.runner._pool.clear()
+    entry._compiled.runner._arenas.idle.clear()
     for parameter in step._model.parameters():
         parameter.grad = None
     use = memory_use(lambda: step(*args))

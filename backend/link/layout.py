@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.size_tape import PLAIN, Numbers
+from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.live_ranges import Buffers, lower_bound
 from ..gpu.roofline import is_product
@@ -42,6 +42,17 @@ class Placed:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset_bytes: int
+
+    def at(self, numbers: Numbers) -> Placed:
+        """Returns the same with the numbers of other sizes."""
+        shape, stride = (tuple(map(numbers.of, sizes)) for sizes in (self.shape, self.stride))
+        offset_bytes = numbers.of(self.offset_bytes)
+        return Placed(self.instance, self.dtype, shape, stride, offset_bytes)
+
+    @property
+    def has_size(self) -> bool:
+        """Whether a size is among its numbers."""
+        return Size in map(type, (*self.shape, *self.stride, self.offset_bytes))
 
 
 BufferKind: TypeAlias = Literal[

@@ -16,12 +16,14 @@ from functools import cache, cached_property, partial
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.size_tape import Numbers, Size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
+from ..arena.live_ranges import IntArray
 from ..gpu.targets import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list, torch_native
@@ -68,6 +70,22 @@ class GeneratedCode:
     num_beside: int = 0
 
     @cached_property
+    def _views(self) -> list[list[str]]:
+        """The names of the views that sizes are in."""
+        both = (self.arena_views, self.model_views)
+        return [[n for n, one in views.items() if one.has_size] for views in both]
+
+    @cached_property
+    def _places(self) -> IntArray:
+        """Which words are sizes."""
+        return np.array([place for place, _ in self.sizes])
+
+    @cached_property
+    def _which(self) -> IntArray:
+        """Which sizes these are."""
+        return np.array([size.place for _, size in self.sizes])
+
+    @cached_property
     def _names(self) -> list[str]:
         """The sizes that stand in the source."""
         return sorted(set(re.findall(r"\bn\d+\b", self.source)))
@@ -75,11 +93,11 @@ class GeneratedCode:
     def at(self, numbers: Numbers) -> GeneratedCode:
         """Returns the same with the numbers of other sizes."""
         words = array("q", self.words)
-        for place, size in self.sizes:
-            words[place] = numbers.of(size)
+        if self.sizes:
+            np.frombuffer(words, np.int64)[self._places] = np.take(numbers.column, self._which)
         arena, model = (
-            {name: numbers.inside(placed) for name, placed in views.items()}
-            for views in (self.arena_views, self.model_views)
+            {**views, **{name: views[name].at(numbers) for name in names}}
+            for views, names in zip((self.arena_views, self.model_views), self._views, strict=True)
         )
         constants = {**self.constants}
         for name in self._names:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -129,19 +130,14 @@ class PlannedProgram:
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
-        self._addresses: list[int] = []
-        self._pool: list[Lease] = []
-        self._use = _Use()
-        self._lock = ProcessLock()  # collecting garbage inside may give a lease back
+        self._arenas, self._key = _Arenas(), object()
         self._numbers = PLAIN
 
     def at(self, numbers: Numbers) -> PlannedProgram:
         """Returns the same program with the numbers of other sizes, for which there is room."""
         made = copy.copy(self)
-        made._numbers = numbers
+        made._numbers, made._key = numbers, object()
         made._codes = [code.at(numbers) for code in self._codes]
-        made._addresses, made._pool = [], []
-        made._use, made._lock = _Use(), ProcessLock()
         return made
 
     @property
@@ -246,18 +242,24 @@ class PlannedProgram:
         # What is bound keeps its memory alive, so an address means one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
         addresses = list(map(_address_of, tensors))
-        with self._lock:
-            if addresses != self._addresses:
-                check_memory(tensors, self._names)
+        arenas = self._arenas
+        with arenas.lock:
+            if addresses != arenas.addresses:
+                # Of shapes that take turns, what the model has stays where it was looked at.
+                seen = set(arenas.addresses)
+                moved = [i for i, address in enumerate(addresses) if address not in seen]
+                names = [self._names[i] if i < len(self._names) else "" for i in moved]
+                check_memory([tensors[i] for i in moved], names)
                 if self._tools.place.device.type == "cuda":
                     check_tensors_aligned(tensors, self._names)
-                self._addresses = addresses
-                self._pool.clear()
-            lease = self._pool.pop() if self._pool else None
-            self._use.begin()
-        if lease is None:
-            lease = self._bound(tensors)
-        return lease.owned_by(self)
+                arenas.addresses = addresses
+                arenas.idle.clear()
+            arena = arenas.taken(self._key)
+            arenas.use.begin()
+        known = arena.bound.get(self._key) if arena is not None else None
+        if known is None or known.addresses != addresses:
+            known = self._bound(tensors, arena)
+        return known.owned_by(self, arena)
 
     def followed(self, lease: Lease) -> Lease:
         """Returns a lease on the same arena, bound to where its tensors' memory is now.
@@ -270,20 +272,27 @@ class PlannedProgram:
         check_memory(lease.tensors, self._names)
         bound = self._bind(lease.tensors, lease.arena, lease.others)
         lease.hand_over()
-        return bound.owned_by(self)
+        return bound.owned_by(self, lease.home)
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
-        with self._lock:
-            self._use.end()
+        arenas = self._arenas
+        with arenas.lock:
+            arenas.use.end()
             # An arena that is bound to other tensors than the present ones is of no use again.
-            if lease.addresses == self._addresses and lease.has_its_arena():
-                self._pool.append(lease.owned_by(None))
-            del self._pool[self._use.num_idle_kept :]
+            if lease.addresses == arenas.addresses and lease.has_its_arena():
+                home = lease.home or _Arena(lease.arena, lease.others)
+                home.bound[self._key] = lease.owned_by(None)
+                arenas.idle.append(home)
+            del arenas.idle[arenas.use.num_idle_kept :]
 
-    def _bound(self, tensors: list[torch.Tensor]) -> Lease:
+    def _bound(self, tensors: list[torch.Tensor], known: _Arena | None = None) -> Lease:
         size, device = max(self.arena_bytes, 64), self._tools.place.device
         try:
+            if known is not None:
+                return self._bind(tensors, known.memory, known.others)
+            if self._results == "pinned" and (pinned := self._arenas.pinned_by_others(self._key)):
+                return self._bind(tensors, pinned[0], {})
             arena = torch.empty(size, dtype=torch.uint8, device=device)
             others = {
                 other: torch.empty(
@@ -294,17 +303,18 @@ class PlannedProgram:
                 )
                 for other, num_bytes in self.other_bytes.items()
             }
+            if self._results == "pinned" and not others:
+                self._arenas.pin(arena, self._key)
             return self._bind(tensors, arena, others)
         except BaseException:
-            with self._lock:
-                self._use.end()
+            with self._arenas.lock:
+                self._arenas.use.end()
             raise
 
     def rest(self) -> None:
         """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
-        with self._lock:
-            self._addresses = []
-            self._pool.clear()
+        with self._arenas.lock:
+            self._arenas.forget(self._key)
 
     def copy_of(
         self, lease: Lease, handed: Sequence[torch.Tensor]
@@ -456,10 +466,62 @@ class _Use:
         return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
 
 
+@dataclass(frozen=True)
+class _Arena:
+    """An arena in which nobody runs, and what is bound in it, by shape."""
+
+    memory: torch.Tensor
+    others: Mapping[torch.device, torch.Tensor]
+    bound: dict[object, Lease] = field(default_factory=dict)
+
+
+class _Arenas:
+    """The arenas of a program, in which it runs with the numbers of any shape.
+
+    Attributes:
+        addresses: of the tensors that are bound in idle ones.
+        idle: those in which nobody runs.
+        use: how many are in use.
+        lock: collecting garbage inside may give a lease back.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.idle: list[_Arena] = []
+        self.use = _Use()
+        self.lock = ProcessLock()
+        self._pinned: tuple[Callable[[], torch.Tensor | None], int, object] | None = None
+
+    def taken(self, key: object) -> _Arena | None:
+        """Returns an idle arena, one in which a shape is bound if there is one."""
+        bound = (i for i, arena in enumerate(self.idle) if key in arena.bound)
+        return self.idle.pop(next(bound, -1)) if self.idle else None
+
+    def forget(self, key: object) -> None:
+        """Drops what is bound for a shape, and arenas in which none is."""
+        for arena in self.idle:
+            arena.bound.pop(key, None)
+        self.idle[:] = [arena for arena in self.idle if arena.bound]
+        if not self.idle:
+            self.addresses = []
+
+    def pin(self, arena: torch.Tensor, key: object) -> None:
+        """Notes where results lie until the next run, of whatever shape."""
+        self._pinned = weakref.ref(arena), arena.data_ptr(), key
+
+    def pinned_by_others(self, key: object) -> tuple[torch.Tensor] | None:
+        """Returns the arena of another shape in which results lie, if it is whole."""
+        made, start, owner = self._pinned or (lambda: None, 0, key)
+        arena = made() if owner is not key else None
+        if arena is None or arena.data_ptr() != start:
+            return None
+        return (arena,) if arena.untyped_storage().nbytes() >= arena.numel() else None
+
+
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("_owner", "_starts", "addresses", "arena", "others", "runners", "tensors")
+    __slots__ = ("_owner", "_starts", "addresses", "arena", "home", "others", "runners", "tensors")
 
     def __init__(
         self,
@@ -469,8 +531,9 @@ class Lease:
         addresses: list[int],
         owner: PlannedProgram | None,
         others: Mapping[torch.device, torch.Tensor] | None = None,
+        home: _Arena | None = None,
     ) -> None:
-        self.arena = arena
+        self.arena, self.home = arena, home
         self.others = others or {}
         self._starts = [memory.data_ptr() for memory in self._arenas()]
         self.runners = runners
@@ -478,9 +541,10 @@ class Lease:
         self.addresses = addresses
         self._owner = owner
 
-    def owned_by(self, owner: PlannedProgram | None) -> Lease:
+    def owned_by(self, owner: PlannedProgram | None, home: _Arena | None = None) -> Lease:
         """Returns a lease on the same arena that gives it back to this program."""
-        return Lease(self.arena, self.runners, self.tensors, self.addresses, owner, self.others)
+        bound = (self.arena, self.runners, self.tensors, self.addresses)
+        return Lease(*bound, owner, self.others, home)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors are where they were when the arena was bound."""

@@ -377,6 +377,16 @@ class HandedGradients:
             and self._layouts.addresses(self._handed) == self._addresses
         )
 
+    def are_of(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether they would be made again of these gradients, on the same memory."""
+        return (
+            len(gradients) == len(self._handed)
+            and all(map(operator.is_, parameters, self._parameters))
+            and self._layouts.same(gradients)
+            and self._layouts.addresses(gradients) == self._addresses
+            and self.lie_there_still()
+        )
+
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter that has another one, and has hooks run."""
         self._given = []

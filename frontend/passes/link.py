@@ -125,9 +125,9 @@ def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
 
 def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     """Says in the report what is on which device, if there are several."""
-    devices, report = devices_of(state.linked), state.report
-    if len(devices) < 2:
+    if not planned.layout.others:
         return
+    devices, report = devices_of(state.linked), state.report
     model = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
     report.devices = tuple(
         DeviceRecord(

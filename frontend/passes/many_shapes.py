@@ -9,24 +9,29 @@ recorded, laid out, planned or written again. Any other is linked as the first o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
 
 from ...backend.kernels.lower import has_sizes, kernel_at, kernel_list, launches_at
-from ...backend.launches.kernel_list import KernelList
+from ...backend.launches.kernel_list import BufferInfo, KernelList, Launch, NativeOp, View
 from ...backend.run.planned import PlannedProgram
 from ...recompute.planner import Budget
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.size_tape import Numbers, SizeTape
+from ...reuse.ir.size_tape import PLAIN, Numbers, SizeTape
 from ...reuse.ir.torch_symbols import SizeTrace, Values
+from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
-from .link import plan_at, run_by, why_unplanned
-from .numbers import check_layouts, results_at, with_derivative, with_numbers
+from .link import devices_of, plan_at, run_by, why_unplanned
+from .numbers import check_layouts, results_at, with_backward, with_numbers
 from .state import Compilation, State
 
+_CPU = torch.device("cpu")
 _MAX_PATTERNS = 8
 """Programs that are linked for many shapes; where none of them fits, a shape gets its own."""
 _HEADROOM = 8
-"""A size that is larger than all before is planned with this part of itself on top."""
+"""A size that varies is planned with this part of the largest on top."""
 
 
 class ManyShapes:
@@ -53,18 +58,22 @@ class ManyShapes:
             program = self._fitting(values)
         if program is None:
             return None
-        return run_by(with_derivative(replace(state, values=values), values), program)
+        return run_by(with_backward(state, values), program)
 
     def _fitting(self, values: Values) -> PlannedProgram | None:
         found = (pattern.at(values) for pattern in reversed(self._patterns))
         return next((program for program in found if program is not None), None)
 
     def _room_for(self, state: Compilation, values: Values) -> Values:
-        """Returns sizes to plan for: the largest so far, with some more where this one is it."""
-        known, sizes = self._room or state.captured.sizes.example, state.captured.sizes
-        for part in (_HEADROOM, 1):
-            more = {s: n + n // part * (part > 1) for s, n in values.items()}
-            room = Values({s: more[s] if n > known[s] else known[s] for s, n in values.items()})
+        """Returns sizes to plan for: the largest so far, and some more of those that vary."""
+        sizes = state.captured.sizes
+        known, is_first = self._room or sizes.example, not self._room
+        for part in (_HEADROOM, 0):
+            room = Values()
+            for symbol, number in values.items():
+                most = max(number, known[symbol])
+                grows = part and (number > known[symbol] or (is_first and number != most))
+                room[symbol] = most + most // part if grows else most
             if sizes.are_right(Values(room)):
                 self._room = room
                 return Values(room)
@@ -96,6 +105,8 @@ class _Pattern:
         """
         if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
             return None
+        if state.context.options.target is not None or devices_of(state.linked) != [_CPU]:
+            return None  # kernels of a GPU were never run with other numbers
         context, sizes, tape = state.context, state.captured.sizes, SizeTape(room)
         trace = SizeTrace(tape.values)
         leaves, lists = {}, {}
@@ -133,7 +144,21 @@ def _are_equal(
 ) -> bool:
     """Whether launches with the numbers of a shape are those that are recorded for it."""
     return numbers is not None and all(
-        numbers.inside(lists[made]) == kernel_list(*kernel_at(leaf, context.kernels[leaf], values))
+        _described(lists[made], numbers)
+        == _described(kernel_list(*kernel_at(leaf, context.kernels[leaf], values)))
         for leaf, made in leaves.items()
         if has_sizes(leaf)
     )
+
+
+def _described(value: Any, numbers: Numbers = PLAIN) -> Any:
+    """Returns launches as nested lists that are equal where they do the same."""
+    if isinstance(value, View):  # a dimension of one needs no stride
+        shape, stride = (tuple(map(numbers.of, sizes)) for sizes in (value.shape, value.stride))
+        offset_bytes = numbers.of(value.offset_bytes)
+        return value.buffer, value.dtype, shape, strides_that_matter(shape, stride), offset_bytes
+    if isinstance(value, (tuple, list)):
+        return [_described(one, numbers) for one in value]
+    if isinstance(value, (KernelList, Launch, NativeOp, BufferInfo, TensorType)):
+        return [_described(getattr(value, field.name), numbers) for field in fields(value)]
+    return numbers.of(value)

@@ -128,12 +128,8 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
 def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
     """Returns a linked state with numbers for symbols, given its leaves for them."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
-    return with_derivative(replace(state, flats=flats), values)
-
-
-def with_derivative(state: State, values: Values) -> State:
-    """Returns a state whose derivative has numbers for symbols."""
-    return replace(state, derivative=state.derivative and _derivative_at(state.derivative, values))
+    derivative = state.derivative and _derivative_at(state.derivative, values)
+    return replace(state, flats=flats, derivative=derivative)
 
 
 def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> FlatProgram:
@@ -158,6 +154,14 @@ def check_layouts(kernels: Any) -> None:
 def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
     forward, backward = (_signature(c, values) for c in (derivative.forward, derivative.backward))
     return replace(derivative, forward=forward, backward=backward)
+
+
+def with_backward(state: State, values: Values) -> State:
+    """Returns a state with numbers in what its backward takes and returns, which runs."""
+    if state.derivative is None or state.goal.kind == "step":
+        return replace(state, values=values)
+    backward = _signature(state.derivative.backward, values)
+    return replace(state, values=values, derivative=replace(state.derivative, backward=backward))
 
 
 def _signature(closure: Closure, values: Values) -> Composite:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
+
+import numpy as np
 
 from ..errors import PlanError
 from .torch_symbols import Values
@@ -20,10 +23,10 @@ class Size(int):
     """A number that remembers its name on a tape; as text it is that name."""
 
     tape: SizeTape
-    name: str
+    place: int
 
     def __repr__(self) -> str:
-        return self.name
+        return f"n{self.place}"
 
     __hash__ = int.__hash__
 
@@ -94,7 +97,7 @@ class SizeTape:
 
     def _new(self, number: int) -> Size:
         size = Size(number)
-        size.tape, size.name = self, f"n{len(self._sizes)}"
+        size.tape, size.place = self, len(self._sizes)
         self._sizes.append(size)
         return size
 
@@ -161,16 +164,12 @@ class Numbers:
 
     def of(self, size: Any) -> Any:
         """Returns the number of a size; anything else is itself."""
-        return self.computed[int(size.name[1:])] if type(size) is Size and self.computed else size
+        return self.computed[size.place] if type(size) is Size and self.computed else size
 
-    def inside(self, value: Any) -> Any:
-        """Returns a value with numbers for the sizes in it, which may be nested."""
-        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            return type(value)(map(self.inside, value))
-        if is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in fields(value)]
-            return replace(value, **{n: self.inside(getattr(value, n)) for n in names})
-        return self.of(value)
+    @cached_property
+    def column(self) -> Any:
+        """All of them as an array."""
+        return np.array(self.computed, np.int64)
 
 
 PLAIN = Numbers()

@@ -80,6 +80,9 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+_NUMBERS = frozenset({int})
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Dtype, shape, strides and device of a tensor.
@@ -105,7 +108,7 @@ class TensorType:
     @property
     def is_symbolic(self) -> bool:
         """Whether a size or a stride is an expression."""
-        return any(type(size) is not int for size in (*self.shape, *self.stride))
+        return not _NUMBERS.issuperset(map(type, (*self.shape, *self.stride)))
 
     @property
     def num_bytes(self) -> int:
