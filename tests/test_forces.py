@@ -180,6 +180,23 @@ def test_other_numbers_run_eagerly_with_the_line(name: str) -> None:
     assert "needs the value of a tensor at test_forces.py" in told.ran_eagerly
 
 
+def test_a_number_of_a_buffer_that_is_an_input_is_asked_where_it_stands() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3, dtype=torch.long))
+
+        def forward(self, x: Tensor, count: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x * int(count.max())
+
+    model, twin = Counting(), Counting()
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(3):
+        found = [run(torch.ones(2), run.get_buffer("count")) for run in (compiled, twin)]
+        assert torch.equal(*found)
+
+
 def test_blocks_that_ask_are_each_captured_for_what_they_are_given() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch.fx
 from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.operators import is_mutable, may_draw
 from ...reuse.ir.program import Source, UserInput
-from ...reuse.torch_names import module_of
+from ...reuse.torch_names import memory_id, module_of
 from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
 
 
@@ -52,7 +52,9 @@ class Question:
             source: the user's line.
         """
         found = made_of(node)
-        if not all(_is_asked(n, sources, found) for n in found) or _writes_inputs(node, sources):
+        if not all(_is_asked(n, sources, found) for n in found):
+            return None
+        if _writes_inputs(node, sources, tensors):
             return None
         graph = torch.fx.Graph()
         places, copies = [], dict[torch.fx.Node, torch.fx.Node]()
@@ -96,8 +98,17 @@ def _is_asked(
     return is_plain and bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
 
 
-def _writes_inputs(node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source]) -> bool:
-    """Whether the forward has changed one of its inputs so far: two of them may share memory."""
-    inputs = {memory_of(n) for n, source in sources.items() if isinstance(source, UserInput)}
+def _writes_inputs(
+    node: torch.fx.Node,
+    sources: Mapping[torch.fx.Node, Source],
+    tensors: Sequence[torch.Tensor],
+) -> bool:
+    """Whether the forward has changed one of its inputs so far, or a buffer that is one."""
+    held = set(map(memory_id, tensors))
+    inputs = {
+        memory_of(n)
+        for n, source in sources.items()
+        if isinstance(source, UserInput) or memory_id(source.tensor) in held
+    }
     written = (n for other in node.graph.nodes for n in written_by(other))
     return any(memory_of(n) in inputs for n in written)
