@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparing import relative_error
 from parallel_models import (
     MEGATRON,
     VOCABULARY,
@@ -303,6 +304,26 @@ def test_gradients_of_split_parameters_are_scattered_and_parameters_gathered() -
         return {one.kind for one in parallel.plan.collectives if one.num_bytes > 8}
 
     assert run_in_threads(2, kinds) == [{"all_gather", "reduce_scatter"}] * 2
+
+
+def test_gradients_in_half_precision_are_summed_together_and_in_their_own_type() -> None:
+    exact = tiny()
+    exact(*tokens()).backward()
+
+    def found(rank: int) -> Any:
+        model = tiny().bfloat16()
+        parallel = lazyinline.parallelize(
+            model, tokens(), mesh=mesh_of(data=2), plan=None, backend="eager"
+        )
+        parallel.step(*tokens())
+        pairs = zip(model.parameters(), exact.parameters(), strict=True)
+        errors = [relative_error(p.grad.to_local(), q.grad) for p, q in pairs]  # type: ignore[union-attr, arg-type]
+        sums = [one.num_bytes for one in parallel.plan.collectives if one.part == "gradients"]
+        every = sum(p.numel() * 2 for p in model.parameters())
+        # The other two are the loss and its count.
+        return max(errors) < 0.1, sums == [every], len(parallel.plan.collectives)
+
+    assert run_in_threads(2, found) == [(True, True, 3)] * 2
 
 
 def test_pins_of_parameters_split_what_styles_do_not_know() -> None:
