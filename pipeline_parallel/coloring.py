@@ -33,16 +33,13 @@ class CallCost:
     """Of one call.
 
     Attributes:
-        forward_s, backward_s: predicted seconds.
-        flops: of both.
+        seconds: predicted, of forward and backward.
         kept_bytes: what the call is handed and its backward needs, per micro-batch in flight.
         variants: what else it may save per micro-batch, and the seconds computed again for it;
             fewest bytes first.
     """
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    flops: int = 0
+    seconds: float = 0.0
     kept_bytes: int = 0
     variants: tuple[tuple[int, float], ...] = ((0, 0.0),)
 
@@ -70,18 +67,12 @@ class CallCosts:
         """Returns the cost of a program."""
         return self._costs.program(program)
 
-    def calls(self, program: Program) -> list[CallCost]:
-        """Returns the cost of each call of a captured program, forward and backward."""
-        active: set[Value] = set()
-        for value, source in zip(program.inputs, program.sources, strict=True):
-            if isinstance(source, ModelTensor) and source.tensor.requires_grad:
-                active.add(value)
-        return self._body(program, active)
-
     def units(self, program: Program, opened: set[tuple[int, ...]]) -> list[CallCost]:
         """Returns the cost of each unit (see ``coloring.units_of``)."""
         costs: list[CallCost] = []
-        whole = self.calls(program)
+        pairs = zip(program.inputs, program.sources, strict=True)
+        trained = ((v, s.tensor) for v, s in pairs if isinstance(s, ModelTensor))
+        whole = self._body(program, {v for v, tensor in trained if tensor.requires_grad})
 
         def visit(body: Program, prefix: tuple[int, ...], known: list[CallCost]) -> None:
             for index, (call, cost) in enumerate(zip(body.calls, known, strict=True)):
@@ -113,19 +104,15 @@ class CallCosts:
     def _call(self, call: Call, request: Request, made: set[Value]) -> CallCost:
         derivative = self._differentiator.of(request)
         if derivative is None:
-            alone = self._costs.closure(call.closure)
-            return CallCost(alone.seconds, 0.0, alone.flops)
-        forward = self._costs.closure(derivative.forward)
-        backward = self._costs.closure(derivative.backward)
+            return CallCost(self._costs.closure(call.closure).seconds)
+        both = (derivative.forward, derivative.backward)
         # Parameters are there in any case; what another call made is kept alive for this one.
         kept = {call.args[i] for i in derivative.kept_inputs} & made
         variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
         if self._trade_offs is not None:
             variants = self._trade_offs(request)
         return CallCost(
-            forward.seconds,
-            backward.seconds,
-            forward.flops + backward.flops,
+            sum(self._costs.closure(one).seconds for one in both),
             sum(v.type.num_bytes for v in kept),
             tuple(variants),
         )
@@ -412,7 +399,7 @@ def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
     opened: set[Path] = set()
     while True:
         units = units_of(program, opened)
-        costs = [c.forward_s + c.backward_s for c in model.units(program, opened)]
+        costs = [c.seconds for c in model.units(program, opened)]
         # A call that takes longer than that would hold all other stages up: it is cut inside.
         share = _SHARE * sum(costs) / num_stages
         few = len(units) < num_stages
@@ -429,7 +416,7 @@ def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
 def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
     """Times of every run of units; the same on every stage."""
     size = len(costs) + 1
-    times = _run_sums([c.forward_s + c.backward_s for c in costs])
+    times = _run_sums([c.seconds for c in costs])
     times = np.broadcast_to(times, (num_stages, size, size)).copy()
     # No stage is empty: its rank would only pass values on.
     times[:, ~np.triu(np.ones((size, size), np.bool_), 1)] = np.inf

@@ -21,7 +21,6 @@ from ...pipeline_parallel.stage_derivative import StageDerivative, differentiate
 from ...pipeline_parallel.steps import check_draws
 from ...recompute.planner import POLICIES
 from ...reuse.errors import LazyInlineError, PlanError
-from ...reuse.ir.costs import Cost
 from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type
 from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
@@ -119,15 +118,12 @@ def _pieces(
     derived = differentiate_stages(stages, make, halves=False, chosen=chosen)
     costs, tensors = list[CallCost](), list[dict[int, int]]()
     for one in _local_stages(state, sharder, derived):
-        forward = state.costs.program(one.forward)
-        backward = sum((state.costs.program(p) for p in one.backward if p is not None), Cost())
+        parts = [program for program in (one.forward, *one.backward) if program is not None]
         stage, derivative = one.stage, one.derivative
         kept = () if derivative is None else derivative.kept_inputs
         costs.append(
             CallCost(
-                forward.seconds,
-                backward.seconds,
-                forward.flops + backward.flops,
+                sum(state.costs.program(program).seconds for program in parts),
                 _total(stage.received_types[i] for i in kept if i < stage.num_received),
                 ((one.saved_bytes, 0.0),),
             )
