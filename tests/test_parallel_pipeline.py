@@ -255,23 +255,18 @@ def with_large_head() -> Any:
     return model
 
 
-def test_stages_are_cut_by_what_a_rank_computes_and_moves() -> None:
-    blocks = []
-    for axes, plan in (({"tensor": 4}, MEGATRON), ({"data": 4}, None)):
+def test_stages_are_cut_by_what_a_rank_computes_and_moves_or_by_whole_calls() -> None:
+    def blocks() -> list[int]:
         with one_of_many(8):
-            found = pipelined(with_large_head(), plan, axes={"pipeline": 2, **axes}).plan
-            blocks.append([stage.num_blocks for stage in found.stages])
+            found = pipelined(with_large_head(), MEGATRON, axes={"pipeline": 2, "tensor": 4}).plan
+        return [stage.num_blocks for stage in found.stages]
+
     # Sums over tensor make layers long, so that the head is worth two of them.
-    assert blocks == [[6, 2], [8, 0]]
-
-
-def test_where_a_piece_alone_is_no_stage_whole_calls_are_balanced() -> None:
+    assert blocks() == [6, 2]
+    # Where a piece alone is no stage, calls count as in one process, in which they are shorter.
     alone = mock.Mock(side_effect=lazyinline.PlanError("a piece is not sent so"))
-    with one_of_many(8), mock.patch.object(mesh, "_pieces", alone):
-        axes = {"pipeline": 2, "tensor": 4}
-        found = pipelined(with_large_head(), MEGATRON, axes=axes).plan
-    # In one process no sum over ranks makes a layer long.
-    assert alone.called and [stage.num_blocks for stage in found.stages] == [7, 1]
+    with mock.patch.object(mesh, "_pieces", alone):
+        assert blocks() == [7, 1] and alone.called
 
 
 @pytest.mark.parametrize(
