@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from ..autodiff.derivative import Derivative
+from ..autodiff.flows import Flows
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
@@ -37,9 +38,10 @@ class CompiledProgram:
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused, of which
-    ``unused_outputs`` finds the graphs. ``gradients`` compiles its gradients as a program of their
-    own, with a backward, for ``create_graph=True``. ``linker`` links it for another shape, where
-    sizes are symbols.
+    ``unused_outputs`` finds the graphs. ``trained_inputs`` are those to which a gradient of each
+    output may come back. ``gradients`` compiles its gradients as a program of their own, with a
+    backward, for ``create_graph=True``. ``linker`` links it for another shape, where sizes are
+    symbols.
     """
 
     captured: CapturedModel
@@ -47,6 +49,7 @@ class CompiledProgram:
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
     unused_outputs: Callable[[], MissingCotangents | None] = lambda: None
+    trained_inputs: Callable[[], Flows] = list
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients] | None = None
     linker: Relinking | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.flows import saved_inputs
+from ..autodiff.flows import Flows, saved_inputs, trained_inputs
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
@@ -237,6 +237,12 @@ class Linker:
         return MissingCotangents(derivative)
 
     @cached_property
+    def trained_inputs(self) -> Flows:
+        """The inputs to which a gradient of each output may come back; shapes share them."""
+        # Of the program as captured: autograd goes by what the user wrote, not by what runs.
+        return trained_inputs(self.lowered.captured.program)
+
+    @cached_property
     def _described(self) -> CompileReport:
         """The report of a link, before it ran."""
         report = self.lowered.context.report(train=self.lowered.goal.train)
@@ -283,6 +289,7 @@ class Linker:
             derivative,
             self.watched_inputs,
             lambda: self.unused_outputs,
+            lambda: self.trained_inputs,
             partial(self.without_outputs, state.values, state.report),
             partial(self.compile_gradients, state.values, state.report),
             linker,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.flows import Draws, trained_inputs, view_roots
+from ...autodiff.flows import Draws, view_roots
 from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
@@ -318,8 +318,7 @@ class Absence:
         if unused not in self._found:
             derivative = self._compiled.derivative
             assert derivative is not None
-            # Of the program as captured: autograd goes by what the user wrote, not by what runs.
-            reach = trained_inputs(self._compiled.captured.program)
+            reach = self._compiled.trained_inputs()
             outputs = set(derivative.cotangent_outputs).difference(unused)
             used = frozenset().union(*(reach[output] for output in outputs))
             inputs = enumerate(derivative.gradient_inputs)
