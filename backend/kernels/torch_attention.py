@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -158,6 +158,10 @@ def scratch_bytes(launch: Launch) -> int:
     views = [view for view in launch.args if isinstance(view, View)]
     if not name.startswith(_ON_CPU) or not views:  # an estimated launch has no operands
         return 0
+    # A size that varies counts as the largest that there is room for.
+    views = [
+        replace(v, shape=tuple(map(int, v.shape)), stride=tuple(map(int, v.stride))) for v in views
+    ]
     if name == _ON_CPU:
         query, key = views[:2]
         return _forward_scratch_bytes(query, key)
