@@ -30,7 +30,7 @@ from ..reuse.ir.program import (
 )
 from ..reuse.ir.rewrite import FlatStructs, grouped, map_leaves
 from ..reuse.ir.torch_symbols import as_literal
-from ..reuse.ir.types import TensorType, contiguous_stride
+from ..reuse.ir.types import TensorType, contiguous_stride, reach
 from .derivative import Derivative
 from .flows import used_inputs
 from .traces.torch_partition import copy_graph
@@ -279,8 +279,8 @@ def _zeros(
     type_, val = _type_of(operand), operand.meta["val"]
     options: dict[str, Any] = {"dtype": type_.dtype, "device": type_.device, "pin_memory": False}
     is_contiguous = type_.stride == contiguous_stride(type_.shape)
-    reach = 1 + sum((n - 1) * step for n, step in zip(val.shape, val.stride(), strict=True))
-    shape = val.shape if is_contiguous else [0 if 0 in type_.shape else reach]
+    num_elements = 0 if 0 in type_.shape else reach(val.shape, val.stride())
+    shape = val.shape if is_contiguous else [num_elements]
     graph = user.graph
     with graph.inserting_before(user):
         sizes = tuple(map(as_literal, shape))

@@ -7,12 +7,12 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
+from ..reuse.ir.types import TensorType
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,7 @@ def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
 
 def _stand_in(tensor: Tensor) -> nn.Parameter:
     """Returns a parameter of the same layout, without memory: only its type is compared."""
-    memory = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    memory = TensorType.of(tensor).empty()
     memory.untyped_storage().resize_(0)
     return nn.Parameter(memory, requires_grad=tensor.requires_grad)
 

@@ -168,11 +168,9 @@ def _strides(result: Any) -> list[tuple[int, ...]]:
 
 
 def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    wanted = differentiable and TensorType.of(made).is_differentiable
-    return made.copy_(tensor.detach()).requires_grad_(wanted)
+    type_ = TensorType.of(tensor)
+    wanted = differentiable and type_.is_differentiable
+    return type_.empty().copy_(tensor.detach()).requires_grad_(wanted)
 
 
 def _named(

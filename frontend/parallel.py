@@ -466,11 +466,8 @@ class ParallelStep:
         ]
         own = [part_of(tensor, self._mesh, layout) for tensor, layout in users]
         if not self._staged:
-            types = [tensor_type(v) for v in self._step.program.inputs]
-            self._staged = [
-                torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device)
-                for t in types[: len(own)]
-            ]
+            values = self._step.program.inputs[: len(own)]
+            self._staged = [tensor_type(value).empty() for value in values]
         for staged, tensor in zip(self._staged, own, strict=True):
             staged.copy_(tensor)
 

@@ -20,7 +20,7 @@ from ..backend.launches.torch_native import Hold
 from ..reuse.errors import PlanError
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
 from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
-from ..reuse.ir.types import TensorType
+from ..reuse.ir.types import TensorType, reach
 from .autograd.torch_engine import have_hooks
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -308,8 +308,7 @@ def _settings_of(group: Mapping[str, Any]) -> list[float]:
 
 
 def _end_of(tensor: torch.Tensor) -> int:
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return tensor.data_ptr() + reach(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..reuse.errors import PipelineError, PlanError
 from ..reuse.ir.operators import is_draw
 from ..reuse.ir.program import Composite, Leaf, ModelTensor, Program
+from ..reuse.ir.types import TensorType
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from .rank_order import RankOrder
 from .stage_derivative import StageDerivative
@@ -46,10 +47,7 @@ class StageDraws:
             for stage, nodes in enumerate(self._drawing):
                 self._states[stage, micro_batch] = torch.get_rng_state()
                 for node in nodes:
-                    like = node.args[0].meta["val"]
-                    x = torch.empty_strided(
-                        like.shape, like.stride(), dtype=like.dtype, device=like.device
-                    )
+                    x = TensorType.of(node.args[0].meta["val"]).empty()
                     _DROPOUT(x, *node.args[1:])
         after = torch.get_rng_state() if self else None
         try:

@@ -249,9 +249,7 @@ def _real(arguments: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             raise TypeError("not a tensor")
         type_ = TensorType.of(value)
-        empty = torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
-        )
+        empty = type_.empty()
         return empty.uniform_() if type_.is_differentiable else empty.zero_()
 
     return map_arg(arguments, tensor)

@@ -27,12 +27,12 @@ from link_tree import ROOT
 # potentials, restore and a report's sentence (frontend +300),
 # numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (26_345, 96),
-    "reuse": (8_518, 30),
+    "frontend": (26_330, 96),
+    "reuse": (8_525, 30),
     "autodiff": (6_349, 22),
-    "recompute": (1_274, 6),
-    "pipeline_parallel": (8_086, 29),
-    "backend": (12_237, 42),
+    "recompute": (1_272, 6),
+    "pipeline_parallel": (8_079, 29),
+    "backend": (12_238, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

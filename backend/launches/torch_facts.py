@@ -117,7 +117,7 @@ def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
             continue
         type_, memory, offset = layout
         assert isinstance(type_, TensorType)
-        meta = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
+        meta = type_.empty("meta")
         if memory in memories or offset:
             whole = memories.setdefault(memory, meta.untyped_storage())
             meta = torch.empty(0, dtype=type_.dtype, device="meta")

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ...reuse.errors import PlanError
+from ...reuse.ir.types import reach
 from ...reuse.torch_names import matmul_precision
 from ..arena.live_ranges import Buffers, IntArray
 from ..files.torch_store import DamagedObjectError, own_folder, sound_code
@@ -81,8 +82,8 @@ def no_address(tensor: torch.Tensor) -> int:
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes of memory up to the last element."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
+    num_elements = tensor.storage_offset() + reach(tensor.shape, tensor.stride())
+    return int(num_elements * tensor.element_size())
 
 
 def _message(tensor: torch.Tensor, name: str) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
-from ...reuse.ir.types import TensorType, contiguous_stride
+from ...reuse.ir.types import TensorType, contiguous_stride, reach
 from ..arena.live_ranges import Buffers, lower_bound
 from ..gpu.roofline import is_product
 from ..gpu.targets import Target
@@ -420,8 +420,8 @@ def _pin_results(layout: Layout, num_results: int) -> None:
 
 def _bytes_of(placed: Placed) -> tuple[int, int]:
     """Returns where the bytes of its buffer that a tensor reaches over begin and end."""
-    reach = sum((n - 1) * s for n, s in zip(placed.shape, placed.stride, strict=True)) + 1
-    num_bytes = reach * placed.dtype.itemsize if 0 not in placed.shape else 0
+    num_elements = 0 if 0 in placed.shape else reach(placed.shape, placed.stride)
+    num_bytes = num_elements * placed.dtype.itemsize
     return placed.offset_bytes, placed.offset_bytes + num_bytes
 
 

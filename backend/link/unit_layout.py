@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.types import TensorType, Wire, contiguous_stride
+from ...reuse.ir.types import TensorType, Wire, contiguous_stride, reach
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList
@@ -238,8 +238,8 @@ class UnitLayout:
         type_ = wire.type
         if wire.as_it_stands:
             return Placed(instance, type_.dtype, type_.shape, type_.stride, 0)
-        span = 1 + sum((n - 1) * st for n, st in zip(wire.once, type_.stride, strict=True))
-        spread = self.layout.arena(span * type_.dtype.itemsize, number)
+        num_bytes = reach(wire.once, type_.stride) * type_.dtype.itemsize
+        spread = self.layout.arena(num_bytes, number)
         whole = Placed(spread, type_.dtype, wire.once, type_.stride, 0)
         box = Placed(instance, type_.dtype, wire.once, contiguous_stride(wire.once), 0)
         unpacked.append(self.layout.apply("copy_", whole, box))

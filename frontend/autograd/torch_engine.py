@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...reuse.errors import PlanError
-from ...reuse.ir.types import TensorType, Type, in_own_storage
+from ...reuse.ir.types import TensorType, Type, in_own_storage, reach
 from ...reuse.torch_names import is_lazy, memory_id
 from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
 
@@ -180,16 +180,13 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
     """Returns a cotangent in the layout of a type, differentiably; zeros if there is none."""
     assert isinstance(type_, TensorType)
     if gradient is None:
-        return torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
-        ).zero_()
+        return type_.empty().zero_()
     # First: a subclass would see the questions that follow.
     gradient = plain_cotangent(gradient)
     same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
     if same and not is_lazy(gradient):
         return gradient
-    target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
-    return target.copy_(gradient)
+    return type_.empty().copy_(gradient)
 
 
 class Aliases:
@@ -290,10 +287,7 @@ class Aliases:
 def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
     """Says whether some, and whether all elements of a view are in ``base``, in one memory."""
     first = min(base.storage_offset(), view.storage_offset())
-    ends = [
-        t.storage_offset() + 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
-        for t in (base, view)
-    ]
+    ends = [t.storage_offset() + reach(t.shape, t.stride()) for t in (base, view)]
     if not base.numel() or not view.numel():
         return False, False
     mask = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
@@ -341,8 +335,7 @@ def _as_saved(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
         )
     if tensor.stride() == type_.stride and not is_lazy(tensor):
         return tensor
-    made = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
-    return made.copy_(tensor)
+    return type_.empty().copy_(tensor)
 
 
 _grad_of = operator.attrgetter("grad")

@@ -23,7 +23,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates, flops, is_free, tensors_of
 from ...reuse.ir.operators import is_elementwise
 from ...reuse.ir.program import outputs_of
-from .folding import Folded, Port, Slot, example
+from .folding import Folded, Port, Slot
 from .layouts import SUM, WHOLE, Axis, Layout, Layouts
 from .torch_sharding_rules import Rules, Way
 
@@ -248,7 +248,7 @@ class Choices:
         return 1 if item.role < 0 else self.folded.roles[item.role].count
 
     def _slot_item(self, slot: Slot) -> Item:
-        tensor = example(slot.type)
+        tensor = slot.type.empty("meta")
         ways = []
         pins = {self._pinned.get(name) for name in slot.names} or {None}
         if len(pins) > 1:

@@ -244,8 +244,3 @@ def _held(flat: _Flat, given: set[int]) -> Callable[[Sequence[int]], int]:
         return most
 
     return count
-
-
-def example(type_: TensorType) -> torch.Tensor:
-    """Returns a tensor without data of a type."""
-    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")

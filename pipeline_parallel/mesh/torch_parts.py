@@ -38,7 +38,7 @@ def without_data(value: Any) -> Any:
     """Returns a tensor of a DTensor's whole shape that has no memory."""
     if not isinstance(value, DTensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return TensorType.of(value).empty("meta")
 
 
 def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:

@@ -161,9 +161,7 @@ def control_leaf(
     picked = [graph.call_function(operator.getitem, (node, i)) for i in range(len(outputs))]
     graph.output(tuple(picked))
     for one, type_ in zip((*entries, *picked), (*inputs, *outputs), strict=True):
-        one.meta["val"] = torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-        )
+        one.meta["val"] = type_.empty("meta")
     node.meta.update(val=tuple(one.meta["val"] for one in picked), stamp=stamp)
     names = tuple(input_names)
     return Leaf(name, module_of(graph), tuple(inputs), tuple(outputs), names, kernels="eager")

@@ -283,8 +283,7 @@ class _Reader:
         is_right = kind in get_args(ir.TensorKind) and words in ([], ["grad"])
         if not is_right or not isinstance(type_, TensorType) or type_.is_symbolic:
             self._fail(tree, "expected what a tensor is bound to, such as parameter(grad)")
-        stand_in = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
-        return ir.ModelTensor(name, stand_in.requires_grad_(bool(words)), kind)
+        return ir.ModelTensor(name, type_.empty("meta").requires_grad_(bool(words)), kind)
 
     def _call(self, line: Any, values: dict[str, ir.Value]) -> ir.Call:
         call = getattr(line, "value", None)

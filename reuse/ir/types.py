@@ -61,6 +61,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns how many elements of memory a tensor reaches over, from its first to its last."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements follow one another in order; a dimension of one needs no stride."""
     axes = zip(shape, stride, contiguous_stride(shape), strict=True)
@@ -130,6 +135,11 @@ class TensorType:
         if is_dense(self.shape, self.stride):
             return self
         return TensorType(self.dtype, self.shape, contiguous_stride(self.shape), self.device)
+
+    def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Returns a tensor of this type over new memory; on another device, if one is given."""
+        device = self.device if device is None else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -242,8 +252,8 @@ def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the same memory, the storage of which has this tensor's bytes only."""
     # ``torch.save``, ``deepcopy`` and sending to another process take the whole storage: of this
     # one, the tensor's bytes alone. It keeps the whole memory alive and cannot be resized.
-    extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    num_bytes = extent * tensor.element_size() if tensor.numel() else 0
+    num_elements = reach(tensor.shape, tensor.stride()) if tensor.numel() else 0
+    num_bytes = num_elements * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
