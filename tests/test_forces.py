@@ -356,3 +356,21 @@ def test_blocks_that_keep_what_they_compute_do_so_each() -> None:
         assert_same(told_of(compiled), told_of(twin), "attributes", 1e-10)
         assert len(told_of(twin)) == 3
     assert not lazyinline.last_report(compiled).ran_eagerly  # type: ignore[union-attr]
+
+
+def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * int(x.shape[0])  # a number
+
+    def why(run: Any) -> str:
+        return run.last_report.why_static  # type: ignore[no-any-return]
+
+    data = [(torch.ones(num, 3).double(),) for num in range(4, 9)]
+    first, *rest = assert_equals_eager(Counted(), batches=data, note=why).seen
+    assert not first
+    assert all("a size of" in text and "at test_forces.py" in text for text in rest), rest

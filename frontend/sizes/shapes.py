@@ -83,7 +83,7 @@ class ShapeCache:
         self._names = names if any(map(any, names)) else ()
         self._compiles: tuple[_Compile, ...] = ()  # the newest last
         self._num_compiles = self._num_links = 0
-        self._why_static = ""
+        self._why_static = self._why_numbers = ""
 
     def symbolic(self, inputs: Inputs, goal: Goal) -> CompileResult | None:
         """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
@@ -108,7 +108,7 @@ class ShapeCache:
 
     def note(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
         """Remembers a program that was compiled for the sizes of a call alone."""
-        report.why_static = self._why_static
+        report.why_static = self._why_static or self._why_numbers
         return self._counted(self._kept(compiled, report, inputs))
 
     def _kept(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
@@ -221,5 +221,6 @@ class ShapeCache:
         )
         if compiled.captured.sizes.values(inputs.leaves) is None:
             raise PlanError(WRONG_SIZES)
-        self._why_static = ""
+        self._why_static, self._why_numbers = "", compiled.captured.sizes.why_numbers
+        report.why_static = self._why_numbers
         return self._kept(compiled, report, inputs)

@@ -26,6 +26,7 @@ from ...reuse.ir.program import Source
 from ...reuse.ir.torch_symbols import Values, size_in, value_of
 from ...reuse.ir.types import contiguous_stride
 from ..capture.regions import Region, shapes_of
+from ..tracing.frames import user_line
 from .torch_sizes import TracedSizes, make_sizes_literal, make_sizes_local
 
 
@@ -402,6 +403,23 @@ _EDGES = 3
 """In how many programs a symbol has to turn out to be a number until it is taken for one."""
 
 
+class NotingEnv(ShapeEnv):
+    """Notes where a size becomes a number (``int(n)``, a loop over it).
+
+    Attributes:
+        lines: the user's line, by symbol.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lines: dict[Any, str] = {}
+
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+        if getattr(tgt, "is_number", False):
+            self.lines.setdefault(a, user_line())
+        super()._set_replacement(a, tgt, msg)
+
+
 class InputSizes(TracedSizes):
     """The symbols of one capture, named by what calls taught.
 
@@ -415,8 +433,9 @@ class InputSizes(TracedSizes):
     def __init__(
         self, leaves: Sequence[Any], names: Names, hints: frozenset[int] | None = frozenset()
     ) -> None:
-        env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
+        env = NotingEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
         super().__init__(env, hints or ())
+        self._settled_at = env.lines
         self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
         known = zip(names, self._example, strict=True)
         self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
@@ -448,6 +467,18 @@ class InputSizes(TracedSizes):
     def settle(self, root: Region, sources: Any) -> None:
         """Makes the sizes in a recorded run literals."""
         make_sizes_literal(root)
+
+    @property
+    def why_numbers(self) -> str:
+        """Says which sizes turned out to be numbers, and where; "" if none did."""
+        numbers = ((s, self._env.replace(s)) for s in self._symbols.values())
+        lines = self._settled_at
+        found = [
+            f"a size of {n} is taken as a number{f' at {at}' if (at := lines.get(s)) else ''}"
+            for s, n in numbers
+            if n.is_number
+        ]
+        return ", ".join(found)
 
     @property
     def fixed(self) -> tuple[tuple[bool, ...], ...]:
