@@ -25,14 +25,16 @@ from link_tree import ROOT
 # operators replaced while blocks run (reuse +13), reasons and a file of one idea (frontend +16,
 # pipeline_parallel +3), gradients of any sizes inside a forward (autodiff +19, reuse -15),
 # potentials, restore and a report's sentence (frontend +300),
-# numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230).
+# numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230),
+# stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
+# (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (26_362, 96),
     "reuse": (8_525, 30),
     "autodiff": (6_349, 22),
     "recompute": (1_272, 6),
     "pipeline_parallel": (8_079, 29),
-    "backend": (12_238, 42),
+    "backend": (12_242, 42),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

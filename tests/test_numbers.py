@@ -17,7 +17,6 @@ DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool)
 NUMBERS = (0.1, -1 / 3, 1e-3, 7, 0, 3e-40, math.inf)
 ELEMENTWISE = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.rsub.Scalar)
 IN_PLACE = (aten.mul_.Tensor, aten.add_.Tensor, aten.sub_.Tensor, aten.div_.Tensor)
-PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 
 
 def operands(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -96,7 +95,7 @@ def test_elementwise_operator_gives_the_same_bits_and_gradients(target: Any) -> 
             if expected[1] is not None:
                 assert_same_bits(found[1], expected[1], what)  # type: ignore[arg-type]
     assert lifted >= {torch.float64, torch.float32, torch.int64}
-    assert lifted.isdisjoint(FLOATS[2:]) == (target not in PRODUCTS)
+    assert lifted.isdisjoint(FLOATS[2:])  # in half precision they stay in their closures
 
 
 @pytest.mark.parametrize("target", IN_PLACE, ids=str)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients, twin
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
 from torch import Tensor, nn
 
 import lazyinline
@@ -91,3 +91,39 @@ def test_what_hooks_give_back_of_another_type_is_an_error_and_the_next_step_is_r
     compiled(x).sum().backward()
     expected(x).sum().backward()
     assert_same_gradients(model, expected)
+
+
+class Unpacked(nn.Module):
+    """Saves a part of its input for the backward, which is handed the whole of it."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part = part
+        self.weight = nn.Parameter(torch.linspace(0.1, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = self.part(x)
+        return (taken * self.weight).sin() @ taken.T
+
+
+SAVED_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the first row": lambda x: x[:1],
+    "the second row": lambda x: x[1:2],
+    "of unpacked rows": lambda x: [*x][-1][None],
+    "of a half": lambda x: x.chunk(2)[1],
+    "columns": lambda x: x.view(3, 4)[:, 1:],
+    "turned": lambda x: x.view(3, 4)[1:].T[1:, :1].T,
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("part", SAVED_PARTS)
+@pytest.mark.sweep(keep=["eager", "unpacked rows"])
+def test_a_part_of_an_input_that_is_saved_is_that_part(part: str, backend: str) -> None:
+    def x() -> Tensor:
+        return torch.linspace(-1, 2, 12).reshape(4, 3)
+
+    kept = SAVED_PARTS[part]
+    assert_equals_eager(Unpacked(kept), (x(),), backend=backend)
+    assert_equals_eager(Unpacked(kept), (x().requires_grad_(),), backend=backend)
+    assert_equals_eager(Unpacked(kept), (x(),), backend=backend, door="step")

@@ -134,7 +134,8 @@ class Layout:
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
     plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
     has besides, one for each stream that runs products. ``runs`` says who may run the launches that
-    are added here. ``others`` are devices beside the one that is planned for.
+    are added here. ``others`` are devices beside the one that is planned for. ``givens`` are what
+    the caller passes: the whole, also to a part that takes a view of it that an earlier part saved.
     """
 
     instances: list[Instance] = field(default_factory=list)
@@ -144,12 +145,14 @@ class Layout:
     workspaces: list[Instance] = field(default_factory=list)
     runs: Literal["native", "python"] = "native"
     others: tuple[torch.device, ...] = ()
+    givens: dict[int, Placed] = field(default_factory=dict)
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
         now, device = self.time, self._elsewhere(type_.device)
         index = self._add(Instance("given", type_.num_bytes, now, now, len(self.parts), device))
-        return Placed(index, type_.dtype, type_.shape, type_.stride, 0)
+        self.givens[index] = Placed(index, type_.dtype, type_.shape, type_.stride, 0)
+        return self.givens[index]
 
     def arena(self, num_bytes: int, part: int) -> int:
         """Adds a buffer in the arena; no launch takes over one that belongs to no part (-1)."""

@@ -154,8 +154,9 @@ class CodeWriter:
             if not bound and placed.instance not in self._locals:
                 names.append(f"i{index}")
                 self._code.inputs.append(index)
-                self._locals[placed.instance] = placed
-                self._names[placed] = names[-1]
+                passed = self._layout.givens.get(placed.instance, placed)
+                self._locals[placed.instance] = passed
+                self._names[passed] = names[-1]
         for instance_index in self._extra[0]:
             placed = self._handed_base(instance_index)
             names.append(self._names.setdefault(placed, f"f{instance_index}"))
