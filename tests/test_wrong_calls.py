@@ -193,7 +193,8 @@ def test_an_argument_of_torchs_compile_is_refused_with_what_to_do_instead(
     assert INSTEAD.get(name, "unexpected keyword") in str(caught.value)
 
 
-DOORS = [getattr(lazyinline.func, name) for name in lazyinline.func.__all__]
+PUBLIC_FUNC = [getattr(lazyinline.func, name) for name in lazyinline.func.__all__]
+DOORS = [*filter(inspect.isfunction, PUBLIC_FUNC)]
 DOORS += [value for name, value in vars(lazyinline.Pipeline).items() if name in PIPELINES]
 
 
