@@ -9,9 +9,11 @@ options              the options of a compile, checked
 compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
+loss                 a model and its loss as one module
 torch_optimizer      adapter: what a step does with the user's optimizer
 report               what is seen of a compile: meanwhile, and then as text and as a page
 compile_record       what a compile did and made, in numbers, for reports
+reuse_table          who shares, in words: a table, and why blocks were traced anew
 inspection           a model by its name: its program as captured, and what a pass changed
 checks               whether what a user hands in can be compiled at all
 operators            rules that take an operator of the user's apart
@@ -30,6 +32,7 @@ onnx                 ``export_onnx``
 batch                a batch in micro-batches
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
+mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest
 mesh_parameters      parameters as DTensors
 fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
 measure              ``measure`` and ``lazyinline bench``

@@ -28,12 +28,12 @@ from ..reuse.ir.program import (
 from .capture.capture import capture_candidates
 from .capture.regions import SharingDecision
 from .checks.refusals import check_example
-from .compile_record import alike
 from .compiler import Compiler
 from .marks import is_marked
 from .measure import generators_kept, warm_up_compiler
 from .options import Options
 from .passes.state import Goal
+from .reuse_table import alike
 
 _REASONS_INDENT = 15
 """Where the reasons begin, below a pair of blocks that were kept apart."""

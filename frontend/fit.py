@@ -24,6 +24,7 @@ from .batch import check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
+from .loss import LossFunction, LossModel
 from .options import Batching, Options
 from .parallel import stage_dimension, stages_on_mesh, step_on_mesh
 from .passes.context import Context
@@ -32,7 +33,6 @@ from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, shard
 from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
 from .passes.stages import of_rank
 from .passes.state import Subject, between, run, step_goal
-from .training_step import LossFunction, LossModel
 
 if TYPE_CHECKING:
     from ..pipeline_parallel.mesh.layouts import Axis

@@ -22,11 +22,11 @@ from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
+from .loss import LossModel
 from .options import Batching, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal
-from .training_step import LossModel
 
 FORM = "package.module:function, a function without arguments that returns (model, args)"
 

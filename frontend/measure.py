@@ -32,13 +32,14 @@ from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
+from .loss import LossModel, loss_of
 from .onnx.check import copied, gap
 from .options import Batching, Options
 from .page.page import measured_page
 from .page.write import about, error_text, write_page
 from .passes.state import Goal, step_goal
 from .report import CompileReport
-from .training_step import LossModel, TrainingStep, loss_of
+from .training_step import TrainingStep
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement

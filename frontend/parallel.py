@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,21 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
-from ..autodiff.training_program import StepProgram
-from ..backend.gpu.targets import target_named
 from ..backend.kernels.lower import BackendName
-from ..backend.run.planned import Lease, PlannedProgram
+from ..backend.run.leases import Lease
+from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
-from ..pipeline_parallel.mesh.plan import PIPELINE, REPLICATED, MeshPlan
+from ..pipeline_parallel.mesh.plan import PIPELINE, REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
-from ..recompute.planner import POLICIES, Budget, Policy
+from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
-from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.leaf import called_without_autocast
-from ..reuse.ir.program import Leaf, ModelTensor, RecomputeMark, tensor_type, walk_closures
+from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .batch import Batch
@@ -38,33 +34,30 @@ from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around
 from .compiler import PASSES, Compiler, made_by
 from .guards.guard import Guard
-from .marks import shard_mark
+from .loss import LossFunction, LossModel
 from .mesh_parameters import MeshParameters, gradient_of, local_part, part_of
+from .mesh_planner import planner_of, rates_of
 from .options import Batching, Options
 from .page.page import compile_page
 from .page.sections import mesh_section
 from .page.write import write_page
 from .passes.context import Context
 from .passes.mesh import sharded_step
-from .passes.numbers import note_examples
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import (
     Compilation,
     Goal,
-    Judge,
     OnMesh,
-    Planner,
     Subject,
     between,
     run,
     step_goal,
 )
 from .pipeline import AskedPipeline, Pipeline
-from .training_step import LossFunction, LossModel
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
-    from ..pipeline_parallel.mesh.layouts import Axis
+    pass
 
 _State = TypeVar("_State")
 
@@ -217,7 +210,7 @@ def step_on_mesh(
     links: Links | None = None,
 ) -> Compilation:
     """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
-    on_mesh = OnMesh(mesh, _planner(subject, mesh, plan, memory_bytes_per_rank, options, links))
+    on_mesh = OnMesh(mesh, planner_of(subject, mesh, plan, memory_bytes_per_rank, options, links))
     return Compiler(options).started(subject, replace(goal, on_mesh=on_mesh))
 
 
@@ -235,100 +228,9 @@ def stages_on_mesh(
     own = _without(mesh, stage_dimension(mesh))
     # The step that is planned is that of all stages, of which a rank has one part in so many.
     limit = memory_bytes_per_rank and memory_bytes_per_rank * (mesh.size() // own.size())
-    planner = _planner(subject, own, plan, limit, options, links)
-    rates, axes = _rates(own, options, links)
+    planner = planner_of(subject, own, plan, limit, options, links)
+    rates, axes = rates_of(own, options, links)
     return OnMesh(own, planner, memory_bytes_per_rank, MeshCosts(rates, fused=False, axes=axes))
-
-
-def _planner(
-    subject: Subject,
-    mesh: Any,
-    plan: Mapping[str, Any] | Literal["auto"] | None,
-    memory_bytes_per_rank: int | None,
-    options: Options,
-    links: Links | None,
-) -> Planner:
-    """Returns what says how a step lies on a mesh."""
-    from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
-
-    if isinstance(options.recompute, Budget):
-        raise PlanError(
-            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
-            'mesh takes recompute="selective" or "full".'
-        )
-    assert isinstance(subject.model, LossModel)
-    modules = [(path, module) for path, module in walk_modules(subject.model.model)]
-    marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
-    if plan == "auto":
-        pins = pinned(modules, mesh, marks)
-        return partial(_found, mesh, memory_bytes_per_rank, options, pins, links)
-    if memory_bytes_per_rank is not None or links is not None:
-        raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
-    if not isinstance(plan, Mapping | None):
-        raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
-    leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    given = given_plan(modules, mesh, plan or {}, marks, tensors)
-    return partial(_given, given, all_names(modules))
-
-
-def _given(
-    plan: MeshPlan,
-    names: Mapping[str, Sequence[str]],
-    make_step: Callable[[RecomputeMark], StepProgram],
-    judged: Judge,
-) -> MeshPlan:
-    """Returns a plan by hand, its joint projections split in each."""
-    from ..pipeline_parallel.mesh.given import with_joint_projections
-
-    def names_of(source: str) -> Sequence[str]:
-        return names[tensor_name(source)]
-
-    return with_joint_projections(plan, lambda: _with_examples(make_step("")), names_of)
-
-
-def _with_examples(step: StepProgram) -> StepProgram:
-    """Returns a step whose nodes have examples, which leaves from the cache have not."""
-    for closure in walk_closures(step.program):
-        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
-            note_examples(closure)
-    return step
-
-
-def _found(
-    mesh: Any,
-    memory_bytes_per_rank: int | None,
-    options: Options,
-    pins: Mapping[str, tuple[int, Any]],
-    links: Links | None,
-    make_step: Callable[[RecomputeMark], StepProgram],
-    judged: Judge,
-) -> MeshPlan:
-    """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
-    from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
-
-    rates, axes = _rates(mesh, options, links)
-
-    def plan_of(policy: RecomputeMark) -> FoundPlan:
-        step = _with_examples(make_step(policy))
-        own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
-        memory = memory_bytes_per_rank
-        found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
-        lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
-        plan = replace(found.plan, parameters=lies)
-        return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
-
-    return cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ()).plan
-
-
-def _rates(mesh: Any, options: Options, links: Links | None) -> tuple[Rates, Sequence[Axis]]:
-    """Returns the rates of a rank's device, and of the dimensions of a mesh."""
-    from ..pipeline_parallel.mesh.planner import axes_of_mesh
-
-    target, is_gpu = options.target, mesh.device_type == "cuda"
-    rates = target_named(target).rates if target else CUDA if is_gpu else CPU
-    device_type = "cuda" if target else mesh.device_type
-    return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:

@@ -30,6 +30,7 @@ from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
+from .loss import LossFunction, LossModel
 from .options import Options
 from .page.page import ShownPlan
 from .passes.context import Context
@@ -48,7 +49,6 @@ from .passes.rank import (
 from .passes.stages import limit_bytes
 from .passes.state import OnMesh, Subject, between, run
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
-from .training_step import LossFunction, LossModel
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6

@@ -28,12 +28,11 @@ from .compile_record import (
     CompileRecord,
     PartRecord,
     PassRecord,
-    not_shared_lines,
     part_lines,
-    reuse_table,
 )
 from .page.page import compile_page
 from .page.write import write_page
+from .reuse_table import not_shared_lines, reuse_table
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 

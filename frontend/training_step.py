@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import nn
 from ..autodiff.training_program import ORDERS, NotUpdatedError, Order
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.torch_native import Move, address_in
-from ..backend.run.planned import Lease, PlannedProgram
+from ..backend.run.leases import Lease
+from ..backend.run.planned import PlannedProgram
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
@@ -41,12 +41,11 @@ from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
 from .guards.guard import Inputs
+from .loss import LossFunction, LossModel
 from .options import Batching, Boundaries, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
-
-LossFunction = Callable[[Any], torch.Tensor]
 
 
 @without_torchs
@@ -548,61 +547,3 @@ def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
     """Returns the tensor whose parts these are."""
     base = parts[0]
     return base if len(parts) == 1 else torch.as_strided(base, like.shape, base.stride())
-
-
-class LossModel(nn.Module):
-    """A model and its loss as one module with the model's own parameter names."""
-
-    is_around_a_model = True
-    _loss_fn: LossFunction | None
-
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
-        super().__init__()
-        for table in ("_parameters", "_buffers"):
-            self.__dict__[table] = {}
-        self.model = model
-        _check_takes_output(loss_fn)
-        self.__dict__["_loss_fn"] = loss_fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the scalar loss."""
-        output = self.model(*args, **kwargs)
-        loss_fn = self._loss_fn
-        loss = loss_fn(output) if loss_fn is not None else loss_of(output)
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise PlanError(
-                f"The loss must be a scalar tensor, not {shape}. Pass loss_fn=, which computes it "
-                "from the model's output."
-            )
-        if loss.is_complex():
-            raise PlanError(f"The loss must be real, not {loss.dtype}. Take .real or .abs() of it.")
-        return loss
-
-
-def _check_takes_output(loss_fn: LossFunction | None) -> None:
-    """Raises PlanError if a function of the user's cannot be called with the output alone."""
-    if loss_fn is None:
-        return
-    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):  # written in C: the call will tell
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        raise PlanError(
-            f"loss_fn{signature} is called with one argument, the model's output ({error}). Let "
-            "the model return what else the loss needs, as in loss_fn=lambda output: "
-            "cross_entropy(output[0], output[1])."
-        ) from None
-
-
-def loss_of(output: Any) -> Any:
-    """Returns the loss in what a model returned: itself, or its ``.loss``."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    return getattr(output, "loss", output)

@@ -27,14 +27,15 @@ from link_tree import ROOT
 # potentials, restore and a report's sentence (frontend +300),
 # numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230),
 # stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
-# (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4).
+# (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
+# files of one idea (frontend +55, backend +22).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (26_362, 96),
+    "frontend": (26_414, 99),
     "reuse": (8_525, 30),
     "autodiff": (6_349, 22),
     "recompute": (1_272, 6),
     "pipeline_parallel": (8_079, 29),
-    "backend": (12_242, 42),
+    "backend": (12_264, 43),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -605,6 +605,26 @@ def test_a_symbol_has_the_number_that_an_environment_gives_it() -> None:
     assert floor.is_Function and str(floor(symbol, 2)) == "(s412//2)"
 
 
+def test_an_environment_is_told_where_a_symbol_becomes_a_number() -> None:
+    told: list[tuple[Any, Any]] = []
+
+    class Told(resolve(f"{SYMBOLS}.ShapeEnv")):  # type: ignore[misc]
+        def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+            told.append((a, tgt))
+            super()._set_replacement(a, tgt, msg)
+
+    env = Told()
+    symbol, other = symbol_of(env, "a"), symbol_of(env, "b")
+    source = resolve("torch._dynamo.source.ConstantSource")
+    first, second = (
+        env.create_symintnode(s, hint=8, source=source(str(s))) for s in (symbol, other)
+    )
+    assert first + 1 > 3 and not told  # a question that leaves it open
+    assert int(first) == 8
+    assert {*told} == {(symbol, 8)} and told[0][1].is_number
+    assert second == first and (other, 8) in told
+
+
 def test_sizes_are_made_of_expressions_and_traced_as_inputs() -> None:
     env = new_environment(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
     symbol = symbol_of(env)

@@ -148,7 +148,7 @@ def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
 
 def arenas() -> int:
     """The arenas alive in this process."""
-    from lazyinline.backend.run.planned import Lease
+    from lazyinline.backend.run.leases import Lease
 
     return len({id(x.arena) for x in gc.get_objects() if type(x) is Lease})
 

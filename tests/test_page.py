@@ -19,7 +19,7 @@ from torch.utils.benchmark import Measurement
 import lazyinline
 from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
-from lazyinline.frontend.compile_record import Memory, reuse_table
+from lazyinline.frontend.compile_record import Memory
 from lazyinline.frontend.measure import Errors
 from lazyinline.frontend.page import arena, write
 from lazyinline.frontend.page.arena import arena_section
@@ -32,6 +32,7 @@ from lazyinline.frontend.page.write import (
     times_less,
     write_page,
 )
+from lazyinline.frontend.reuse_table import reuse_table
 from lazyinline.reuse.ir.printer import bytes_text, flops_text, seconds_text
 
 ASSETS = pathlib.Path(write.__file__).parent / "assets"

@@ -11,13 +11,13 @@ from decoders import DecoderBlock, llama
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.compiler import PASSES
+from lazyinline.frontend.loss import LossModel
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import Splitting, started
 from lazyinline.frontend.passes.state import Subject, run
-from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action, ActionTable
 from lazyinline.pipeline_parallel.plan import simulate
 from lazyinline.pipeline_parallel.rank_order import Boundaries, RankOrder, rank_order

@@ -15,7 +15,7 @@ import lazyinline
 from lazyinline.backend.kernels import lower
 from lazyinline.backend.kernels.torch_attention import scratch_bytes
 from lazyinline.backend.launches.kernel_list import Launch, View
-from lazyinline.backend.run.planned import Lease
+from lazyinline.backend.run.leases import Lease
 from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures

@@ -11,10 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -25,7 +23,6 @@ from ...reuse.ir.leaf import called_without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
-from ...reuse.process import ProcessLock
 from ...reuse.torch_names import version_of
 from ..arena.arena import ALIGNMENT
 from ..gpu.roofline import with_streams
@@ -53,11 +50,7 @@ from ..link.placement import (
 )
 from ..link.program_writer import CodeWriter, host_base
 from ..link.torch_generated import Memory, Runner, as_predicted, profiled
-
-_MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
-_NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
-
-_address_of = torch.Tensor.data_ptr
+from .leases import Arena, Arenas, Lease, address_of
 
 
 class PlannedProgram:
@@ -130,7 +123,7 @@ class PlannedProgram:
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
-        self._arenas, self._key = _Arenas(), object()
+        self._arenas, self._key = Arenas(), object()
         self._numbers = PLAIN
 
     def at(self, numbers: Numbers) -> PlannedProgram:
@@ -241,7 +234,7 @@ class PlannedProgram:
         self.check_is_here()
         # What is bound keeps its memory alive, so an address means one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
-        addresses = list(map(_address_of, tensors))
+        addresses = list(map(address_of, tensors))
         arenas = self._arenas
         with arenas.lock:
             if addresses != arenas.addresses:
@@ -281,12 +274,12 @@ class PlannedProgram:
             arenas.use.end()
             # An arena that is bound to other tensors than the present ones is of no use again.
             if lease.addresses == arenas.addresses and lease.has_its_arena():
-                home = lease.home or _Arena(lease.arena, lease.others)
+                home = lease.home or Arena(lease.arena, lease.others)
                 home.bound[self._key] = lease.owned_by(None)
                 arenas.idle.append(home)
             del arenas.idle[arenas.use.num_idle_kept :]
 
-    def _bound(self, tensors: list[torch.Tensor], known: _Arena | None = None) -> Lease:
+    def _bound(self, tensors: list[torch.Tensor], known: Arena | None = None) -> Lease:
         size, device = max(self.arena_bytes, 64), self._tools.place.device
         try:
             if known is not None:
@@ -396,7 +389,7 @@ class PlannedProgram:
             runners = [self._as_graph(runner) for runner in runners]
         if self._results == "copied":
             runners = [_at_one_place(runner, held) for runner in runners]
-        return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None, others)
+        return Lease(arena, tuple(runners), held, list(map(address_of, tensors)), None, others)
 
     def _as_graph(self, runner: Runner) -> Runner:
         """Returns what captures a part at its second run, and replays it then.
@@ -437,141 +430,6 @@ def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:
         return kept
 
     return run
-
-
-class _Use:
-    """Counts the arenas in use now and lately: so many are kept when they are idle.
-
-    A spell of use begins with the first lease and ends when all are given back.
-    """
-
-    def __init__(self) -> None:
-        self._num_leased = self._most = 0
-        self._spells: deque[int] = deque(maxlen=_NUM_SPELLS)
-
-    def begin(self) -> None:
-        self._num_leased += 1
-        self._most = max(self._most, self._num_leased)
-
-    def end(self) -> None:
-        self._num_leased -= 1
-        if not self._num_leased:
-            self._spells.append(self._most)
-            self._most = 0
-
-    @property
-    def num_idle_kept(self) -> int:
-        """Returns the number of idle arenas that are worth their memory."""
-        lately = max((self._most, *self._spells))
-        return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
-
-
-@dataclass(frozen=True)
-class _Arena:
-    """An arena in which nobody runs, and what is bound in it, by shape."""
-
-    memory: torch.Tensor
-    others: Mapping[torch.device, torch.Tensor]
-    bound: dict[object, Lease] = field(default_factory=dict)
-
-
-class _Arenas:
-    """The arenas of a program, in which it runs with the numbers of any shape.
-
-    Attributes:
-        addresses: of the tensors that are bound in idle ones.
-        idle: those in which nobody runs.
-        use: how many are in use.
-        lock: collecting garbage inside may give a lease back.
-    """
-
-    def __init__(self) -> None:
-        self.addresses: list[int] = []
-        self.idle: list[_Arena] = []
-        self.use = _Use()
-        self.lock = ProcessLock()
-        self._pinned: tuple[Callable[[], torch.Tensor | None], int, object] | None = None
-
-    def taken(self, key: object) -> _Arena | None:
-        """Returns an idle arena, one in which a shape is bound if there is one."""
-        bound = (i for i, arena in enumerate(self.idle) if key in arena.bound)
-        return self.idle.pop(next(bound, -1)) if self.idle else None
-
-    def forget(self, key: object) -> None:
-        """Drops what is bound for a shape, and arenas in which none is."""
-        for arena in self.idle:
-            arena.bound.pop(key, None)
-        self.idle[:] = [arena for arena in self.idle if arena.bound]
-        if not self.idle:
-            self.addresses = []
-
-    def pin(self, arena: torch.Tensor, key: object) -> None:
-        """Notes where results lie until the next run, of whatever shape."""
-        self._pinned = weakref.ref(arena), arena.data_ptr(), key
-
-    def pinned_by_others(self, key: object) -> tuple[torch.Tensor] | None:
-        """Returns the arena of another shape in which results lie, if it is whole."""
-        made, start, owner = self._pinned or (lambda: None, 0, key)
-        arena = made() if owner is not key else None
-        if arena is None or arena.data_ptr() != start:
-            return None
-        return (arena,) if arena.untyped_storage().nbytes() >= arena.numel() else None
-
-
-class Lease:
-    """One arena in use: its runners work in it until it is released or dropped."""
-
-    __slots__ = ("_owner", "_starts", "addresses", "arena", "home", "others", "runners", "tensors")
-
-    def __init__(
-        self,
-        arena: torch.Tensor,
-        runners: tuple[Runner, ...],
-        tensors: list[torch.Tensor],
-        addresses: list[int],
-        owner: PlannedProgram | None,
-        others: Mapping[torch.device, torch.Tensor] | None = None,
-        home: _Arena | None = None,
-    ) -> None:
-        self.arena, self.home = arena, home
-        self.others = others or {}
-        self._starts = [memory.data_ptr() for memory in self._arenas()]
-        self.runners = runners
-        self.tensors = tensors
-        self.addresses = addresses
-        self._owner = owner
-
-    def owned_by(self, owner: PlannedProgram | None, home: _Arena | None = None) -> Lease:
-        """Returns a lease on the same arena that gives it back to this program."""
-        bound = (self.arena, self.runners, self.tensors, self.addresses)
-        return Lease(*bound, owner, self.others, home)
-
-    def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors are where they were when the arena was bound."""
-        return list(map(_address_of, tensors)) == self.addresses
-
-    def has_its_arena(self) -> bool:
-        """Whether the arena is where it was bound, and whole: operators of the user's see it."""
-        return all(
-            memory.data_ptr() == start and memory.untyped_storage().nbytes() >= memory.numel()
-            for memory, start in zip(self._arenas(), self._starts, strict=True)
-        )
-
-    def _arenas(self) -> list[torch.Tensor]:
-        return [self.arena, *self.others.values()]
-
-    def hand_over(self) -> None:
-        """Leaves the arena to another lease on it."""
-        self._owner = None
-
-    def release(self) -> None:
-        """Gives the arena back to its program."""
-        owner, self._owner = self._owner, None
-        if owner is not None:
-            owner.release(self)
-
-    def __del__(self) -> None:
-        self.release()
 
 
 Graph: TypeAlias = Literal["keep", "free"]

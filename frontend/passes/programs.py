@@ -37,7 +37,7 @@ from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.assemble import OutputTree
 from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
-from ..compile_record import nothing_shared
+from ..reuse_table import nothing_shared
 from ..tracing.frames import model_name
 from .state import Compilation, GoalKind, State, compile_pass
 

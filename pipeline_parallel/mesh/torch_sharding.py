@@ -257,7 +257,7 @@ class _Sharding(torch.fx.Interpreter):
     def _sum_operands(self, node: torch.fx.Node) -> None:
         """Sums over ranks what the operator cannot take in parts."""
         held = [self.env[n] for n in node.all_input_nodes]
-        if not any(isinstance(t, DTensor) and _is_partial(t) for t in held):
+        if not any(map(_is_partial, held)):
             return
         if self._takes_parts(node):
             return
@@ -585,7 +585,7 @@ class _Sharding(torch.fx.Interpreter):
 
 
 def _split_dim(placement: Any) -> int:
-    """Returns the dimension that a placement splits; -1 where it splits none."""
+    # -1 where it splits none.
     return placement.dim if isinstance(placement, Shard) else -1
 
 

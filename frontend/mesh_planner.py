@@ -1,0 +1,125 @@
+"""What finds the plan of a step over a mesh: one by hand, with pins, or the cheapest there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ..autodiff.training_program import StepProgram
+from ..backend.gpu.targets import target_named
+from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.plan import MeshPlan
+from ..recompute.planner import POLICIES, Budget
+from ..reuse import torch_pytree
+from ..reuse.errors import PlanError
+from ..reuse.evidence.module_state import walk_modules
+from ..reuse.ir.costs import CPU, CUDA, Rates
+from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
+from .loss import LossModel
+from .marks import shard_mark
+from .options import Options
+from .passes.numbers import note_examples
+from .passes.programs import tensor_name
+from .passes.state import (
+    Judge,
+    Planner,
+    Subject,
+)
+
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from ..pipeline_parallel.mesh.layouts import Axis
+
+
+def planner_of(
+    subject: Subject,
+    mesh: Any,
+    plan: Mapping[str, Any] | Literal["auto"] | None,
+    memory_bytes_per_rank: int | None,
+    options: Options,
+    links: Links | None,
+) -> Planner:
+    """Returns what says how a step lies on a mesh."""
+    from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
+
+    if isinstance(options.recompute, Budget):
+        raise PlanError(
+            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
+            'mesh takes recompute="selective" or "full".'
+        )
+    assert isinstance(subject.model, LossModel)
+    modules = [(path, module) for path, module in walk_modules(subject.model.model)]
+    marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
+    if plan == "auto":
+        pins = pinned(modules, mesh, marks)
+        return partial(_found, mesh, memory_bytes_per_rank, options, pins, links)
+    if memory_bytes_per_rank is not None or links is not None:
+        raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
+    if not isinstance(plan, Mapping | None):
+        raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
+    leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    given = given_plan(modules, mesh, plan or {}, marks, tensors)
+    return partial(_given, given, all_names(modules))
+
+
+def _given(
+    plan: MeshPlan,
+    names: Mapping[str, Sequence[str]],
+    make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
+) -> MeshPlan:
+    """Returns a plan by hand, its joint projections split in each."""
+    from ..pipeline_parallel.mesh.given import with_joint_projections
+
+    def names_of(source: str) -> Sequence[str]:
+        return names[tensor_name(source)]
+
+    return with_joint_projections(plan, lambda: _with_examples(make_step("")), names_of)
+
+
+def _with_examples(step: StepProgram) -> StepProgram:
+    """Returns a step whose nodes have examples, which leaves from the cache have not."""
+    for closure in walk_closures(step.program):
+        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
+            note_examples(closure)
+    return step
+
+
+def _found(
+    mesh: Any,
+    memory_bytes_per_rank: int | None,
+    options: Options,
+    pins: Mapping[str, tuple[int, Any]],
+    links: Links | None,
+    make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
+) -> MeshPlan:
+    """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
+    from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
+
+    rates, axes = rates_of(mesh, options, links)
+
+    def plan_of(policy: RecomputeMark) -> FoundPlan:
+        step = _with_examples(make_step(policy))
+        own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
+        memory = memory_bytes_per_rank
+        found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+        lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
+        plan = replace(found.plan, parameters=lies)
+        return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
+
+    return cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ()).plan
+
+
+def rates_of(mesh: Any, options: Options, links: Links | None) -> tuple[Rates, Sequence[Axis]]:
+    """Returns the rates of a rank's device, and of the dimensions of a mesh."""
+    from ..pipeline_parallel.mesh.planner import axes_of_mesh
+
+    target, is_gpu = options.target, mesh.device_type == "cuda"
+    rates = target_named(target).rates if target else CUDA if is_gpu else CPU
+    device_type = "cuda" if target else mesh.device_type
+    return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
