@@ -111,7 +111,7 @@ PASSES = (
 """All passes, in order. A goal leaves out those that are for others."""
 
 CONTENTS: dict[GoalKind, OnContents] = {"module": "keep", "step": "drop"}
-"""What becomes of what a forward leaves in its arguments and modules; else it is refused."""
+"""Whether contents left in arguments and modules are kept or dropped; other goals refuse them."""
 
 GOALS: dict[GoalKind, str] = {
     "module": "a module that is called (lazyinline.compile)",

@@ -1,4 +1,4 @@
-"""What finds the plan of a step over a mesh: one by hand, with pins, or the cheapest there is."""
+"""Finds the plan of a step over a mesh: one by hand, with pins, or the cheapest there is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planner_of(
     options: Options,
     links: Links | None,
 ) -> Planner:
-    """Returns what says how a step lies on a mesh."""
+    """Returns the planner of a step: by hand, with pins, or the cheapest plan."""
     from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
 
     if isinstance(options.recompute, Budget):

@@ -189,7 +189,7 @@ class _ExternKernels:
 
 @dataclass(frozen=True)
 class Traced:
-    """What runs in place of a leaf whose numbers remember how they were computed.
+    """Holds a leaf of traced sizes, which runs in place of one whose numbers remember their making.
 
     Attributes:
         leaf: the same with sizes that PyTorch computes with.

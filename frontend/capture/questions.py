@@ -21,7 +21,7 @@ from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked of the inputs of a call.
+    """Holds a question that the forward asks of the inputs of a call.
 
     Attributes:
         source: the user's line.

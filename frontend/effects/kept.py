@@ -1,4 +1,4 @@
-"""What a forward leaves in its arguments and its modules, left there again by each call.
+"""Leaves in arguments and modules, at each call, the contents that the forward leaves there.
 
 Potentials fill the dictionary that they are given, and return it; models keep what they computed in
 an attribute, for who looks at it later. Such contents are results of the program like others. Each
@@ -73,7 +73,7 @@ class AttributePlace:
 
 @dataclass(frozen=True)
 class Kept:
-    """What calls do besides returning a result.
+    """Holds the places that a call fills besides returning a result.
 
     Attributes:
         places: where contents are left, in their order.

@@ -15,7 +15,7 @@ from .transforms import compiled, renamed
 
 
 class EnergyAndForces(NamedTuple):
-    """What a potential gives for some atoms, in the model's own units.
+    """Holds energy, forces and virial of some atoms, in the model's own units.
 
     Attributes:
         energy: as the model returns it: one number, or one for each structure.

@@ -158,7 +158,7 @@ def _plain(number: int) -> int:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was computed, for the sizes of one shape."""
+    """Holds the numbers that were computed for the sizes of one shape."""
 
     computed: Sequence[int] = ()
 
