@@ -19,6 +19,7 @@ from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recom
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import PASSES, made_by
+from lazyinline.frontend.loss import LossModel
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.page import ShownPlan, plan_page
@@ -29,7 +30,6 @@ from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.report import CompileReport
-from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.actions import ActionTable
 from lazyinline.pipeline_parallel.plan import PipelinePlan
 from lazyinline.pipeline_parallel.stage_derivative import StageDerivative

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
-from lazyinline.frontend import parallel
+from lazyinline.frontend import mesh_planner
 from lazyinline.reuse.ir.costs import Rates
 
 HERE = "test_parallel_processes"
@@ -40,7 +40,7 @@ def draw_as_one_process(rank: int, folder: pathlib.Path) -> list[str]:
         ({"tensor": 2}, "auto"),
     )
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
-    with mock.patch.object(parallel, "CPU", Rates(2e6, 8e6)):
+    with mock.patch.object(mesh_planner, "CPU", Rates(2e6, 8e6)):
         wrong = [
             far_off(tiny(dropout=0.4), mesh_of(**axes), plan, backend="eager")
             for axes, plan in runs
