@@ -448,6 +448,16 @@ def test_vector_units_are_asked_for_by_loading_an_object() -> None:
 PROPERTIES = f"{INDUCTOR}.runtime.hints.DeviceProperties"
 
 
+@contract("torch._C: _cuda_clearCublasWorkspaces? _cuda_endAllocateToPool? _cuda_releasePool?")
+def test_a_capture_lets_go_of_what_libraries_and_its_pool_hold() -> None:
+    has_cuda = torch.version.cuda is not None
+    for name in ("clearCublasWorkspaces", "endAllocateToPool", "releasePool"):
+        assert hasattr(torch._C, f"_cuda_{name}") == has_cuda
+    public = "capture_begin capture_end pool replay"
+    assert all(hasattr(torch.cuda.CUDAGraph, name) for name in public.split())
+    assert all(hasattr(torch.Generator, f"{n}_state") for n in ("clone", "graphsafe_set"))
+
+
 @contract(
     f"{INDUCTOR}.utils",
     f"{INDUCTOR}.inductor_prims",

@@ -20,11 +20,10 @@ from large_models import compile_large, large_page
 from models import Around
 from stream_orders import move_to
 from torch import nn
-from torch._inductor.runtime import triton_heuristics
 
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
-from lazyinline.backend.gpu.torch_triton import TritonKernel, triton_kernel
+from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.placement import Place, check_tensors_aligned
@@ -331,22 +330,6 @@ def test_a_planned_step_is_captured_once_and_replayed() -> None:
     assert step.stats.why_no_graph == ""
 
 
-def test_a_step_that_cannot_be_captured_runs_its_launches_and_says_why() -> None:
-    step, args = small_step(backend="eager")
-    expected = step(*args).clone()
-    entry = step._entries.first
-    move_to(entry._compiled.runner, Place(graphs="captured"))
-
-    def capture(run: Any, device: torch.device) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    entry._compiled.runner._capture = capture
-    entry.rest()
-    for _ in range(2):
-        torch.testing.assert_close(step(*args), expected)
-    assert "not permitted" in step.stats.why_no_graph
-
-
 def test_what_copies_misaligned_inputs_is_seen_through() -> None:
     from torch._inductor.utils import align_inputs_from_check_idxs
 
@@ -357,25 +340,3 @@ def test_what_copies_misaligned_inputs_is_seen_through() -> None:
     assert aligned is not generated
     assert torch_recorder._function_of(aligned) == (None, generated)
     assert not torch_recorder.can_record(lambda inputs: generated(inputs))
-
-
-def test_kernels_of_a_gpu_that_is_here_are_launched_on_its_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a stand-in for Inductor's tuner, and for the stream."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    launched = []
-
-    class Tuner(triton_heuristics.CachingAutotuner):
-        def __init__(self) -> None:
-            """Nothing of Inductor's."""
-
-        def run(self, *args: Any, stream: int) -> None:
-            launched.append((args, stream))
-
-    kernel = triton_kernel(Tuner())
-    assert kernel is not None
-    tensor = torch.zeros(3)
-    kernel(tensor, 3)
-    assert launched == [((tensor, 3), 7)]
-    assert triton_kernel(len) is None

@@ -1,4 +1,4 @@
-"""GPUs that programs are compiled for, in one small table; streams on one, and CUDA graphs.
+"""GPUs that programs are compiled for, in one small table.
 
 The numbers are those of the SXM boards. Of the throughputs the dense ones are given: data sheets
 also print those with structured sparsity, which are twice as high.
@@ -6,12 +6,7 @@ also print those with structured sparsity, which are twice as high.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -134,71 +129,3 @@ def target_named(name: str) -> Target:
         f"target={name!r} is unknown; there are {names}. Without a target a model is compiled for "
         "the device that its parameters are on."
     )
-
-
-Run: TypeAlias = Callable[[], list[torch.Tensor]]
-Capture: TypeAlias = Callable[[Run, torch.device], Run]
-"""Returns what runs the same and writes its results anew; runs nothing itself."""
-
-
-def run_before_capture(run: Run, device: torch.device) -> list[torch.Tensor]:
-    """Runs on the stream of captures: PyTorch and its libraries set up what they keep for each."""
-    if device.type == "cpu":
-        return run()
-    with torch.cuda.device(device):
-        stream = _stream(device, "capture")
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            results = run()
-        torch.cuda.current_stream().wait_stream(stream)
-    return results
-
-
-def capture_graph(run: Run, device: torch.device) -> Run:
-    """Captures what ``run`` launches as a CUDA graph: the CPU names each launch but once.
-
-    It must launch on this device alone, and read nothing back; it does not run here. It has run
-    before, by :func:`run_before_capture`.
-    (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)
-
-    Raises:
-        RuntimeError: if it does what a graph cannot hold.
-    """
-    with torch.cuda.device(device):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=_stream(device, "capture")):
-            results = run()
-
-    def replay() -> list[torch.Tensor]:
-        with torch.cuda.device(device):
-            graph.replay()
-        return results
-
-    return replay
-
-
-def streams_on(device: torch.device) -> dict[str, Any]:
-    """Returns what a generated function calls for two streams; a CPU has one, which is both."""
-    if device.type == "cpu":
-        return {"current_stream": _InOrder, "second": _InOrder(), "beside": nullcontext}
-    return {
-        "current_stream": partial(torch.cuda.current_stream, device),
-        "second": _stream(device, "second"),
-        "beside": torch.cuda.stream,
-    }
-
-
-@functools.cache
-def _stream(device: torch.device, use: Literal["second", "capture"]) -> torch.cuda.Stream:
-    """Returns one stream for all programs: for each PyTorch keeps memory that cuBLAS works in."""
-    return torch.cuda.Stream(device)
-
-
-class _InOrder:
-    """Stands for a stream where launches run as they are called."""
-
-    def record_event(self) -> None:
-        """Does nothing: all that was launched has run."""
-
-    def wait_event(self, event: None) -> None:
-        """Does nothing: there is nothing to wait for."""

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from unittest import mock
@@ -152,7 +152,10 @@ class LoadedKernel:
     def __call__(self, *args: Any) -> None:
         """Launches it on the device of its first tensor."""
         device = next(a for a in args if isinstance(a, torch.Tensor)).device
-        self._tuner.run(*args, stream=self._stream_of(device.index))
+        # A kernel is loaded into the present device, whose streams alone take it.
+        is_there = device.index == torch.cuda.current_device()
+        with nullcontext() if is_there else torch.cuda.device(device):
+            self._tuner.run(*args, stream=self._stream_of(device.index))
 
 
 @dataclass(frozen=True, slots=True)

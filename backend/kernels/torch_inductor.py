@@ -30,7 +30,7 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from ...autodiff.traces.torch_partition import copy_graph
-from ...reuse.errors import LazyInlineError
+from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType, strides_that_matter
@@ -235,6 +235,9 @@ def _corrections() -> Iterator[None]:
         yield
 
 
+_MEASURED = ("max_autotune", "max_autotune_gemm", "benchmark_fusion", "triton.multi_kernel")
+
+
 def write_gpu_leaves(
     modules: Sequence[torch.fx.GraphModule], on_written: Callable[[], None]
 ) -> list[BoxedCallable]:
@@ -244,6 +247,12 @@ def write_gpu_leaves(
     """
     import torch._inductor.config as config
 
+    measuring = [name for name in _MEASURED if config.get_config_copy().get(name)]
+    if measuring:
+        raise PlanError(
+            f"Inductor's {', '.join(measuring)} would have kernels measured on a GPU, and target= "
+            "compiles for one that is not here. Switch that off for it."
+        )
     written = []
     # In one thread of this process, where the patches are; tuning would need the device.
     plain = config.patch({"compile_threads": 1, "triton.autotune_at_compile_time": False})

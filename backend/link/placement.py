@@ -16,7 +16,7 @@ place where a program runs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +25,7 @@ import torch
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import reach
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, IntArray, lower_bound
 from ..gpu.targets import Target
@@ -316,11 +317,31 @@ def check_aligned(layout: Layout, kernel_lists: Mapping[Leaf, KernelList]) -> No
 
 def _unaligned(layout: Layout) -> Iterator[tuple[PlacedLaunch, View]]:
     for placed in (placed for part in layout.parts for placed in part.launches):
-        aligned = aligned_arguments(placed.launch.function)
-        for position in aligned.intersection(range(len(placed.launch.args))):
-            view = placed.launch.args[position]
-            if isinstance(view, View) and placed.place(view).offset_bytes % WIDEST_LOAD_BYTES:
+        for view in _loaded_wide(placed):
+            if placed.place(view).offset_bytes % WIDEST_LOAD_BYTES:
                 yield placed, view
+
+
+def _loaded_wide(placed: PlacedLaunch) -> Iterator[View]:
+    """Yields the operands of a launch of which it loads several elements at once."""
+    aligned = aligned_arguments(placed.launch.function)
+    for position in aligned.intersection(range(len(placed.launch.args))):
+        view = placed.launch.args[position]
+        if isinstance(view, View):
+            yield view
+
+
+def loaded_wide(launches: Iterable[PlacedLaunch]) -> set[int]:
+    """Returns the instances of which GPU kernels load several elements at once."""
+    return {one.bases[view.buffer][0] for one in launches for view in _loaded_wide(one)}
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor where GPU kernels can load it: a copy, in the same layout, if need be."""
+    if not tensor.data_ptr() % WIDEST_LOAD_BYTES:
+        return tensor
+    whole = tensor.as_strided((reach(tensor.shape, tensor.stride()),), (1,)).clone()
+    return whole.as_strided(tensor.shape, tensor.stride())
 
 
 def check_tensors_aligned(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:

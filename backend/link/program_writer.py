@@ -22,7 +22,7 @@ import torch
 from ...reuse.ir.size_tape import Size
 from ..launches.kernel_list import ENTRY, NativeOp, Stream, View
 from .layout import Layout, Part, Placed, PlacedLaunch
-from .placement import Overlay
+from .placement import Overlay, aligned, loaded_wide
 from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout, view_of
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
@@ -79,6 +79,7 @@ class CodeWriter:
         self._locals: dict[int, Placed] = {}
         self._local_names: dict[int, list[str]] = {}
         self._local_slots: dict[int, int] = {}
+        self._handed_back: dict[Placed, str] = {}
         self._starts: dict[tuple[int, torch.dtype, int], str] = {}
         self._lines: list[str] = []
         self._native_start = 0
@@ -106,7 +107,7 @@ class CodeWriter:
         self._write_events(self._events.end())
         self._flush()
         self._enter("")
-        outputs = [self._name(p) for p in self._returned]
+        outputs = [self._handed_back.get(p) or self._name(p) for p in self._returned]
         outputs += [self._name(self._locals[i]) for i in self._extra[1]]
         self._lines.append(f"  return [{', '.join(outputs)}]")
         self._code.source = "\n".join(self._lines) + "\n"
@@ -165,10 +166,25 @@ class CodeWriter:
         if names:
             self._lines.append(f"  {', '.join(names)}, = inputs")
         self._lines.append("  inputs.clear()")
+        self._align_inputs([self._part.inputs[index] for index in self._code.inputs])
         for instance_index in self._extra[1]:
             if instance_index in self._overlay.hosts:
                 self._make_result(instance_index, self._handed_base(instance_index))
         self._make_results_of_second()
+
+    def _align_inputs(self, given: Sequence[Placed]) -> None:
+        """Writes what copies inputs that begin where a GPU kernel cannot load them."""
+        if self._layout.runs == "native":
+            return
+        wide = loaded_wide(self._part.launches)
+        for instance in [placed.instance for placed in given if placed.instance in wide]:
+            base = self._locals[instance]
+            name = self._names[base]
+            for placed in self._returned:  # what is returned of an input is the user's own memory
+                if placed.instance == instance and placed not in self._handed_back:
+                    self._handed_back[placed] = handed = f"h{len(self._handed_back)}"
+                    self._lines.append(f"  {handed} = {self._view(name, base, placed)}")
+            self._lines.append(f"  {name} = {self._constant(aligned)}({name})")
 
     def _make_results_of_second(self) -> None:
         """Allocates first what launches on the second stream make for the user."""
@@ -394,12 +410,17 @@ class CodeWriter:
         base = self._base(placed)
         if base == placed:
             return self._names[base]
-        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
-        view, dtype = self._constant(view_of), self._constant(placed.dtype)
-        args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
-        self._lines.append(f"  {name} = {view}({args})")
+        self._lines.append(f"  {name} = {self._view(self._names[base], base, placed)}")
         self._local_names.setdefault(placed.instance, []).append(name)
         return name
+
+    def _view(self, name: str, base: Placed, placed: Placed) -> str:
+        """Returns what makes a view of a tensor of some name; itself, if it is the same."""
+        if base == placed:
+            return name
+        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
+        view, dtype = self._constant(view_of), self._constant(placed.dtype)
+        return f"{view}({name}, {placed.shape}, {placed.stride}, {offset}, {dtype})"
 
     def _base(self, placed: Placed) -> Placed:
         """Returns the local tensor that a view starts from, made here if the user gets it."""

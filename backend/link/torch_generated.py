@@ -24,7 +24,7 @@ from ...reuse.ir.size_tape import Numbers, Size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
 from ..arena.live_ranges import IntArray
-from ..gpu.targets import streams_on
+from ..gpu.torch_graph import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list, torch_native
 from ..launches.torch_native import no_address

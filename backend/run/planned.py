@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
 from ..arena.arena import ALIGNMENT
 from ..gpu.roofline import with_streams
-from ..gpu.targets import Capture, Run, capture_graph, run_before_capture
+from ..gpu.torch_graph import Capture, Run, capture_graph
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
@@ -403,14 +404,19 @@ class PlannedProgram:
         def captured() -> Run:
             try:
                 replay = self._capture(lambda: runner([]), device)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 self.why_no_graph = str(error)
+                warnings.warn(
+                    f"A step is not one CUDA graph, so its launches run one by one: {error}",
+                    stacklevel=2,
+                )
                 return lambda: runner([])
             self.why_no_graph = ""
             return replay
 
-        first = partial(run_before_capture, lambda: runner([]), device)
-        runs = itertools.chain[Run]([first], itertools.repeat(lambda: captured()()))
+        runs = itertools.chain[Run]([lambda: runner([])], itertools.repeat(lambda: captured()()))
         return lambda inputs: next(runs)()
 
 

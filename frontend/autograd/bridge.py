@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +26,7 @@ from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
 from .torch_engine import (
     Aliases,
+    GeneratorStates,
     SavedTensors,
     are_batched,
     cotangent_like,
@@ -80,12 +81,12 @@ class FirstBackward:
     Attributes:
         gradients: of the program.
         outputs: those that had a cotangent.
-        drawn_from: the state of the random generator where the forward began, if it drew.
+        drawn_from: the random generators where the forward began, if it drew.
     """
 
     gradients: Gradients
     outputs: tuple[int, ...]
-    drawn_from: torch.Tensor | None
+    drawn_from: GeneratorStates | None
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -103,7 +104,8 @@ class FirstBackward:
         types = made.input_types[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
-        with torch.enable_grad(), _drawing_from(self.drawn_from):
+        drawn_from = self.drawn_from
+        with torch.enable_grad(), drawn_from.again() if drawn_from else contextlib.nullcontext():
             laid = list(map(cotangent_like, types, used))
             results = run([*inputs, *laid])
         return dict(zip(program.inputs, results, strict=True))
@@ -156,20 +158,6 @@ class FirstBackward:
             )
         )
         return [next(found) if x.requires_grad else None for x in operands]
-
-
-@contextlib.contextmanager
-def _drawing_from(state: torch.Tensor | None) -> Iterator[None]:
-    """Has the random numbers of a forward be drawn once more, and the next ones be as without."""
-    if state is None:
-        yield
-        return
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
 
 
 class _Gradients(torch.autograd.Function):
@@ -394,7 +382,7 @@ class Step:
     inputs: Sequence[torch.Tensor]
     prepared: Backward
     flight: Any = None
-    drawn_from: torch.Tensor | None = None
+    drawn_from: GeneratorStates | None = None
     used: tuple[int, ...] = ()
     others: Sequence[torch.Tensor] = ()
     _others_versions: Sequence[int | None] = ()
@@ -472,7 +460,7 @@ class _CompiledFunction(torch.autograd.Function):
         step.inputs = ()
         aliases = bridge.aliases
         if bridge.draws:
-            step.drawn_from = torch.get_rng_state()
+            step.drawn_from = GeneratorStates(x.device for x in inputs)
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight.foreign if step.flight is not None else ()

@@ -8,7 +8,7 @@ saved tensors and gradients that were handed out may have been changed by others
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,6 +187,39 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
     if same and not is_lazy(gradient):
         return gradient
     return type_.empty().copy_(gradient)
+
+
+class GeneratorStates:
+    """Holds the generators of random numbers as they are now.
+
+    Args:
+        devices: where numbers may be drawn, besides the CPU.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        # The numbers of a CUDA graph begin elsewhere in each replay.
+        self._is_captured = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+        gpus = () if self._is_captured else map(torch.cuda.get_rng_state, self._gpus)
+        self._states = [torch.get_rng_state(), *gpus]
+
+    def differ_from(self, others: GeneratorStates) -> bool:
+        """Whether something was drawn between the two."""
+        return not all(map(torch.equal, self._states, others._states))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it the same numbers are drawn once more; later ones are as without."""
+        if self._is_captured:
+            raise RuntimeError(
+                "A CUDA graph captured a forward that draws random numbers: what it drew cannot be "
+                "drawn again for its second derivative."
+            )
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._gpus, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
 
 
 class Aliases:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...reuse.errors import PlanError, door
+from ..autograd.torch_engine import GeneratorStates
 from ..tracing.torch_tracing import follower
 from .transforms import (
     ForwardMode,
@@ -153,7 +154,7 @@ class SameDraws:
 
     def __init__(self, device: torch.device) -> None:
         self.devices = [device] if device.type == "cuda" else []
-        self._start: list[torch.Tensor] | None = None
+        self._start: GeneratorStates | None = None
         self._has_drawn = False
 
     def among(self, product: LinearMap) -> LinearMap:
@@ -162,24 +163,17 @@ class SameDraws:
 
     def _run(self, product: LinearMap, directions: torch.Tensor) -> torch.Tensor:
         if self._start is None:
-            before = self._states()
+            before = GeneratorStates(self.devices)
             found = product(directions)
-            pairs = zip(before, self._states(), strict=True)
             # Asked once: where nothing is drawn, generators need not be put back at each product.
-            self._has_drawn = not all(torch.equal(one, other) for one, other in pairs)
+            self._has_drawn = before.differ_from(GeneratorStates(self.devices))
             self._start = before
             return found
         if not self._has_drawn:
             return product(directions)
         # Begun where the first product began, with the generators left as they were found.
-        with torch.random.fork_rng(self.devices):
-            torch.set_rng_state(self._start[0])
-            for device, state in zip(self.devices, self._start[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        with self._start.again():
             return product(directions)
-
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.devices)]
 
 
 Index = int | slice

@@ -1,0 +1,342 @@
+"""What would go wrong on a GPU, each with a stand-in for what only a GPU has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import decoders as models
+import pytest
+import torch
+from models import Around
+from stream_orders import move_to
+from torch import nn
+from torch._inductor import config
+from torch._inductor.runtime import triton_heuristics
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import lazyinline
+from lazyinline.backend.gpu.torch_graph import capture_graph
+from lazyinline.backend.gpu.torch_triton import TritonKernel, triton_kernel
+from lazyinline.backend.kernels.torch_corrections import settings
+from lazyinline.backend.link.placement import Place, aligned
+from lazyinline.backend.run.planned import Runtime
+from lazyinline.frontend.autograd import torch_engine
+from lazyinline.frontend.autograd.torch_engine import GeneratorStates
+
+TARGET = "cuda:sm_90"
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+SMALL = {"hidden": 32, "num_heads": 2, "vocab": 67, "seq": 16, "batch": 2}
+INVALID = "operation failed due to a previous error during capture"
+
+
+# ---- a capture that fails --------------------------------------------------------------------
+
+
+class StandIn:
+    """Stands for CUDA: a present stream, a generator, an allocator's pools, cuBLAS's memory.
+
+    Attributes:
+        log: what was asked of it, in order.
+        end_fails: whether the end of a capture raises.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.device, self.generator = "default", 0, "as it was"
+        self.log: list[str] = []
+        self.end_fails = False
+        log = self.log.append
+        fakes: dict[str, Any] = {
+            "CUDAGraph": lambda: self,
+            "Stream": lambda device: "its own",
+            "stream": lambda stream: self.present("stream", stream),
+            "device": lambda device: self.present("device", device.index),
+            "current_device": lambda: self.device,
+            "default_generators": [self, self],
+            "synchronize": lambda: log("synchronize"),
+            "empty_cache": lambda: log("empty_cache"),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        for name in ("clearCublasWorkspaces", "endAllocateToPool", "releasePool"):
+            noted = lambda *args, name=name: log(f"{name}{args}")  # noqa: E731
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", noted, raising=False)
+
+    @contextmanager
+    def present(self, what: str, value: Any) -> Iterator[None]:
+        before = getattr(self, what)
+        setattr(self, what, value)
+        try:
+            yield
+        finally:
+            setattr(self, what, before)
+
+    def clone_state(self) -> str:
+        return self.generator
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.generator = state
+
+    def capture_begin(self, *, capture_error_mode: str) -> None:
+        self.generator = "in a capture"
+        self.log.append(f"begin {capture_error_mode} on {self.stream}")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if self.end_fails:
+            raise RuntimeError(INVALID)
+        self.generator = "as it was"
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 7)
+
+    def replay(self) -> None:
+        self.log.append(f"replay on device {self.device}")
+
+
+GPU = torch.device("cuda", 1)
+
+
+def test_a_capture_is_of_its_thread_and_its_pool_holds_what_cublas_works_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of cuBLAS from before is let go of, and so is that from within: Inductor does both."""
+    cuda = StandIn(monkeypatch)
+    results = [torch.zeros(1)]
+    replay = capture_graph(lambda: results, GPU)
+    assert replay() is results
+    assert cuda.log == [
+        "synchronize",
+        "clearCublasWorkspaces()",
+        "empty_cache",
+        "begin thread_local on its own",
+        "end",
+        "clearCublasWorkspaces()",
+        "replay on device 1",
+    ]
+
+
+@pytest.mark.parametrize("end_fails", [True, False])
+def test_a_capture_that_fails_leaves_all_as_it_was(
+    end_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = StandIn(monkeypatch)
+    cuda.end_fails = end_fails
+
+    def run() -> list[torch.Tensor]:
+        assert (cuda.stream, cuda.device) == ("its own", 1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):  # and not what the end says of it
+        capture_graph(run, GPU)
+    assert (cuda.stream, cuda.device, cuda.generator) == ("default", 0, "as it was")
+    assert ("endAllocateToPool(1, (0, 7))" in cuda.log) == end_fails
+    assert ("releasePool(1, (0, 7))" in cuda.log) == end_fails
+
+
+def test_a_capture_whose_end_alone_fails_leaves_all_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = StandIn(monkeypatch)
+    cuda.end_fails = True
+    with pytest.raises(RuntimeError, match=INVALID):
+        capture_graph(list, GPU)
+    assert (cuda.stream, cuda.device, cuda.generator) == ("default", 0, "as it was")
+
+
+def captured_step(
+    capture: Callable[..., Any],
+) -> tuple[lazyinline.TrainingStep, tuple[Any, ...], torch.Tensor]:
+    """Returns a step that was run once, and is to be captured next."""
+    lazyinline.lazy_inline(models.DecoderBlock)
+    model, args = models.llama(2, **SMALL)
+    step = lazyinline.compile_step(model, backend="eager")
+    loss = step(*args).clone()
+    program = step._entries.first._compiled.runner
+    move_to(program, Place(graphs="captured"))
+    program._capture = capture
+    step._entries.first.rest()
+    step(*args)
+    return step, args, loss
+
+
+def test_a_step_whose_capture_fails_says_so_once_and_goes_on() -> None:
+    def capture(run: Any, device: torch.device) -> Any:
+        raise RuntimeError(INVALID)
+
+    step, args, loss = captured_step(capture)
+    with pytest.warns(UserWarning, match="not one CUDA graph.*" + INVALID) as said:
+        for _ in range(3):
+            torch.testing.assert_close(step(*args), loss)
+    assert len(said) == 1
+    assert step.stats is not None and INVALID in step.stats.why_no_graph
+
+
+def test_memory_that_is_short_in_a_capture_is_an_error() -> None:
+    def capture(run: Any, device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step, args, _ = captured_step(capture)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*args)
+
+
+# ---- where operands lie, and on which device -------------------------------------------------
+
+
+def test_what_begins_anywhere_is_copied_in_its_layout() -> None:
+    flat = torch.arange(24.0)
+    views = [flat, flat[4:], flat[1:], flat[1:].view(1, 23), flat[1:21].view(4, 5).t()[1:4, ::2]]
+    views += [flat[1:2].expand(3), flat[24:]]
+    for view in views:
+        found = aligned(view)
+        assert not found.data_ptr() % 16
+        assert torch.equal(found, view)
+        assert found.stride() == view.stride()
+        assert (found is view) == (not view.data_ptr() % 16)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("train", [False, True])
+def test_kernels_are_handed_what_they_can_load_and_users_get_their_own_memory(train: bool) -> None:
+    """The kernels of a GPU look at their operands, and compute nothing."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x.tanh()) * x.sigmoid())
+
+    def forward(layers: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return layers[0](x), x[1:]
+
+    compiled = lazyinline.compile(Around(forward, Block()), target=TARGET)
+    x = torch.randn(33)[1:].view(4, 8).requires_grad_(train)
+    assert x.data_ptr() % 16
+    refused = pytest.raises(lazyinline.PlanError, match="which is not here")
+    with refused, torch.set_grad_enabled(train):
+        compiled(x)
+    runtime = compiled.__dict__["_lazyinline_calls"].entries.first._compiled.runtime
+    assert isinstance(runtime, Runtime)
+    seen: list[int] = []
+
+    def load(kernel: TritonKernel) -> Callable[..., None]:
+        wide = kernel.aligned_arguments
+
+        def launch(*args: Any) -> None:
+            loaded = [a for i, a in enumerate(args) if i in wide and isinstance(a, torch.Tensor)]
+            seen.extend(a.data_ptr() % 16 for a in loaded)
+
+        return launch
+
+    place = runtime.program._tools.place
+    move_to(runtime.program, replace(place, missing="", device=torch.device("cpu"), load=load))
+    with torch.set_grad_enabled(train):
+        made, rest = compiled(x)
+    assert rest.data_ptr() == x[1:].data_ptr()
+    if train:
+        cotangent = torch.randn(33)[1:].view(4, 8)
+        made.backward(cotangent)
+    assert len(seen) > 4 and not any(seen)
+
+
+def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for Inductor's tuner, and for the stream."""
+    cuda = StandIn(monkeypatch)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index, raising=False
+    )
+    launched = []
+
+    class Tuner(triton_heuristics.CachingAutotuner):
+        def __init__(self) -> None:
+            """Nothing of Inductor's."""
+
+        def run(self, *args: Any, stream: int) -> None:
+            launched.append((args, stream, cuda.device))
+
+    kernel = triton_kernel(Tuner())
+    assert kernel is not None
+    assert triton_kernel(len) is None
+    for index in (1, 0):
+        meta = torch.empty(3, device="meta")
+        tensor = FakeTensor(FakeTensorMode(), meta, torch.device("cuda", index))
+        kernel(tensor, 3)
+        assert launched.pop() == ((tensor, 3), 7 + index, index)
+    assert cuda.device == 0
+
+
+# ---- random numbers, and settings ------------------------------------------------------------
+
+
+def test_a_second_derivative_draws_what_the_forward_drew_on_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.Generator()
+    is_captured = [False]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: gpu.set_state(state))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
+    states = GeneratorStates([GPU, torch.device("cpu"), GPU])
+
+    def draws() -> list[torch.Tensor]:
+        return [torch.rand(3), torch.rand(3, generator=gpu)]
+
+    first = draws()
+    assert states.differ_from(GeneratorStates([GPU]))
+    with states.again():
+        torch.testing.assert_close(draws(), first, rtol=0, atol=0)
+    after = draws()
+    with states.again():
+        draws()
+    assert not any(map(torch.equal, after, first)), "later draws go on as without"
+    is_captured[0] = True
+    captured = GeneratorStates([GPU])
+    with pytest.raises(RuntimeError, match="CUDA graph captured a forward"), captured.again():
+        pass
+
+
+def test_a_forward_notes_the_generators_of_all_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[list[torch.device]] = []
+
+    class Noted(GeneratorStates):
+        def __init__(self, devices: Any) -> None:
+            noted.append(list(devices))
+            super().__init__([])
+
+    monkeypatch.setattr(f"{torch_engine.__package__}.bridge.GeneratorStates", Noted)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    compiled = lazyinline.compile(model, backend="eager")
+    x = torch.randn(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert noted and all(set(devices) == {torch.device("cpu")} for devices in noted)
+
+
+def test_settings_of_a_user_do_not_make_graphs_inside_closures() -> None:
+    asked = {"triton.cudagraphs": True, "graph_partition": True}
+    with config.patch(asked), settings():
+        found = config.get_config_copy()
+    assert not any(found[name] for name in asked)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", ["max_autotune", "benchmark_fusion"])
+def test_what_would_measure_on_a_gpu_that_is_not_here_is_refused_by_name(name: str) -> None:
+    step = lazyinline.compile_step(
+        Around(lambda layers, x: layers[0](x).square().mean(), nn.Linear(4, 4)), target=TARGET
+    )
+    refused = pytest.raises(lazyinline.PlanError, match=f"Inductor's {name}")
+    with config.patch({name: True}), refused:
+        step(torch.randn(2, 4))
