@@ -16,9 +16,10 @@ from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded
 from ..reuse.process import own_places
 from .advise import advise
+from .bench import DEFAULT_LAYERS, bench, decoder, to_json
 from .fit import fit
 from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
-from .measure import DEFAULT_LAYERS, bench, decoder, measure, to_json
+from .measure import measure
 from .onnx.export import export_onnx
 from .options import Options
 from .page.page import measured_page
@@ -45,6 +46,7 @@ def run_bench(options: argparse.Namespace) -> None:
         train=not options.infer,
         micro_batches=micro_batches,
         backend=options.backend,
+        against=options.against,
     )
     if options.json is not None:
         options.json.write_text(to_json(reports), encoding="utf-8")

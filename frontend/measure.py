@@ -1,7 +1,7 @@
-"""``measure(model)`` and ``lazyinline bench``: what a compile saves, against eager, in one run.
+"""``measure(model)``: what a compile saves, against eager and ``torch.compile``, in one run.
 
 A copy of the model is compiled late and early, and both run against eager; the report is a table,
-JSON and a page. ``bench`` has a row for each number of layers.
+JSON and a page.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..backend.kernels import torch_inductor
 from ..backend.kernels.lower import BackendName
@@ -36,9 +36,9 @@ from .loss import LossModel, loss_of
 from .onnx.check import copied, gap
 from .options import Batching, Options
 from .page.page import measured_page
-from .page.write import about, error_text, write_page
+from .page.write import error_text, write_page
 from .passes.state import Goal, step_goal
-from .report import CompileReport
+from .report import CompileReport, cpu_seconds
 from .training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 Step: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]]
 """The outputs and the gradients of one step, by name."""
+
+Against: TypeAlias = Literal["torch.compile", "per-block"]
+"""``torch.compile`` of the model, or of each block that the late side shares."""
 
 _SIZES = {
     "graph nodes held": "num_nodes",
@@ -73,6 +76,21 @@ class Errors(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Other:
+    """Holds what ``torch.compile`` took for the same model.
+
+    Attributes:
+        cpu_s: CPU-seconds of its first step, less those of the second.
+        wall_s: the same on the clock.
+        refused: the first line of its error; the model then has no step of it.
+    """
+
+    cpu_s: float
+    wall_s: float
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class MeasureReport:
     """Holds late against early inlining of one model, both against eager.
 
@@ -82,6 +100,7 @@ class MeasureReport:
         steps: the time of a step of eager, late and early by name; empty if nothing was run.
         errors: how far late and early are from eager, by name; empty likewise.
         layers: number of layers, where known.
+        others: what ``torch.compile`` took, by :data:`Against`; its steps are among the steps.
     """
 
     model: str
@@ -94,6 +113,7 @@ class MeasureReport:
     steps: Mapping[str, Measurement] = field(default_factory=dict)
     errors: Mapping[str, Errors] = field(default_factory=dict)
     layers: int | None = None
+    others: Mapping[str, Other] = field(default_factory=dict)
 
     @property
     def sides(self) -> dict[str, CompileReport]:
@@ -120,12 +140,25 @@ class MeasureReport:
     def notes(self) -> list[str]:
         """Says what a reader should know: times that vary, what is not shared and why."""
         notes = [self.noise] if self.noise else []
+        notes += map(self.other_text, self.others)
         if not self.late.num_block_calls:
             notes.append("no block is shared, so late and early are the same")
         for one in (*self.late.not_shared(), *self.late.shared_with_constants()):
             why = one.shares or f"not shared, {one.reason}"
             notes.append(f"{one.path or one.class_name}: {why}")
         return notes
+
+    def other_text(self, name: str) -> str:
+        """Says what ``torch.compile`` took, and lazyinline's share of it."""
+        other, late = self.others[name], self.late
+        if other.refused:
+            return f"{name} refuses: {other.refused}"
+        theirs, ours = (min(self.steps[n].times) for n in (name, "late"))
+        return (
+            f"{name}: {other.cpu_s:.2f} CPU s ({other.wall_s:.2f} s), of which late takes "
+            f"{late.cpu_s / other.cpu_s:.2f}; a step {1e3 * theirs:.2f} ms, late "
+            f"{ours / theirs:.2f} of it; error {_both(self.errors[name])}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers as plain values; what was not measured is empty or None."""
@@ -149,6 +182,7 @@ class MeasureReport:
             "max_abs_error": {n: _finite(e.output) for n, e in self.errors.items()},
             "max_rel_grad_error": {n: _finite(e.gradient) for n, e in self.errors.items()},
             "worst_gradient": {n: e.worst for n, e in self.errors.items()},
+            "others": {name: asdict(other) for name, other in self.others.items()},
             "noise": self.noise,
             "notes": self.notes(),
         }
@@ -177,13 +211,21 @@ class MeasureReport:
         for ones in (*zip(*(side.passes for side in both), strict=True), both):
             name = getattr(ones[0], "name", "all")
             yield f"  {name}", *(f"{one.cpu_s:.2f} ({one.wall_s:>6.2f})" for one in ones)
-        if self.steps:
-            yield from (("",), ("one step", *self.steps))
-            yield "  median, ms", *(f"{1e3 * step.median:.2f}" for step in self.steps.values())
-            yield "  fastest, ms", *(f"{1e3 * min(step.times):.2f}" for step in self.steps.values())
-            yield "  error of an output", "", *(error_text(e.output) for e in self.errors.values())
-        if self.steps and self.train:
-            yield "  of a gradient", "", *(error_text(e.gradient) for e in self.errors.values())
+        if not self.steps:
+            return
+        steps = [self.steps[name] for name in ("eager", *self.sides)]
+        off = [self.errors[name] for name in self.sides]
+        yield from (("",), ("one step", "eager", *self.sides))
+        yield "  median, ms", *(f"{1e3 * step.median:.2f}" for step in steps)
+        yield "  fastest, ms", *(f"{1e3 * min(step.times):.2f}" for step in steps)
+        yield "  error of an output", "", *(error_text(e.output) for e in off)
+        if self.train:
+            yield "  of a gradient", "", *(error_text(e.gradient) for e in off)
+
+
+def _both(off: Errors) -> str:
+    gradient = "" if off.gradient is None else f", of a gradient {error_text(off.gradient)}"
+    return error_text(off.output) + gradient
 
 
 def _finite(value: float | None) -> float | str | None:
@@ -200,6 +242,7 @@ class Workload:
         train: whether a step has gradients.
         micro_batches: parts of the batch that are run one after another, for their mean loss.
         options: how the copy is compiled, in its first step; None runs the copy eagerly.
+        torch_compiled: paths of the modules that ``torch.compile`` compiles, "" the whole model.
     """
 
     def __init__(
@@ -211,8 +254,11 @@ class Workload:
         train: bool,
         micro_batches: int = 1,
         options: Options | None = None,
+        torch_compiled: Sequence[str] = (),
     ) -> None:
         model, self._train = copy.deepcopy(model), train
+        for path in torch_compiled:
+            model.get_submodule(path).compile()
         self.run: Any = model
         if options is not None and micro_batches > 1:
             self.run = TrainingStep(model, None, options, Batching(micro_batches))
@@ -327,6 +373,7 @@ def measure(
     execute: bool = True,
     backend: BackendName = "inductor",
     reuse: Reuse = "auto",
+    against: Sequence[Against] = (),
 ) -> MeasureReport:
     """Compiles a model with late and with early inlining and compares both with eager.
 
@@ -348,6 +395,9 @@ def measure(
         execute: run the steps; otherwise only compile. The model may then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
         reuse: what the late side shares, ``"auto"`` or ``"marked"``; early is always ``"off"``.
+        against: also measure ``"torch.compile"`` of the model, or ``"per-block"``: of each block
+            that the late side shares, with the rest eager. They come last, so that C++ objects
+            which both sides need are there. An error of theirs is part of the report.
 
     Returns:
         The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.
@@ -367,6 +417,10 @@ def measure(
             f"micro_batches={micro_batches} goes with training, where gradients are summed over "
             "them. For inference leave it 1."
         )
+    unknown = [one for one in against if one not in get_args(Against)]
+    if unknown or (against and not execute):
+        why = f"{unknown[0]!r} is not known" if unknown else "execute=False runs nothing"
+        raise PlanError(f"against={list(against)}: {why}. It takes {get_args(Against)}, executed.")
     late, early = (Options(reuse=one, backend=backend) for one in (reuse, "off"))
     if execute:
         check_runnable(model)
@@ -375,35 +429,74 @@ def measure(
         MeasureReport, type(model).__name__, train, backend, micro_batches, torch.get_num_threads()
     )
     work = partial(Workload, model, args, kwargs or {}, train=train, micro_batches=micro_batches)
-    with generators_kept(), graph_cache_off(backend):
+    with generators_kept(), graph_cache_off("inductor" if against else backend):
         if not execute:
             compiled = partial(_compiled, model, args, kwargs or {}, train, micro_batches)
             return found(compiled(late), compiled(early))
-        return found(*_compared(work(), {"late": work(options=late), "early": work(options=early)}))
+        sides = {"late": work(options=late), "early": work(options=early)}
+        return found(**_compared(work, sides, against))
 
 
-def _compared(eager: Workload, sides: Mapping[str, Workload]) -> tuple[Any, ...]:
+def _compared(
+    work: Callable[..., Workload], sides: Mapping[str, Workload], against: Sequence[Against]
+) -> dict[str, Any]:
     """Returns the reports of the sides, the times of all steps, and how far sides are off eager."""
     for side in sides.values():
         gc.collect()  # so that no side pays for what was there before
         _seeded(side)  # compiles
     reports = {name: side.run.last_report for name, side in sides.items()}
-    ways = {"eager": eager, **sides}
-    _seeded(eager)  # the first step makes what later ones reuse, the second counts
+    ways, others = {"eager": work(), **sides}, dict[str, Other]()
+    if against:  # the first use imports Dynamo
+        _first_step(Workload(_tiny(), (torch.ones(4, 8),), {}, train=True, torch_compiled=[""]))
+    for name in against:
+        paths = [""] if name == "torch.compile" else _outermost(reports["late"])
+        way = work(torch_compiled=paths)
+        others[name] = _first_step(way)
+        if not others[name].refused:
+            ways[name] = way
+    _seeded(ways["eager"])  # the first step makes what later ones reuse, the second counts
     results = {name: _seeded(way) for name, way in ways.items()}
     # Before more steps: they write their gradients where these lie.
-    off = {name: errors(results[name], results["eager"]) for name in sides}
+    off = {name: errors(results[name], results["eager"]) for name in ways if name != "eager"}
     steps = _timed({name: way.step for name, way in ways.items()})
     again = {name for name, side in sides.items() if side.run.last_report is not reports[name]}
     assert not again, f"{again}: compiled again for the same inputs, which is not a step"
-    return *reports.values(), steps, off
+    return {**reports, "steps": steps, "errors": off, "others": others}
+
+
+def _outermost(report: CompileReport) -> list[str]:
+    """Returns the paths of the blocks that a model calls; not of blocks inside them."""
+    paths = {one.path for one in report.decisions}
+    inside = {path for path in paths if any(path.startswith(f"{other}.") for other in paths)}
+    return sorted(paths - inside)
+
+
+def _first_step(way: Workload) -> Other:
+    """Runs two steps of what ``torch.compile`` made; returns what the first took beyond the second.
+
+    Its refusal is its answer, not an error of a measurement.
+    """
+    gc.collect()
+    torch.compiler.reset()  # nothing is left of a model before
+    took = [(cpu_seconds(), time.perf_counter())]
+    try:
+        for _ in range(2):
+            _seeded(way)
+            took.append((cpu_seconds(), time.perf_counter()))
+    except Exception as error:  # any: it is PyTorch's compiler's
+        lines = str(error).strip().splitlines() or [""]
+        return Other(0.0, 0.0, f"{type(error).__name__}: {lines[0]}")
+    return Other(*(2 * second - first - third for first, second, third in zip(*took, strict=True)))
 
 
 def warm_up_compiler(*, backend: BackendName, train: bool) -> None:
     """Compiles a tiny model, so that imports and first uses are paid."""
     with generators_kept(), graph_cache_off(backend), torch.device("cpu"):
-        tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Softmax(-1))
-        _compiled(tiny, (torch.ones(4, 8),), {}, train, 1, Options(backend=backend))
+        _compiled(_tiny(), (torch.ones(4, 8),), {}, train, 1, Options(backend=backend))
+
+
+def _tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Softmax(-1))
 
 
 def _compiled(
@@ -443,88 +536,3 @@ def _timed(steps: Mapping[str, Callable[[], Any]]) -> dict[str, Measurement]:
 def graph_cache_off(backend: BackendName) -> AbstractContextManager[Any]:
     """Keeps Inductor from taking whole graphs from its cache."""
     return torch_inductor.graph_cache_off() if backend == "inductor" else nullcontext()
-
-
-DEFAULT_LAYERS = (4, 8, 16)
-HEAD = (
-    f"{'':>6} {'graph nodes':>15} {'compile CPU s':>15} {'compile wall s':>15}"
-    f" {'step ms (fastest)':>23} {'error, late':>19}\n"
-    f"{'layers':>6} {'held':>7} {'inlined':>7} {'late':>7} {'early':>7} {'late':>7} {'early':>7}"
-    f" {'eager':>7} {'late':>7} {'early':>7} {'output':>9} {'gradient':>9}"
-)
-
-
-class Decoder(nn.Module):
-    """Puts PyTorch's own layers between an embedding and a head, as a GPT has them."""
-
-    def __init__(self, layers: int, hidden: int = 256, vocab: int = 1000, seq: int = 64) -> None:
-        super().__init__()
-        block = nn.TransformerEncoderLayer(
-            *(hidden, 4, 4 * hidden, 0.0, "gelu"), batch_first=True, norm_first=True
-        )
-        self.embed, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
-        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        mask = nn.Transformer.generate_square_subsequent_mask(seq)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Returns the loss if targets are given, else the logits."""
-        logits: Tensor = self.head(self.blocks(self.embed(ids), self.mask, is_causal=True))
-        return logits if targets is None else F.cross_entropy(logits.mT, targets)
-
-
-def decoder(
-    layers: int, *, batch: int = 2, train: bool = True
-) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    """Makes the decoder that is measured unless another model is named, with a batch."""
-    ids, targets = torch.randint(1000, (2, batch, 64)).unbind()
-    return Decoder(layers).train(train), (ids, targets) if train else (ids,), {}
-
-
-def bench(
-    make: Callable[..., tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
-    layers: Sequence[int],
-    say: Callable[[str], None],
-    **options: Any,
-) -> list[MeasureReport]:
-    """Measures all rows; says each as soon as it is there.
-
-    Args:
-        make: returns a model with its inputs; is given a number of layers, if there are some. The
-            smallest is compiled twice before, both ways: that pays for the C++ kernels, which all
-            depths share, and the rows then show what the compilers do.
-        layers: numbers of layers, or none.
-        say: takes a line.
-        options: of :func:`lazyinline.measure`.
-    """
-    # C++ kernels are shared by all depths: without this the first row would pay for them alone.
-    if layers:
-        say(f"warm-up: {min(layers)} layers, late and early; imports, C++ kernels built ...")
-        measure(*make(min(layers)), **options, execute=False)
-    say(f"late against early inlining, PyTorch {torch.__version__}\n{HEAD}")
-    reports = []
-    for given in [[depth] for depth in layers] or [[]]:
-        report = measure(*make(*given), **options)
-        reports.append(replace(report, layers=given[0] if given else None))
-        say(_row(reports[-1]))
-    for note in dict.fromkeys(note for report in reports for note in report.notes()):
-        say(note)
-    say("errors are against eager: largest absolute of the output, largest relative of a gradient")
-    return reports
-
-
-def _row(report: MeasureReport) -> str:
-    late, early = report.late, report.early
-    seconds = (late.cpu_s, early.cpu_s, late.wall_s, early.wall_s)
-    return (
-        f"{report.layers or '-':>6} {late.num_nodes:>7} {late.num_nodes_if_inlined:>7}"
-        + "".join(f" {s:>7.2f}" for s in seconds)
-        + "".join(f" {1e3 * min(step.times):>7.1f}" for step in report.steps.values())
-        + "".join(f" {error_text(error):>9}" for error in report.errors["late"][:2])
-    )
-
-
-def to_json(reports: Sequence[MeasureReport]) -> str:
-    """Returns all rows, and where they were measured."""
-    found = {"about": about(), "rows": [report.to_dict() for report in reports]}
-    return json.dumps(found, indent=2, allow_nan=False) + "\n"

@@ -30,12 +30,12 @@ from link_tree import ROOT
 # (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
 # files of one idea (frontend +55, backend +22), what fails on a GPU (frontend +15, backend +106).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (26_429, 99),
-    "reuse": (8_525, 30),
+    "frontend": (26_609, 100),
+    "reuse": (8_529, 30),
     "autodiff": (6_349, 22),
     "recompute": (1_272, 6),
     "pipeline_parallel": (8_079, 29),
-    "backend": (12_370, 44),
+    "backend": (12_368, 44),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

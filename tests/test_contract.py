@@ -138,6 +138,12 @@ def test_calls_of_a_module_look_into_a_slot_that_copies_leave_behind() -> None:
     assert callable(vars(module)[slot]), "nn.Module.compile fills another slot"
 
 
+def test_a_first_torch_compile_leaves_one_name_in_the_class_of_modules() -> None:
+    before = vars(nn.Module).keys() - {torch_names.MARKED_BY_DYNAMO}
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(2))
+    assert vars(nn.Module).keys() - before == {torch_names.MARKED_BY_DYNAMO}
+
+
 @contract("torch.autograd.function._SingleLevelFunction")
 def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced() -> None:
     """Where it is Python's, all of them end in the class above, also one that was kept."""

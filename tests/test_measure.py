@@ -16,6 +16,7 @@ from torch.utils.benchmark import Measurement
 import lazyinline
 from lazyinline.frontend import measure
 from lazyinline.frontend.measure import Workload, difference, errors
+from lazyinline.frontend.page.page import measured_page
 
 
 class Net(nn.Module):
@@ -96,6 +97,54 @@ def test_a_planned_step_holds_what_was_predicted(micro_batches: int) -> None:
     assert report is not None and report.held_bytes is not None
     held = memory_use(lambda: step(x)).peak_bytes + (report.arena_bytes or 0)
     assert held == pytest.approx(report.held_bytes, rel=0.01, abs=512)
+
+
+@pytest.mark.sweep
+def test_torch_compile_is_measured_beside_and_its_refusal_is_part_of_the_report() -> None:
+    found = measure_net(against=["torch.compile", "per-block"])
+    assert list(found.others) == list(found.steps)[3:] == ["torch.compile", "per-block"]
+    assert all(other.cpu_s > 0 and not other.refused for other in found.others.values())
+    # Not its gradients: the true one of this norm's bias is zero, so all of it is rounding.
+    assert all(off.output < 1e-5 for off in found.errors.values())
+    assert "per-block:" in str(found) and "of which late takes" in str(found)
+    labels = [
+        tile["label"]
+        for tile in measured_page([(found.to_dict(), found.sides)], "")["verdict"]["tiles"]
+    ]
+    assert labels[:2] == ["Compile against torch.compile", "Step against torch.compile"]
+
+
+class Force(nn.Module):
+    """Has a gradient in its loss, whose gradient torch.compile does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(MarkedBlock(8) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.blocks(x).sum(), x, create_graph=True)
+        return force.square().mean()
+
+
+@pytest.mark.sweep
+def test_what_torch_compile_refuses_is_said() -> None:
+    found = measure_net(Force(), against=["per-block"])
+    assert found.others["per-block"].refused.startswith("RuntimeError: ")
+    assert "double backward" in " ".join(str(found).split())
+    assert list(found.steps) == ["eager", "late", "early"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"against": ["jax"]}, "'jax' is not known"),
+        ({"against": ["per-block"], "execute": False}, "runs nothing"),
+    ],
+)
+def test_what_cannot_be_measured_against_is_an_error(options: dict[str, object], why: str) -> None:
+    with pytest.raises(lazyinline.PlanError, match=why):
+        measure_net(**options)
 
 
 def test_inference() -> None:

@@ -14,6 +14,7 @@ from worlds import World, assert_as_eager
 
 import lazyinline
 from lazyinline import CompileReport
+from lazyinline.reuse.torch_names import MARKED_BY_DYNAMO
 
 NET = """
 @lazy_inline
@@ -385,6 +386,17 @@ def test_what_the_model_never_reads_does_not_compile_it_again(
         for parameter in model.parameters():
             parameter.mul_(1)
     model.load_state_dict(model.state_dict())
+    assert_close(compiled(IDS), out)
+    assert len(compiles) == 1
+
+
+def test_the_first_torch_compile_of_the_process_does_not_compile_it_again(
+    compiles: list[CompileReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(nn.Module, MARKED_BY_DYNAMO, raising=False)
+    compiled, _ = build()
+    out = compiled(IDS)
+    monkeypatch.setattr(nn.Module, MARKED_BY_DYNAMO, False, raising=False)  # as Dynamo does
     assert_close(compiled(IDS), out)
     assert len(compiles) == 1
 

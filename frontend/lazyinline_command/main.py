@@ -86,6 +86,7 @@ def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
 # What the compiler takes is behind an import of PyTorch; tests/test_command_line.py compares.
 _BACKENDS = ("inductor", "eager")
 _REUSE = ("auto", "marked", "off")
+_AGAINST = ("torch.compile", "per-block")
 _FORM = "package.module:function, a function without arguments that returns (model, args)"
 
 
@@ -128,6 +129,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=_BACKENDS, default="inductor")
+    help_ = "also torch.compile of the model, or of each block"
+    add("--against", choices=_AGAINST, nargs="+", default=(), help=help_)
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
     add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
 

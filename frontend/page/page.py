@@ -243,6 +243,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
 
 def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -> Iterator[Tile]:
     """Yields the figures that matter most, each with what it is compared with."""
+    yield from _other_tiles(found, late)
     cpu_s = f"{late.cpu_s:.2f} s late, {early.cpu_s:.2f} s early"
     less = times_less(late.cpu_s, early.cpu_s)
     yield tile("Compile, CPU time", less, cpu_s, good=late.cpu_s < early.cpu_s)
@@ -255,6 +256,23 @@ def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -
     yield from arena
     if found["step_ms"]:
         yield from _run_tiles(found)
+
+
+def _other_tiles(found: Numbers, late: CompileRecord) -> Iterator[Tile]:
+    """Yields the figures against ``torch.compile``, where it was measured."""
+    for name, other in found["others"].items():
+        if other["refused"]:
+            yield tile(
+                f"Against {name}", "compiles", f"{name} refuses: {other['refused']}", good=True
+            )
+            continue
+        less, cpu_s = times_less(late.cpu_s, other["cpu_s"]), f"{other['cpu_s']:.2f} s {name}"
+        good = late.cpu_s < other["cpu_s"]
+        yield tile(f"Compile against {name}", less, f"{late.cpu_s:.2f} s late, {cpu_s}", good=good)
+        ratios = [found[time]["late"] / found[time][name] for time in ("step_min_ms", "step_ms")]
+        theirs = seconds_text(found["step_ms"][name] / 1e3)
+        good = max(ratios) <= 1 and not found["noise"]
+        yield tile(f"Step against {name}", ratio_range(ratios), f"{theirs} {name}", good=good)
 
 
 def _run_tiles(found: Numbers) -> Iterator[Tile]:

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..freeze import is_constant, same_value
 from ..kinds import ABSENT, cell_contents, is_library, is_of_library, own_table
+from ..torch_names import MARKED_BY_DYNAMO
 from .module_state import module_state
 from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state, operators_of
 
@@ -177,8 +178,8 @@ _OF_FUNCTIONS = (*_OF_RUNNING, "__doc__", "__module__", "__name__", "__qualname_
 _OF_CLASSES = ("__name__", "__qualname__")
 _WITH_METHODS = (torch.Tensor, nn.Module)
 
-# Pickling an object, or asking for its annotations, leaves these in its class.
-_NOTED_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
+# Pickling an object, asking for its annotations, or a first torch.compile leaves these in a class.
+_NOTED = ("__slotnames__", "__annotations__", "__annotations_cache__", MARKED_BY_DYNAMO)
 
 
 class _Fact(NamedTuple):
@@ -440,5 +441,5 @@ def _bases_of(kind: type, _: None) -> tuple[type, ...]:
 
 
 def _size_of(table: Mapping[str, Any], _: None) -> int:
-    """Returns how many names a class has, but for those that Python notes there by itself."""
-    return len(table) - sum(name in table for name in _NOTED_BY_PYTHON)
+    """Returns how many names a class has, but for those that Python and Dynamo note there."""
+    return len(table) - sum(name in table for name in _NOTED)
