@@ -284,17 +284,25 @@ def backward_calls(
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """Holds the gradients of a program as a program.
+    """Holds the results of a program and gradients of them as a program.
 
     Attributes:
-        program: takes what the program takes, then a cotangent for each of ``outputs``.
+        program: takes what the program takes, then a cotangent for each of ``outputs``; leaves out
+            results that are written to buffers.
         outputs: of the program, those that gradients come from.
-        inputs: of the program, those whose gradients are the results.
+        inputs: of the program, those whose gradients are the last results.
     """
 
     program: Program
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
+
+    def taken_apart(
+        self, results: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Returns the results of the program, and the gradients."""
+        num = len(results) - len(self.inputs)
+        return results[:num], results[num:]
 
 
 class GradientPrograms:
@@ -312,7 +320,7 @@ class GradientPrograms:
         outputs: Sequence[int],
         sources: Sequence[Source],
     ) -> GradientProgram | None:
-        """Returns the program of gradients; None if none flows.
+        """Returns the program with gradients of its results; None if none flows.
 
         Args:
             program: an entry program.
@@ -330,14 +338,15 @@ class GradientPrograms:
         own, seeds = sources[: len(program.inputs)], sources[len(program.inputs) :]
         used = [seed for output, seed in zip(outputs, seeds, strict=True) if output in seeded]
         both = training_program(replace(program, sources=tuple(own)), derivative, used)
-        gradients = both.outputs[len(program.outputs) :]
         # Whoever reads what they draw: those behind them draw what comes next.
         draws = Draws()
         drawing = [call for call in both.calls if draws.of_closure(call.closure)]
         drawn = [value for call in drawing for value in call.results]
-        calls = tuple(needed_calls(both.calls, (*gradients, *drawn)))
-        alone = Program(both.inputs, calls, gradients, both.sources)
-        flat = self._flat.program(alone)
+        # New states of buffers are the forward's alone: this may be a run for its gradients only.
+        written = {output for output, _ in program.writes}
+        results = tuple(v for i, v in enumerate(both.outputs) if i not in written)
+        calls = tuple(needed_calls(both.calls, (*results, *drawn)))
+        flat = self._flat.program(Program(both.inputs, calls, results, both.sources))
         return GradientProgram(flat, seeded, derivative.gradient_inputs)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.flows import Flows
+from ..autodiff.flows import Draws, Flows, trained_inputs, view_roots
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
+from ..reuse.ir.program import ModelTensor, Program
 from ..reuse.ir.torch_symbols import Values
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
@@ -20,15 +22,98 @@ from .report import CompileReport
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """Which gradients are to be differentiated.
+    """Which gradients are made a program of their own.
 
     Attributes:
         outputs: of the program, those that have a cotangent.
         moving: of these, those whose cotangent wants a gradient itself.
+        inputs: whose gradients are asked for.
+        is_differentiated: whether the gradients are differentiated in their turn.
     """
 
     outputs: tuple[int, ...]
     moving: tuple[int, ...]
+    inputs: tuple[int, ...]
+    is_differentiated: bool = True
+
+
+_MAX_OPEN = 8  # forwards in a row whose gradients nobody asked for
+
+
+@dataclass
+class Habit:
+    """What losses lately asked of a program, for the next forward; its shapes share it.
+
+    Attributes:
+        expected: the gradients that the last two losses asked for, until one asks for others.
+    """
+
+    expected: GradientRequest | None = None
+    _last: GradientRequest | None = None
+    _num_open: int = 0
+
+    def note(self, request: GradientRequest | None) -> None:
+        """Takes what a loss asked for; None for what cannot be told ahead."""
+        self.expected = request if request == self._last else None
+        self._last = request
+
+    def begin(self) -> None:
+        """Counts a forward that ran with the gradients."""
+        self._num_open += 1
+        if self._num_open > _MAX_OPEN:
+            self.miss()
+
+    def hit(self) -> None:
+        """Notes that the gradients were asked for."""
+        self._num_open = 0
+
+    def miss(self) -> None:
+        """Notes that others were, or none."""
+        self.expected, self._last, self._num_open = None, None, 0
+
+
+class Facts:
+    """Holds what is known of a program at all its shapes, found where it is first asked for.
+
+    Args:
+        program: as captured: autograd goes by what the user wrote, not by what runs.
+        derivative: with a cotangent for every output, if there is one.
+
+    Attributes:
+        habit: what losses lately asked for.
+    """
+
+    def __init__(self, program: Program, derivative: Derivative | None) -> None:
+        self._program, self._derivative = program, derivative
+        self.habit = Habit()
+
+    @cached_property
+    def unused_outputs(self) -> MissingCotangents | None:
+        """Makes backwards for losses that leave outputs unused."""
+        return None if self._derivative is None else MissingCotangents(self._derivative)
+
+    @cached_property
+    def trained_inputs(self) -> Flows:
+        """The inputs to which a gradient of each output may come back."""
+        return trained_inputs(self._program)
+
+    @cached_property
+    def view_roots(self) -> list[object]:
+        """Of each output, what it is a view of."""
+        return view_roots(self._program)
+
+    @cached_property
+    def first_trained(self) -> int | None:
+        """Which gradient is the first of a tensor of the model; None if none is."""
+        sources = self._program.sources
+        inputs = self._derivative.gradient_inputs if self._derivative is not None else ()
+        own = (i for i, k in enumerate(inputs) if isinstance(sources[k], ModelTensor))
+        return next(own, None)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(Draws().of(self._program.calls))
 
 
 @dataclass(frozen=True)
@@ -37,19 +122,16 @@ class CompiledProgram:
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
-    in between. ``without`` makes the same program with a backward for some outputs unused, of which
-    ``unused_outputs`` finds the graphs. ``trained_inputs`` are those to which a gradient of each
-    output may come back. ``gradients`` compiles its gradients as a program of their own, with a
-    backward, for ``create_graph=True``. ``linker`` links it for another shape, where sizes are
-    symbols.
+    in between. ``without`` makes the same program with a backward for some outputs unused.
+    ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
+    ahead of losses. ``linker`` links it for another shape, where sizes are symbols.
     """
 
     captured: CapturedModel
     runtime: Runtime
+    facts: Facts
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
-    unused_outputs: Callable[[], MissingCotangents | None] = lambda: None
-    trained_inputs: Callable[[], Flows] = list
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients] | None = None
     linker: Relinking | None = None

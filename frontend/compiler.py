@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.flows import Flows, saved_inputs, trained_inputs
-from ..autodiff.missing_cotangents import MissingCotangents
+from ..autodiff.flows import saved_inputs
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
 from ..reuse.errors import PlanError
@@ -32,6 +31,7 @@ from .compiled import (
     CompiledGradients,
     CompiledProgram,
     CompiledStep,
+    Facts,
     GradientRequest,
     step_without_tensors,
 )
@@ -193,8 +193,8 @@ class Compiler:
         """
         state = Compilation(
             context=self.context,
-            report=self.context.report(train=True),
-            goal=Goal("gradients", train=True, gradients=request),
+            report=self.context.report(train=request.is_differentiated),
+            goal=Goal("gradients", train=request.is_differentiated, gradients=request),
             seen=captured,
             values=values,
         )
@@ -213,7 +213,7 @@ class Linker:
         settled: which symbols had turned out to be others, or numbers, when it was compiled.
         watched_inputs: see :class:`CompiledProgram`.
         backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
-        gradients: links gradients that are differentiated; None where sizes cannot be symbols.
+        gradients: links programs of gradients; None where sizes cannot be symbols.
     """
 
     compiler: Compiler
@@ -229,18 +229,9 @@ class Linker:
         return self.lowered.captured.sizes
 
     @cached_property
-    def unused_outputs(self) -> MissingCotangents | None:
-        """Makes backwards for losses that leave outputs unused; shapes share it."""
-        derivative, kind = self.lowered.derivative, self.lowered.goal.kind
-        if derivative is None or kind == "step":
-            return None
-        return MissingCotangents(derivative)
-
-    @cached_property
-    def trained_inputs(self) -> Flows:
-        """The inputs to which a gradient of each output may come back; shapes share them."""
-        # Of the program as captured: autograd goes by what the user wrote, not by what runs.
-        return trained_inputs(self.lowered.captured.program)
+    def facts(self) -> Facts:
+        """What is known of the program, which shapes share."""
+        return Facts(self.lowered.captured.program, self.lowered.derivative)
 
     @cached_property
     def _described(self) -> CompileReport:
@@ -286,10 +277,9 @@ class Linker:
         return CompiledProgram(
             captured,
             state.runs,
+            self.facts,
             derivative,
             self.watched_inputs,
-            lambda: self.unused_outputs,
-            lambda: self.trained_inputs,
             partial(self.without_outputs, state.values, state.report),
             partial(self.compile_gradients, state.values, state.report),
             linker,
@@ -332,7 +322,7 @@ class Linker:
         """
         with one_at_a_time():
             for kernels in ("backend", "eager"):
-                known = self.unused_outputs
+                known = self.facts.unused_outputs
                 derivative = known.without(unused, kernels) if known is not None else None
                 if derivative is None:
                     break

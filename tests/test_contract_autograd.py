@@ -39,6 +39,36 @@ def test_a_running_backward_knows_whether_the_graph_is_kept() -> None:
     assert seen == [True, False]
 
 
+@contract("torch._C._will_engine_execute_node")
+def test_a_running_backward_knows_where_it_goes_and_raises_for_what_was_asked_for() -> None:
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seen: list[object] = []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            return inputs[0].clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            seen.clear()
+            for node, _ in ctx.next_functions:
+                try:
+                    seen.append(torch._C._will_engine_execute_node(node))
+                except RuntimeError as error:
+                    assert "leaf node" in str(error)
+                    seen.append("asked")
+            return gradient, gradient, gradient
+
+    loss = Asking.apply(a, b, a.view_as(a)).sum()
+    torch.autograd.grad(loss, b, retain_graph=True)
+    assert seen == [False, "asked", False]
+    torch.autograd.grad(loss, a, retain_graph=True)
+    assert seen == ["asked", False, True]
+    loss.backward()
+    assert seen == [True, True, True]
+
+
 @contract(
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C: _vmapmode_increment_nesting _vmapmode_decrement_nesting",

@@ -123,13 +123,16 @@ def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
     assert alone.call_count == 1
 
 
-def assert_forces_as_eager(compiled: Any, model: nn.Module, plain: nn.Module, shape: Shape) -> None:
+def assert_forces_as_eager(
+    compiled: Any, model: nn.Module, plain: nn.Module, shape: Shape, *also: str
+) -> None:
     gradients = []
     for one, own in ((compiled, model), (plain, plain)):
         own.zero_grad()
         kinds, places, *ends = atoms(shape)
         energy = one(kinds, places.requires_grad_(), *ends)
-        (forces,) = torch.autograd.grad(energy, places, create_graph=True)
+        asked = [places, *map(own.get_parameter, also)]
+        forces, *_ = torch.autograd.grad(energy, asked, create_graph=True)
         (energy + forces.square().sum()).backward()
         gradients.append([forces.detach(), places.grad, *(p.grad for p in own.parameters())])
     for ours, theirs in zip(*gradients, strict=True):
@@ -157,7 +160,7 @@ def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
     settling = lambda ctx, g: (int(ctx.saved_tensors[0].shape[0]), right(ctx, g))[1]  # noqa: E731
     with mock.patch.object(torch_make_fx._EmbeddingGradient, "backward", settling):
         for shape in FORCE_SHAPES[:2]:
-            assert_forces_as_eager(compiled, model, plain, shape)
+            assert_forces_as_eager(compiled, model, plain, shape, "embedding.weight")
             assert compiled.last_report.num_gradients == 1, "for these sizes alone"
     assert compiled.last_report.num_compiles == 1
 

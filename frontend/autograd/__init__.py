@@ -1,5 +1,6 @@
 """Compiled programs inside PyTorch's autograd.
 
-bridge        forward and backward as one node of the autograd graph; gradients of gradients
+bridge        forward and backward as one node of the autograd graph
+gradients     gradients as programs: to be differentiated, or computed ahead with the forward
 torch_engine  adapter: hooks, batches, and tensors handed over, which others may have changed
 """

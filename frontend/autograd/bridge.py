@@ -1,15 +1,9 @@
-"""A compiled forward and its backwards as one node of PyTorch's autograd graph.
-
-Under ``create_graph=True`` what is known at a first backward is kept in a node of autograd. The
-gradients are made a program of their own, and compiled, only where that node is differentiated: who
-never asks pays nothing.
-"""
+"""A compiled forward and its backwards as one node of PyTorch's autograd graph."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,175 +11,24 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.flows import Draws, view_roots
 from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
-from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
+from ..compiled import CompiledProgram, GradientRequest
+from .gradients import FirstBackward, Gradients
 from .torch_engine import (
     Aliases,
     GeneratorStates,
     SavedTensors,
     are_batched,
+    asked_inputs,
     cotangent_like,
     graph_is_kept,
+    is_asked,
     one_by_one,
 )
-
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-
-
-class Gradients:
-    """Compiles the gradients of one program, for each request once.
-
-    Args:
-        compiled: the program.
-        differentiably: runs a compiled program as a node of autograd.
-    """
-
-    def __init__(
-        self, compiled: CompiledProgram, differentiably: Callable[[CompiledProgram], Run]
-    ) -> None:
-        self._compiled = compiled
-        self._differentiably = differentiably
-        self._made: dict[GradientRequest, tuple[CompiledGradients, Run | None]] = {}
-
-    @property
-    def were_differentiated(self) -> bool:
-        """Returns whether an earlier call's were, so that this call's likely will be."""
-        return bool(self._made)
-
-    def of(self, request: GradientRequest) -> tuple[CompiledGradients, Run | None]:
-        """Returns the program of gradients, and what runs it with a backward.
-
-        Raises:
-            PlanError: if there is none.
-        """
-        assert self._compiled.gradients is not None
-        # Which cotangents move is part of the request: a constant one needs no gradient of its own.
-        if request not in self._made:
-            made = self._compiled.gradients(request)
-            run = None
-            if made.compiled.derivative is not None:
-                run = self._differentiably(made.compiled)
-            self._made[request] = made, run
-        return self._made[request]
-
-
-@dataclass(frozen=True)
-class FirstBackward:
-    """Holds a backward that ran under ``create_graph=True``.
-
-    Attributes:
-        gradients: of the program.
-        outputs: those that had a cotangent.
-        drawn_from: the random generators where the forward began, if it drew.
-    """
-
-    gradients: Gradients
-    outputs: tuple[int, ...]
-    drawn_from: GeneratorStates | None
-
-    def run(
-        self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
-    ) -> Mapping[int, torch.Tensor] | None:
-        """Returns the gradient of each input that has one, as functions of what they are made of.
-
-        Runs the program of gradients, which is made where it is not there. None if its results are
-        functions of nothing that wants a gradient.
-        """
-        moving = tuple(o for o, c in zip(self.outputs, cotangents, strict=True) if c.requires_grad)
-        made, run = self.gradients.of(GradientRequest(self.outputs, moving))
-        if run is None:
-            return None
-        program = made.gradients
-        types = made.input_types[len(inputs) :]
-        seeded = zip(self.outputs, cotangents, strict=True)
-        used = [cotangent for output, cotangent in seeded if output in program.outputs]
-        drawn_from = self.drawn_from
-        with torch.enable_grad(), drawn_from.again() if drawn_from else contextlib.nullcontext():
-            laid = list(map(cotangent_like, types, used))
-            results = run([*inputs, *laid])
-        return dict(zip(program.inputs, results, strict=True))
-
-    def differentiable(
-        self,
-        results: Mapping[int, torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        """Returns gradients, which are there for some inputs, as functions of the operands."""
-        marked: tuple[torch.Tensor, ...] = _Gradients.apply(
-            self, results, len(inputs), *inputs, *cotangents
-        )
-        return marked
-
-    def differentiated(
-        self,
-        inputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor],
-        seeds: Mapping[int, torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Returns gradients of the gradients, for each input and each cotangent.
-
-        Args:
-            inputs: of the program.
-            cotangents: of its outputs.
-            seeds: a cotangent for the gradient of each input that has one.
-        """
-        with torch.enable_grad():
-            # Names of their own: a cotangent may be a function of an input, and what is wanted
-            # here is the derivative with respect to each alone.
-            operands = [x.view_as(x) if x.requires_grad else x for x in (*inputs, *cotangents)]
-        gradients = self.run(operands[: len(inputs)], operands[len(inputs) :]) or {}
-        flowing = [
-            (gradients[index], seed)
-            for index, seed in seeds.items()
-            if seed is not None and index in gradients and gradients[index].requires_grad
-        ]
-        sources = [x for x in operands if x.requires_grad]
-        if not flowing or not sources:
-            return [None] * len(operands)
-        found = iter(
-            torch.autograd.grad(
-                [result for result, _ in flowing],
-                sources,
-                [seed for _, seed in flowing],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-        )
-        return [next(found) if x.requires_grad else None for x in operands]
-
-
-class _Gradients(torch.autograd.Function):
-    """Gradients that were computed already, with their own backward behind them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        first: FirstBackward,
-        results: Mapping[int, torch.Tensor],
-        num_inputs: int,
-        *operands: torch.Tensor,
-    ) -> Any:
-        ctx.first, ctx.num_inputs, ctx.wanted = first, num_inputs, tuple(results)
-        ctx.save_for_backward(*operands)
-        ctx.set_materialize_grads(False)
-        return tuple(result.view_as(result) for result in results.values())
-
-    @staticmethod
-    def backward(ctx: Any, *seeds: torch.Tensor | None) -> Any:
-        operands = ctx.saved_tensors
-        inputs, cotangents = operands[: ctx.num_inputs], operands[ctx.num_inputs :]
-        wanted = dict(zip(ctx.wanted, seeds, strict=True))
-        return (None, None, None, *ctx.first.differentiated(inputs, cotangents, wanted))
-
-
-# ---- the node ------------------------------------------------------------------------------------
-
 
 _MAX_BACKWARDS = 8  # the last used
 
@@ -280,7 +123,7 @@ class Backwards:
         Autograd then lets one follow the other without ``retain_graph``.
         """
         with one_at_a_time():
-            known = self._compiled.unused_outputs()
+            known = self._compiled.facts.unused_outputs
             if known is None:
                 return False
             needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]
@@ -306,7 +149,7 @@ class Absence:
         if unused not in self._found:
             derivative = self._compiled.derivative
             assert derivative is not None
-            reach = self._compiled.trained_inputs()
+            reach = self._compiled.facts.trained_inputs
             outputs = set(derivative.cotangent_outputs).difference(unused)
             used = frozenset().union(*(reach[output] for output in outputs))
             inputs = enumerate(derivative.gradient_inputs)
@@ -325,10 +168,10 @@ class Bridge:
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
         self.program = compiled.captured.program
-        self._compiled = compiled
+        self._compiled, self._facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
-        self.aliases = Aliases(view_roots(self.program), derivative.cotangent_outputs)
+        self.aliases = Aliases(self._facts.view_roots, derivative.cotangent_outputs)
         self.absence = Absence(compiled)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
@@ -349,16 +192,34 @@ class Bridge:
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
         # A program of gradients draws what the forward drew.
-        self.draws = bool(Draws().of(self.program.calls))
+        self.draws = self._facts.draws
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
+
+    def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> None:
+        """Notes for which inputs a backward is, where it is for none of the model's tensors."""
+        first = self._facts.first_trained
+        if first is None:
+            return
+        request = None
+        if not is_asked(edges[first][0]):  # one stands for all: there are many
+            places = tuple(self.derivative.gradient_inputs[i] for i in asked_inputs(edges))
+            request = GradientRequest(used, (), places, is_differentiated=False)
+        self._facts.habit.note(request)
 
     @cached_property
     def gradients(self) -> Gradients:
         """The gradients as programs, for losses that differentiate them."""
-        return Gradients(self._compiled, lambda made: Bridge(made, frozenset()).run)
+        return Gradients(
+            self._compiled, lambda made: Bridge(made, frozenset()).run_alone, self.run_alone
+        )
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""
+        ahead = self.gradients.ahead() if self._facts.habit.expected is not None else None
+        return self.run_alone(inputs) if ahead is None else ahead.run(inputs)
+
+    def run_alone(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs a forward, and computes nothing ahead."""
         step = Step(self, inputs, self.backwards.expected)
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
         return self.aliases.with_views(inputs, outputs)
@@ -384,6 +245,7 @@ class Step:
     flight: Any = None
     drawn_from: GeneratorStates | None = None
     used: tuple[int, ...] = ()
+    is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
     _others_versions: Sequence[int | None] = ()
     _left: Sequence[torch.Tensor] = ()
@@ -486,10 +348,16 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        if all(cotangent is None for cotangent in cotangents):  # the engine passes by
+            return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
         if are_batched(cotangents):
             return tuple(one_by_one(partial(_CompiledFunction._gradients, ctx), cotangents))
         if not torch.is_grad_enabled():
+            if not ctx.step.is_differentiated:
+                used = (i for i, cotangent in enumerate(cotangents) if cotangent is not None)
+                ctx.step.bridge.note(ctx.next_functions, tuple(used))
             return tuple(_CompiledFunction._gradients(ctx, cotangents))
+        ctx.step.is_differentiated = True
         return _CompiledFunction._differentiable(ctx, cotangents)  # `create_graph=True`
 
     @staticmethod
@@ -497,19 +365,21 @@ class _CompiledFunction(torch.autograd.Function):
         inputs = ctx.step.inputs_again(ctx)
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
+        asked = tuple(wanted[i] for i in asked_inputs(ctx.next_functions))
         first = FirstBackward(
             bridge.gradients,
             tuple(i for i in outputs if cotangents[i] is not None),
+            asked,
             ctx.step.drawn_from,
         )
         given = [c for c in (cotangents[i] for i in outputs) if c is not None]
         if bridge.gradients.were_differentiated and len(given) == len(outputs):
             found = first.run(inputs, given)  # once, in place of a backward and this again
-            if found is not None and found.keys() >= set(wanted):
-                return (None, *(found[index] for index in wanted))
+            if found is not None and found.keys() >= set(asked):
+                return (None, *map(found.get, wanted))
         with torch.no_grad():
             results = _CompiledFunction._gradients(ctx, cotangents)
-        places = [i for i, x in enumerate(results) if x is not None]
+        places = [i + 1 for i, k in enumerate(wanted) if k in asked and results[i + 1] is not None]
         marked = first.differentiable({wanted[i - 1]: results[i] for i in places}, inputs, given)
         for place, gradient in zip(places, marked, strict=True):
             results[place] = gradient
@@ -524,8 +394,6 @@ class _CompiledFunction(torch.autograd.Function):
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
         results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
-        if len(unused) == len(derivative.cotangent_outputs):
-            return results
         # The cotangent of a view came to its base. Zeros in its place change no number: between
         # the two are views alone. A backward without it would be one more to compile.
         left = tuple(i for i in unused if i not in bridge.aliases.views)

@@ -126,6 +126,19 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def asked_inputs(edges: Sequence[tuple[Any, int]]) -> tuple[int, ...]:
+    """Returns which edges the running backward goes on to, of those that lead from a node."""
+    return tuple(i for i, (node, _) in enumerate(edges) if node is not None and is_asked(node))
+
+
+def is_asked(node: Any) -> bool:
+    """Returns whether the running backward comes to a node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what `torch.autograd.grad` was called for, which PyTorch does not answer
+        return True
+
+
 Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor | None]]
 """Takes cotangents, and how many more will follow; returns gradients."""
 

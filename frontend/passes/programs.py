@@ -327,7 +327,7 @@ def loss_output(program: Program) -> int:
 
 @compile_pass("gradients", goals=("gradients",))
 def take_gradients(state: Compilation) -> Compilation:
-    """Makes the program of a program's gradients, once per different closure."""
+    """Makes the program of results and gradients of a program, once per different closure."""
     program, request = state.captured.program, state.goal.gradients
     assert request is not None
     function = own_derivative(program)
@@ -345,7 +345,7 @@ def take_gradients(state: Compilation) -> Compilation:
         UserInput(len(sources), f"cotangent_{o}", requires_grad=o in request.moving)
         for o in request.outputs
     ]
-    made = state.context.gradient_programs.of(program, wanted, request.outputs, sources)
+    made = state.context.gradient_programs.of(program, request.inputs, request.outputs, sources)
     if made is None:
         raise PlanError("No gradient flows to an input or a parameter that requires grad.")
     _require_same_draws(program, made.program)

@@ -1,0 +1,372 @@
+"""Gradients of a compiled program as a program of their own.
+
+Under ``create_graph=True`` what is known at a first backward is kept in a node of autograd. The
+gradients are made a program, and compiled, only where that node is differentiated: who never asks
+pays nothing. Where two losses in a row asked for the same gradients, a next forward computes them
+with its results, in one program: forces of a potential then take one run, and nothing is computed
+twice. What a loss asks beyond that is found by another run of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...backend.run.planned import unchanged
+from ...reuse.errors import PlanError
+from ...reuse.torch_names import versions_of
+from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
+from .torch_engine import (
+    GeneratorStates,
+    are_batched,
+    asked_inputs,
+    cotangent_like,
+    graph_is_kept,
+)
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Gradients:
+    """Compiles the gradients of one program, for each request once.
+
+    Args:
+        compiled: the program.
+        differentiably: returns what runs a compiled program as a node of autograd.
+        again: runs the program itself as one.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledProgram,
+        differentiably: Callable[[CompiledProgram], Run],
+        again: Run,
+    ) -> None:
+        self._compiled = compiled
+        self._differentiably = differentiably
+        self.again = again
+        self._made: dict[GradientRequest, tuple[CompiledGradients, Run | None]] = {}
+        self._ahead: dict[GradientRequest, Ahead | None] = {}
+
+    @property
+    def habit(self) -> Habit:
+        """What losses lately asked for."""
+        return self._compiled.facts.habit
+
+    @property
+    def were_differentiated(self) -> bool:
+        """Returns whether an earlier call's were, so that this call's likely will be."""
+        return bool(self._made)
+
+    def of(self, request: GradientRequest) -> tuple[CompiledGradients, Run | None]:
+        """Returns the program of gradients, and what runs it with a backward.
+
+        Raises:
+            PlanError: if there is none.
+        """
+        assert self._compiled.gradients is not None
+        # Which cotangents move is part of the request: a constant one needs no gradient of its own.
+        if request not in self._made:
+            made = self._compiled.gradients(request)
+            run = None
+            if made.compiled.derivative is not None:
+                run = self._differentiably(made.compiled)
+            self._made[request] = made, run
+        return self._made[request]
+
+    def ahead(self) -> Ahead | None:
+        """Returns what runs the forward with the gradients that a loss is expected to ask for."""
+        request = self.habit.expected
+        if request is None:
+            return None
+        if request not in self._ahead:
+            self._ahead[request] = self._made_ahead(request)
+        if self._ahead[request] is None:
+            self.habit.miss()
+        return self._ahead[request]
+
+    def _made_ahead(self, request: GradientRequest) -> Ahead | None:
+        program, roots = self._compiled.captured.program, self._compiled.facts.view_roots
+        # Each is copied for the user, and nothing else may be a view of what is copied.
+        if any(isinstance(roots[o], int) or roots.count(roots[o]) > 1 for o in request.outputs):
+            return None
+        # What is asked beyond may be found by a second run of the forward.
+        draws, others = self._compiled.facts.draws, len(program.outputs) - len(request.outputs)
+        if program.writes or (not request.is_differentiated and (draws or others)):
+            return None
+        try:
+            made, run = self.of(request)
+        except PlanError:
+            return None
+        if made.gradients.outputs != request.outputs or (run is None) == request.is_differentiated:
+            return None
+        if run is None:
+            run = _without_graph(made.compiled)
+        derivative = self._compiled.derivative
+        assert derivative is not None
+        return Ahead(self.habit, request, made, derivative.gradient_inputs, run, self.again)
+
+
+@dataclass(frozen=True)
+class FirstBackward:
+    """Holds a backward that ran under ``create_graph=True``.
+
+    Attributes:
+        gradients: of the program.
+        outputs: those that had a cotangent.
+        asked: the inputs whose gradients were asked for.
+        drawn_from: the random generators where the forward began, if it drew.
+    """
+
+    gradients: Gradients
+    outputs: tuple[int, ...]
+    asked: tuple[int, ...]
+    drawn_from: GeneratorStates | None
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> Mapping[int, torch.Tensor] | None:
+        """Returns the gradient of each input that has one, as functions of what they are made of.
+
+        Runs the program of gradients, which is made where it is not there. None if its results are
+        functions of nothing that wants a gradient.
+        """
+        moving = tuple(o for o, c in zip(self.outputs, cotangents, strict=True) if c.requires_grad)
+        request = GradientRequest(self.outputs, moving, self.asked)
+        made, run = self.gradients.of(request)
+        if run is None:
+            return None
+        self.gradients.habit.note(None if moving else request)
+        program = made.gradients
+        types = made.input_types[len(inputs) :]
+        seeded = zip(self.outputs, cotangents, strict=True)
+        used = [cotangent for output, cotangent in seeded if output in program.outputs]
+        with torch.enable_grad(), _drawing(self.drawn_from):
+            laid = list(map(cotangent_like, types, used))
+            *_, results = program.taken_apart(run([*inputs, *laid]))
+        return dict(zip(program.inputs, results, strict=True))
+
+    def differentiable(
+        self,
+        results: Mapping[int, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns gradients, which are there for some inputs, as functions of the operands."""
+        marked: tuple[torch.Tensor, ...] = _Gradients.apply(
+            self, results, len(inputs), *inputs, *cotangents
+        )
+        return marked
+
+    def differentiated(
+        self,
+        inputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor],
+        seeds: Mapping[int, torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """Returns gradients of the gradients, for each input and each cotangent.
+
+        Args:
+            inputs: of the program.
+            cotangents: of its outputs.
+            seeds: a cotangent for the gradient of each input that has one.
+        """
+        with torch.enable_grad():
+            # Names of their own: a cotangent may be a function of an input, and what is wanted
+            # here is the derivative with respect to each alone.
+            operands = [x.view_as(x) if x.requires_grad else x for x in (*inputs, *cotangents)]
+        gradients = self.run(operands[: len(inputs)], operands[len(inputs) :]) or {}
+        flowing = [
+            (gradients[index], seed)
+            for index, seed in seeds.items()
+            if seed is not None and index in gradients and gradients[index].requires_grad
+        ]
+        sources = [x for x in operands if x.requires_grad]
+        if not flowing or not sources:
+            return [None] * len(operands)
+        found = iter(
+            torch.autograd.grad(
+                [result for result, _ in flowing],
+                sources,
+                [seed for _, seed in flowing],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        )
+        return [next(found) if x.requires_grad else None for x in operands]
+
+
+def _drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
+    return nullcontext() if drawn_from is None else drawn_from.again()
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients that were computed already, with their own backward behind them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        first: FirstBackward,
+        results: Mapping[int, torch.Tensor],
+        num_inputs: int,
+        *operands: torch.Tensor,
+    ) -> Any:
+        ctx.first, ctx.num_inputs, ctx.wanted = first, num_inputs, tuple(results)
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: torch.Tensor | None) -> Any:
+        operands = ctx.saved_tensors
+        inputs, cotangents = operands[: ctx.num_inputs], operands[ctx.num_inputs :]
+        wanted = dict(zip(ctx.wanted, seeds, strict=True))
+        return (None, None, None, *ctx.first.differentiated(inputs, cotangents, wanted))
+
+
+# ---- ahead of a loss -----------------------------------------------------------------------------
+
+
+def _without_graph(compiled: CompiledProgram) -> Run:
+    """Returns what runs a program that has no backward."""
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return compiled.runtime.forward(inputs)[0]  # type: ignore[no-any-return]
+
+    return run
+
+
+class Ahead:
+    """Runs a forward together with gradients of its results by some inputs.
+
+    Args:
+        habit: is told whether they were asked for.
+        request: which gradients; their cotangents are ones.
+        made: the program of both.
+        wanted: all inputs that want a gradient.
+        run: runs the program of both.
+        again: runs the forward alone, for what else is asked.
+    """
+
+    def __init__(
+        self,
+        habit: Habit,
+        request: GradientRequest,
+        made: CompiledGradients,
+        wanted: Sequence[int],
+        run: Run,
+        again: Run,
+    ) -> None:
+        self.habit, self.request, self.wanted = habit, request, wanted
+        self._program = made.gradients
+        self._run, self._again = run, again
+        types = made.input_types[len(made.input_types) - len(request.outputs) :]
+        self._ones = [cotangent_like(type_).fill_(1) for type_ in types]
+        self._draws = made.compiled.facts.draws
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns the results of the forward, behind which the gradients are known."""
+        drawn_from = GeneratorStates(x.device for x in inputs) if self._draws else None
+        flight = _Flight(self, inputs, [], drawn_from)
+        try:
+            flight.versions = versions_of(inputs)
+        except RuntimeError:  # one of inference mode, which counts no changes
+            return self._again(inputs)
+        self.habit.begin()
+        found, gradients = self._program.taken_apart(self._run([*inputs, *self._ones]))
+        results, outputs = list(found), self.request.outputs
+        own = [results[output] for output in outputs]
+        wanted = [inputs[i] for i in self.wanted]
+        for output, copied in zip(
+            outputs, _Ahead.apply(flight, *own, *gradients, *wanted), strict=True
+        ):
+            results[output] = copied
+        return results
+
+    def gradients(
+        self, known: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor] | None:
+        """Returns the gradients by these cotangents; None if they are not those known."""
+        first, rest = cotangents[0], cotangents[1:]
+        if first.dim() == 0 and not rest:  # all is linear in one number
+            found = [gradient * first for gradient in known]
+        elif all(_is_one(cotangent) for cotangent in cotangents):
+            found = [gradient.clone() for gradient in known]
+        else:
+            return None
+        return dict(zip(self._program.inputs, found, strict=True))
+
+    def once_more(
+        self, flight: _Flight, cotangents: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Returns the gradients of all inputs that want one by another run of the forward."""
+        inputs = list(map(unchanged, flight.inputs, flight.versions))
+        with torch.enable_grad(), _drawing(flight.drawn_from):
+            operands = [x.view_as(x) if x.requires_grad else x for x in inputs]
+            results = self._again(operands)
+        pairs = zip(self.request.outputs, cotangents, strict=True)
+        flowing = [(results[output], seed) for output, seed in pairs if seed is not None]
+        return torch.autograd.grad(
+            [result for result, _ in flowing],
+            [operands[i] for i in self.wanted],
+            [seed for _, seed in flowing],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+
+
+def _is_one(cotangent: torch.Tensor) -> bool:
+    """Whether a cotangent is all ones; of a GPU that is not asked, which would wait for it."""
+    is_plain = cotangent.device.type == "cpu" and not cotangent.requires_grad
+    return is_plain and bool((cotangent == 1).all())
+
+
+@dataclass
+class _Flight:
+    """Holds one forward that ran with gradients, until autograd is through with it."""
+
+    ahead: Ahead
+    inputs: Sequence[torch.Tensor]
+    versions: Sequence[int]
+    drawn_from: GeneratorStates | None
+    is_used: bool = False
+
+
+class _Ahead(torch.autograd.Function):
+    """Results whose gradients by some inputs are known, in front of what made both."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *tensors: torch.Tensor) -> Any:
+        num, num_wanted = len(flight.ahead.request.outputs), len(flight.ahead.wanted)
+        ctx.flight, ctx.num_made = flight, len(tensors) - num_wanted
+        ctx.save_for_backward(*tensors[num : ctx.num_made])
+        ctx.set_materialize_grads(False)
+        return tuple(result.clone() for result in tensors[:num])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        flight, known = ctx.flight, ctx.saved_tensors
+        ahead, wanted = flight.ahead, flight.ahead.wanted
+        none, nowhere = [None] * ctx.num_made, [None] * len(wanted)
+        is_kept, is_differentiated = graph_is_kept(), ahead.request.is_differentiated
+        given = [c for c in cotangents if c is not None]
+        asked = {wanted[i] for i in asked_inputs(ctx.next_functions[ctx.num_made :])}
+        is_known = asked <= set(ahead.request.inputs) and len(given) == len(cotangents)
+        may_serve = is_differentiated or not torch.is_grad_enabled()
+        if is_known and may_serve and not are_batched(given):
+            found = ahead.gradients(known, given)
+            if found is not None:
+                flight.is_used = True
+                ahead.habit.hit()
+                flight.inputs = flight.inputs if is_kept else ()
+                return None, *none, *map(found.get, wanted)
+        if not flight.is_used:
+            ahead.habit.miss()
+        if is_differentiated and not torch.is_grad_enabled():
+            return None, *cotangents, *none[len(cotangents) :], *nowhere
+        return None, *none, *ahead.once_more(flight, cotangents)

@@ -1,0 +1,211 @@
+"""Gradients that losses keep asking for are computed with the forward: whatever a next one asks."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline.frontend.autograd.gradients import Ahead
+
+Model = Callable[..., Any]
+Use = Callable[[Model, Tensor, Tensor], list[Tensor]]
+
+
+class Potential(nn.Module):
+    """The energy of each of two structures, of their sum, or beside what it was read from."""
+
+    def __init__(self, result: str = "sum", dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.result, self.dropout = result, nn.Dropout(dropout)
+        self.embed, self.mix, self.read = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, pos: Tensor, edges: Tensor) -> Any:
+        apart = (pos[edges[1]] - pos[edges[0]]).square().sum(-1, keepdim=True)
+        x = self.dropout(self.embed(pos).tanh())
+        x = x + torch.zeros_like(x).index_add(
+            0, edges[0], self.mix(x)[edges[1]] * apart.neg().exp()
+        )
+        energies = self.read(x.tanh()).squeeze(-1)
+        if self.result == "each":
+            return energies.new_zeros(2).index_add(0, torch.arange(len(pos)) % 2, energies)
+        return (energies.sum(), x) if self.result == "both" else energies.sum()
+
+
+def data(num_edges: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_edges)
+    pos = torch.randn(5, 3, dtype=torch.float64, generator=generator)
+    return pos.requires_grad_(), torch.randint(5, (2, num_edges), generator=generator)
+
+
+def energy(model: Model, pos: Tensor, edges: Tensor) -> Tensor:
+    found = model(pos, edges)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def slope_of(of: Tensor, pos: Tensor, **asked: Any) -> Tensor:
+    (found,) = torch.autograd.grad(of.sum(), pos, **asked)
+    return found
+
+
+def forces(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Trains on energies and forces."""
+    found = energy(model, pos, edges)
+    slope = slope_of(found, pos, create_graph=True)
+    (found.square().sum() + slope.square().sum()).backward()
+    return [found, slope]
+
+
+def changed(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Changes forces and energy in place before the loss."""
+    found = energy(model, pos, edges)
+    slope = slope_of(found, pos, create_graph=True).neg_()
+    found *= 2
+    (found.sum().sin() + slope.square().sum()).backward()
+    return [found, slope]
+
+
+def dynamics(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Wants forces alone."""
+    found = energy(model, pos, edges)
+    slope = slope_of(found, pos)
+    with torch.no_grad():
+        pos.sub_(0.1 * slope)
+    return [found, slope, pos]
+
+
+def energies(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Trains on energies alone."""
+    found = energy(model, pos, edges)
+    found.square().sum().backward()
+    return [found]
+
+
+def weighted(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Has cotangents that are no ones, which are trained themselves."""
+    found = energy(model, pos, edges)
+    weight = torch.full_like(found, 3.0, requires_grad=True)
+    (slope,) = torch.autograd.grad(found, pos, weight, create_graph=True)
+    (found.sum() + slope.square().sum()).backward()
+    assert weight.grad is not None
+    return [found, slope, weight.grad]
+
+
+def parameters(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Penalizes the gradient of a parameter."""
+    found = energy(model, pos, edges)
+    (slope,) = torch.autograd.grad(found.sum(), model.mix.weight, create_graph=True)  # type: ignore[attr-defined]
+    (found.sum() + slope.square().sum()).backward()
+    return [found, slope]
+
+
+def hessian(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Wants second derivatives, one by one and in a batch."""
+    found = energy(model, pos, edges)
+    slope = slope_of(found, pos, create_graph=True)
+    one = slope_of(slope[0, 0], pos, retain_graph=True)
+    rows = torch.eye(15, dtype=pos.dtype).reshape(15, 5, 3)
+    (all_,) = torch.autograd.grad(slope, pos, rows, is_grads_batched=True)
+    return [found, slope, one, all_]
+
+
+def third(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Differentiates forces twice."""
+    slope = slope_of(energy(model, pos, edges), pos, create_graph=True)
+    curve = slope_of(slope.square(), pos, create_graph=True)
+    curve.square().sum().backward()
+    return [slope, curve]
+
+
+def twice(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Asks for the same forces twice, then for all."""
+    found = energy(model, pos, edges)
+    slopes = [slope_of(found, pos, retain_graph=True) for _ in range(2)]
+    found.sum().backward()
+    return [found, *slopes]
+
+
+def left(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Looks at an energy, and asks for nothing."""
+    return [energy(model, pos, edges)]
+
+
+OTHERS = (changed, dynamics, energies, weighted, parameters, hessian, third, twice, left)
+
+
+def assert_as_eager(model: nn.Module, uses: Sequence[Use], **options: Any) -> None:
+    """Compares results and all gradients after each of some uses with those of a twin."""
+    model = model.double()
+    twin = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", dynamic=True, **options)
+    optimizers = [torch.optim.Adam(one.parameters(), 1e-2) for one in (model, twin)]
+    for number, use in enumerate(uses):
+        found = []
+        for run, own in ((compiled, model), (twin, twin)):
+            torch.manual_seed(number)
+            own.zero_grad()
+            pos, edges = data(0 if number == 7 else number % 5 + 11)
+            results = use(run, pos, edges)
+            found.append([*results, pos.grad, *(p.grad for p in own.parameters()), torch.rand(1)])
+        for one, other in zip(*found, strict=True):
+            assert (one is None) == (other is None), use.__name__
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=use.__name__)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.fixture
+def num_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the forwards that ran with gradients."""
+    inputs_of: list[Sequence[Tensor]] = []
+    run = Ahead.run
+
+    def counted(self: Ahead, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        inputs_of.append(inputs)
+        return run(self, inputs)
+
+    monkeypatch.setattr(Ahead, "run", counted)
+    return lambda: len(inputs_of)
+
+
+@pytest.mark.parametrize("result", ["sum", "each", "both"])
+@pytest.mark.parametrize("habit", [forces, dynamics])
+@pytest.mark.sweep
+def test_whatever_a_loss_asks_is_right_after_a_habit(
+    habit: Use, result: str, num_ahead: Callable[[], int]
+) -> None:
+    after = [use for other in OTHERS for use in (habit, habit, habit, other)]
+    assert_as_eager(Potential(result), [*after, habit, habit])
+    if habit is forces or result != "both":  # another result wants a graph of its own
+        assert num_ahead() > len(OTHERS)
+
+
+def test_forces_are_computed_with_the_energy_once_two_losses_asked_for_them(
+    num_ahead: Callable[[], int],
+) -> None:
+    assert_as_eager(Potential(), [forces] * 3 + [changed, energies])
+    assert num_ahead() == 3  # with that of the energies, which ended it
+
+
+def test_dynamics_computes_forces_alone_with_the_energy(num_ahead: Callable[[], int]) -> None:
+    assert_as_eager(Potential("each"), [dynamics] * 4 + [energies])
+    assert num_ahead() == 3
+
+
+@pytest.mark.sweep
+def test_forces_of_what_draws_are_computed_ahead_with_the_draws_of_eager() -> None:
+    uses = [forces] * 5 + [energies, parameters, forces]
+    assert_as_eager(Potential(dropout=0.5).train(), uses)
+
+
+@pytest.mark.sweep
+def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(
+    num_ahead: Callable[[], int],
+) -> None:
+    assert_as_eager(Potential(), [forces] * 2 + [left] * 12)
+    assert num_ahead() == 9
