@@ -170,6 +170,21 @@ def test_every_backward_passes_one_function_of_autograd() -> None:
     assert seen == [of_backward, of_backward, (6, "accumulate_grad")]
 
 
+@contract("torch._functorch.eager_transforms.grad_and_value_impl")
+def test_gradients_of_torch_func_pass_one_function_however_imported() -> None:
+    seen: list[Any] = []
+    module = torch._functorch.eager_transforms
+    noting = lambda *args: seen.append(args[1:3]) or (torch.ones(()), (torch.ones(()), None))  # noqa: E731
+    kept, kept_both = (
+        torch.func.grad(torch.sum, (0,)),
+        torch.func.grad_and_value(torch.sum, 0, True),
+    )
+    with mock.patch.object(module, "grad_and_value_impl", noting):
+        kept(torch.ones(2))
+        kept_both(torch.ones(2))
+    assert seen == [((0,), False), (0, True)]
+
+
 def test_what_cannot_be_differentiated_is_refused_in_known_words() -> None:
     x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):

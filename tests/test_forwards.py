@@ -186,8 +186,6 @@ REFUSED = {
     "change .data": ("h = self.first(x)\nh.data.mul_(2)\nreturn h.exp()", "detach"),
     "hook a gradient": (
         "h = self.first(x)\nh.register_hook(lambda g: g * 3)\nreturn self.second(h)", "hook"),
-    "transform inside": (
-        "return torch.func.grad(lambda t: self.first(t).exp().sum())(x) + self.second(x)", ""),
     "map inside": ("return torch.func.vmap(lambda row: self.first(row).exp())(x) + self.second(x)",
         ""),
     "draw in Python": ("return self.first(x) * random.random()", "random"),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -196,6 +197,40 @@ def to_the_third(self: Any, x: Tensor) -> Tensor:
     return curved(self, x, orders=2)
 
 
+def inner_loss(self: Any, parameters: Any, x: Tensor) -> Tensor:
+    return functional_call(self.net, parameters, (x,)).square().mean()
+
+
+def maml(self: Any, x: Tensor) -> Tensor:
+    """Two inner steps as torch.func writes them."""
+    parameters = dict(self.net.named_parameters())
+    for _ in range(2):
+        slopes = torch.func.grad(partial(inner_loss, self))(parameters, x)
+        parameters = {name: p - 0.1 * slopes[name] for name, p in parameters.items()}
+    return inner_loss(self, parameters, x.flip(0))
+
+
+def their_grad_of_grad(self: Any, x: Tensor) -> Tensor:
+    def inner(y: Tensor, scale: Tensor) -> Tensor:
+        first, second = torch.func.grad(lambda a, b: (self.net(a) * b).sum(), (0, 1))(y, scale)
+        return (first.square() * second).sum() + (y * x).sum()  # x is a constant here
+
+    slopes, value = torch.func.grad_and_value(inner)(x, scale=x.sum(-1, keepdim=True))
+    return slopes.square().sum() * value
+
+
+def their_aux(self: Any, x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> tuple[Tensor, Any]:
+        h = self.net(y)
+        return h.sum(), {"h": h.detach()}
+
+    with torch.no_grad():
+        fixed, held = torch.func.grad(inner, has_aux=True)(x)
+    slopes, (value, more) = torch.func.grad_and_value(inner, has_aux=True)(x)
+    assert not fixed.requires_grad and not held["h"].requires_grad
+    return (slopes * fixed).sum() * value + more["h"].sum()
+
+
 def with_layers(*make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(2, WIDTH), nn.Tanh(), *(m() for m in make), nn.Linear(WIDTH, WIDTH)]
@@ -208,6 +243,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
         for forward in (
             *(laplace, sobolev, penalty, detached, one_step, unused, of_an_intermediate, third),
             *(nested, grad_of_grad, fed_back, fourier, operator_network),
+            *(maml, their_grad_of_grad, their_aux),
         )
     },
     "dropout": (to_the_third, lambda: with_layers(lambda: nn.Dropout(0.4))),
@@ -687,3 +723,39 @@ def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
     of_jacobian = (jacobian[0], jacobian[:, 1], jacobian[2], jacobian)
     wanted = (*of_jacobian, hessian[1], hessian[2], hessian.diagonal(), hessian)
     torch.testing.assert_close(found, wanted)
+
+
+# ---- torch.func inside a forward -------------------------------------------------------------
+
+
+def test_gradients_by_torch_func_ask_for_gradients_where_pytorchs_do() -> None:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        slopes, value = torch.func.grad_and_value(lambda y: (y.sin() * y).sum())(x)
+        return slopes, value, torch.func.grad(lambda y: self.net(y).sum())(x)
+
+    for wants_grad in (False, True):
+        model, x = of_forward(forward, network()), tensor(4, 2).requires_grad_(wants_grad)
+        found = lazyinline.compile(model, backend="eager", fallback="error")(x)
+        wanted = model(x)
+        torch.testing.assert_close(found, wanted)
+        assert [y.requires_grad for y in found] == [y.requires_grad for y in wanted]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [(lambda y: y.sin(), "scalar Tensor"), (lambda y: y.sum().item(), "return a Tensor")],
+)
+def test_what_torch_func_refuses_is_its_error(function: Any, why: str) -> None:
+    model = of_forward(lambda self, x: torch.func.grad(function)(x), network())
+    with pytest.raises(RuntimeError, match=why):
+        lazyinline.compile(model, backend="eager")(tensor(4, 2))
+
+
+def test_a_map_of_gradients_runs_eagerly() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: self.net(row).sum()))(x)
+
+    model = of_forward(forward, network())
+    compiled = lazyinline.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(tensor(4, 2)), model(tensor(4, 2)))
+    assert "torch.func" in compiled.last_report.ran_eagerly

@@ -247,9 +247,13 @@ class ModelWatcher:
                 "which cannot be followed to operators. Run it outside the model."
             )
 
+    def follows_gradients(self) -> bool:
+        """Whether :meth:`gradient` records what is asked here."""
+        return not (self._recording.quiet or self._is_in_function)
+
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
         """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients."""
-        if self._recording.quiet or self._is_in_function:
+        if not self.follows_gradients():
             return None
         self._recording.differentiates = True
         outputs, inputs, seeds = asked.outputs, asked.inputs, asked.seeds

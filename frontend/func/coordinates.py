@@ -17,16 +17,8 @@ from torch import nn
 
 from ...autodiff.forward_mode.jets import Series
 from ...reuse.errors import PlanError, door
-from .transforms import (
-    Function,
-    TaylorMode,
-    compiled,
-    gradients,
-    may_follow,
-    mode_taken,
-    renamed,
-    taylor,
-)
+from ..tracing.gradients import Function, gradients, renamed
+from .transforms import TaylorMode, compiled, may_follow, mode_taken, taylor
 
 
 @door

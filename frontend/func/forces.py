@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ...reuse.errors import PlanError, door
-from .transforms import compiled, renamed
+from ..tracing.gradients import renamed
+from .transforms import compiled
 
 
 class EnergyAndForces(NamedTuple):

@@ -19,19 +19,9 @@ from torch import nn
 
 from ...reuse.errors import PlanError, door
 from ..autograd.torch_engine import GeneratorStates
+from ..tracing.gradients import Function, chosen, gradients, renamed, scalar, with_chosen
 from ..tracing.torch_tracing import follower
-from .transforms import (
-    ForwardMode,
-    Function,
-    along_gradients,
-    chosen,
-    compiled,
-    gradients,
-    renamed,
-    scalar,
-    tangents_of,
-    with_chosen,
-)
+from .transforms import ForwardMode, along_gradients, compiled, tangents_of
 
 LinearMap = Callable[[torch.Tensor], torch.Tensor]
 """Takes directions to their product with a derivative."""

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._functorch import eager_transforms
 from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
@@ -39,6 +40,7 @@ from ...reuse.evidence.slots import reveal
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
 from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame, user_line
+from .gradients import Argnums, Function, gradient_and_result
 from .torch_tensor_answers import is_answer, watched_names
 
 _LOCK = threading.RLock()
@@ -105,6 +107,7 @@ class _Watcher(Protocol):
     def saves(self) -> None: ...
     def backward(self) -> None: ...
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
+    def follows_gradients(self) -> bool: ...
     def scripted(self, original: _Run | None) -> _Run: ...
     def saving_hook(self) -> None: ...
     def control_flow(self, name: str, args: tuple[Any, ...]) -> Any: ...
@@ -406,6 +409,37 @@ def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.autograd, {"_engine_run_backward": run})
 
 
+def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
+    """Patches what ``torch.func.grad`` and ``grad_and_value`` end in, however imported.
+
+    Their tensors inside tensors have no operators that could be recorded; the same gradient by
+    ``torch.autograd.grad`` is followed. Inside another transform, such as ``vmap``, they stay.
+    """
+    original: Any = eager_transforms.grad_and_value_impl
+
+    def run(
+        func: Function,
+        argnums: Argnums,
+        has_aux: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        is_inside = torch._C._functorch.peek_interpreter_stack() is not None
+        if threading.get_ident() != thread or is_inside or not watcher.follows_gradients():
+            return cast("tuple[Any, Any]", original(func, argnums, has_aux, args, kwargs))
+
+        def value_of(result: Any) -> torch.Tensor:
+            value = result[0] if has_aux and isinstance(result, tuple) and result else result
+            # PyTorch says what is wrong with a result that is no number.
+            if not isinstance(value, torch.Tensor) or value.dim():
+                original(lambda *_, **__: result, argnums, has_aux, args, kwargs)
+            return cast("torch.Tensor", value)
+
+        return gradient_and_result(func, argnums, args, kwargs, value_of=value_of)
+
+    return replace_attributes(eager_transforms, {"grad_and_value_impl": run})
+
+
 def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
     """Puts attributes on a class or module; returns what puts back what it had of its own."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
@@ -479,6 +513,7 @@ _PATCHES = (
     _patch_scripted,
     _patch_hooks,
     _patch_backward,
+    _patch_transforms,
     _patch_checkpoint,
     _patch_values,
     _patch_answers,
