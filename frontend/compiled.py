@@ -124,7 +124,8 @@ class CompiledProgram:
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused.
     ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
-    ahead of losses. ``linker`` links it for another shape, where sizes are symbols.
+    ahead of losses; where one cannot be differentiated, it gives the program with numbers for
+    sizes, for autograd to run. ``linker`` links it for another shape, where sizes are symbols.
     """
 
     captured: CapturedModel
@@ -133,7 +134,7 @@ class CompiledProgram:
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
-    gradients: Callable[[GradientRequest], CompiledGradients] | None = None
+    gradients: Callable[[GradientRequest], CompiledGradients | Program] | None = None
     linker: Relinking | None = None
 
     @property

@@ -9,6 +9,7 @@ inspect TARGET --after PASS --diff`` shows what one did.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from ..autodiff.derivative import Derivative
 from ..autodiff.flows import saved_inputs
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
-from ..reuse.errors import PlanError
+from ..reuse.errors import NotDifferentiatedError, PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ..reuse.ir.torch_symbols import Values, type_at
 from .capture.regions import CapturedModel, Sizes
@@ -214,6 +215,7 @@ class Linker:
         watched_inputs: see :class:`CompiledProgram`.
         backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
         gradients: links programs of gradients; None where sizes cannot be symbols.
+        refused: those that autograd takes of the program, run operator by operator.
     """
 
     compiler: Compiler
@@ -222,6 +224,7 @@ class Linker:
     watched_inputs: tuple[int, ...]
     backwards: dict[Closure, Compilation] = field(default_factory=dict)
     gradients: dict[GradientRequest, Linker | None] = field(default_factory=dict)
+    refused: set[GradientRequest] = field(default_factory=set)
 
     @property
     def sizes(self) -> Any:
@@ -375,16 +378,21 @@ class Linker:
 
     def compile_gradients(
         self, values: Values | None, counted: CompileReport, request: GradientRequest
-    ) -> CompiledGradients:
+    ) -> CompiledGradients | Program:
         """Compiles gradients that are differentiated; with symbols, once for all shapes.
 
         Args:
             values: the numbers of symbols that the program is linked for.
             counted: the report of the model that they belong to.
             request: which gradients.
+
+        Returns:
+            They; or the program with numbers for sizes, of which autograd can take them.
         """
         with one_at_a_time():
-            linked = None if values is None else self._linked_gradients(values, counted, request)
+            linked = None
+            if values is not None and request not in self.refused:
+                linked = self._linked_gradients(values, counted, request)
             if linked is not None:
                 return linked
             captured, compiler = self.lowered.captured, self.compiler
@@ -393,7 +401,18 @@ class Linker:
                 captured = replace(captured, program=program, sizes=None)
                 # What is kept per closure would be kept for closures of one shape.
                 compiler = Compiler(compiler.options)
-            linker, state = compiler.compile_gradients(captured, request, None)
+            if request in self.refused:
+                return captured.program
+            try:
+                linker, state = compiler.compile_gradients(captured, request, None)
+            except NotDifferentiatedError as error:
+                if compiler.options.fallback == "error" or not request.is_differentiated:
+                    raise
+                self.refused.add(request)
+                counted.eager_kernels.append(f"the gradient that is differentiated: {error}")
+                said = f"A gradient is differentiated operator by operator. {error}"
+                warnings.warn(said, stacklevel=2)
+                return captured.program
             counted.num_gradients += 1
             return linker.gradients_of(linker.result(state), None, counted)
 

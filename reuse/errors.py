@@ -36,6 +36,10 @@ class PlanError(LazyInlineError):
     """A program cannot be laid out or run as asked."""
 
 
+class NotDifferentiatedError(PlanError):
+    """A program's gradients cannot be compiled with a backward; autograd can take them twice."""
+
+
 class PipelineError(LazyInlineError):
     """A model cannot be split over the stages asked for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from lazyinline import PlanError
 from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.training_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.passes.programs import _require_same_draws
+from lazyinline.frontend.passes import programs
+from lazyinline.reuse.errors import NotDifferentiatedError
 from lazyinline.reuse.ir.operators import is_draw
 
 Residual = block(lambda self, x: x + self.linear(x).tanh())
@@ -258,22 +260,32 @@ class Rounded(torch.autograd.Function):
         return cotangent
 
 
-def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
+def test_a_buffer_that_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
     def counting(self: Any, x: Tensor) -> Tensor:
         if self.training:
             self.norm.running_mean.lerp_(x.detach().mean(0), 0.1)
         return x - self.norm.running_mean
 
-    def own(self: Any, x: Tensor) -> Tensor:
-        return Rounded.apply(x) if self.training else x
+    kind = normed(counting)
+    compiled, _ = pair(net(kind=kind))
+    with pytest.raises(PlanError, match="changes a buffer it computes with"):
+        penalty(compiled, points()).backward()
+    assert_same(*pair(net(kind=kind).eval()), penalty, points())
 
-    refused = {counting: "changes a buffer it computes with", own: "Rounded"}
-    for forward, reason in refused.items():
-        kind = normed(forward)
-        compiled, _ = pair(net(kind=kind))
-        with pytest.raises(PlanError, match=reason):
-            penalty(compiled, points()).backward()
-        assert_same(*pair(net(kind=kind).eval()), penalty, points())
+
+def test_a_function_with_its_own_derivative_is_differentiated_twice_by_autograd() -> None:
+    kind = block(lambda self, x: x * Rounded.apply(self.linear(x)).tanh())
+    compiled, expected = pair(net(kind=kind))
+    with pytest.warns(UserWarning, match="operator by operator.*Rounded"):
+        assert_same(compiled, expected, penalty, points())
+    assert any("Rounded" in one for one in compiled.last_report.eager_kernels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for num in (6, 7):  # with symbols for sizes, too
+            assert_same(compiled, expected, third_order, points(num))
+    strict, _ = pair(net(kind=kind), fallback="error")
+    with pytest.raises(PlanError, match="Rounded"):
+        penalty(strict, points()).backward()
 
 
 @pytest.mark.smoke
@@ -330,14 +342,28 @@ def test_dropout_of_nothing_or_everything_draws_nothing(p: float) -> None:
     assert_same(*pair(net(kind=kind)), penalty, points())
 
 
-def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:
+def test_what_a_gradient_would_draw_otherwise_is_drawn_operator_by_operator() -> None:
+    """On a GPU, say; and the numbers are those of the forward all the same."""
+
+    def refuse(forward: Any, gradients: Any) -> None:
+        raise NotDifferentiatedError("on cuda")
+
+    compiled, expected = pair(net(kind=block(dropping)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "_require_same_draws", refuse)
+        with pytest.warns(UserWarning, match="operator by operator. on cuda"):
+            assert_same(compiled, expected, penalty, points())
+            assert_same(compiled, expected, third_order, points(6, 1))
+
+
+def test_what_a_gradient_would_draw_otherwise_is_found() -> None:
     program = SimpleNamespace(calls=[])
     counted = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Draws, "of", lambda self, calls: next(counted))
         for counts in ("2 on cpu and 1 on cpu", "1 on cuda and 1 on cuda"):
-            with pytest.raises(PlanError, match=f"random numbers.* draw {counts}"):
-                _require_same_draws(program, program)  # type: ignore[arg-type]
+            with pytest.raises(NotDifferentiatedError, match=f"random numbers.* draw {counts}"):
+                programs._require_same_draws(program, program)  # type: ignore[arg-type]
 
 
 def test_a_parameter_changed_before_the_backward_is_noticed() -> None:

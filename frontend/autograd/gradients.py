@@ -18,6 +18,8 @@ import torch
 
 from ...backend.run.planned import unchanged
 from ...reuse.errors import PlanError
+from ...reuse.ir.leaf import interpret
+from ...reuse.ir.program import Program
 from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
 from .torch_engine import (
@@ -49,7 +51,7 @@ class Gradients:
         self._compiled = compiled
         self._differentiably = differentiably
         self.again = again
-        self._made: dict[GradientRequest, tuple[CompiledGradients, Run | None]] = {}
+        self._made: dict[GradientRequest, tuple[CompiledGradients | Program, Run | None]] = {}
         self._ahead: dict[GradientRequest, Ahead | None] = {}
 
     @property
@@ -62,8 +64,10 @@ class Gradients:
         """Returns whether an earlier call's were, so that this call's likely will be."""
         return bool(self._made)
 
-    def of(self, request: GradientRequest) -> tuple[CompiledGradients, Run | None]:
+    def of(self, request: GradientRequest) -> tuple[CompiledGradients | Program, Run | None]:
         """Returns the program of gradients, and what runs it with a backward.
+
+        Where that cannot be compiled, it is the program that autograd takes gradients of.
 
         Raises:
             PlanError: if there is none.
@@ -73,7 +77,7 @@ class Gradients:
         if request not in self._made:
             made = self._compiled.gradients(request)
             run = None
-            if made.compiled.derivative is not None:
+            if not isinstance(made, Program) and made.compiled.derivative is not None:
                 run = self._differentiably(made.compiled)
             self._made[request] = made, run
         return self._made[request]
@@ -101,6 +105,8 @@ class Gradients:
         try:
             made, run = self.of(request)
         except PlanError:
+            return None
+        if isinstance(made, Program):
             return None
         if made.gradients.outputs != request.outputs or (run is None) == request.is_differentiated:
             return None
@@ -138,6 +144,8 @@ class FirstBackward:
         moving = tuple(o for o, c in zip(self.outputs, cotangents, strict=True) if c.requires_grad)
         request = GradientRequest(self.outputs, moving, self.asked)
         made, run = self.gradients.of(request)
+        if isinstance(made, Program):
+            return self._interpreted(made, inputs, cotangents)
         if run is None:
             return None
         self.gradients.habit.note(None if moving else request)
@@ -149,6 +157,25 @@ class FirstBackward:
             laid = list(map(cotangent_like, types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
+
+    def _interpreted(
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor],
+    ) -> Mapping[int, torch.Tensor]:
+        """Returns the same as autograd takes it of a program that PyTorch runs."""
+        wanted = [i for i in self.asked if inputs[i].requires_grad]
+        with torch.enable_grad(), _drawing(self.drawn_from):
+            results = interpret(program, inputs)
+            found = torch.autograd.grad(
+                [results[output] for output in self.outputs],
+                [inputs[i] for i in wanted],
+                cotangents,
+                create_graph=True,
+                allow_unused=True,
+            )
+        return {i: one for i, one in zip(wanted, found, strict=True) if one is not None}
 
     def differentiable(
         self,

@@ -20,7 +20,7 @@ from ...autodiff.training_program import (
     training_program,
     with_updates,
 )
-from ...reuse.errors import CaptureError, ExportError, PlanError
+from ...reuse.errors import CaptureError, ExportError, NotDifferentiatedError, PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import (
     Composite,
@@ -332,10 +332,8 @@ def take_gradients(state: Compilation) -> Compilation:
     assert request is not None
     function = own_derivative(program)
     if function:
-        raise PlanError(
-            f"There is no second derivative of a program with {function}, which has a derivative "
-            "of its own (torch.autograd.Function). Call the model itself where its gradient is "
-            "differentiated."
+        raise NotDifferentiatedError(
+            f"It has {function}, which has a derivative of its own (torch.autograd.Function)."
         )
     wanted = differentiable_inputs(program)
     sources = [
@@ -363,7 +361,7 @@ def _require_same_draws(program: Program, gradients: Program) -> None:
     """Checks that a forward run again for gradients draws the same numbers.
 
     Raises:
-        PlanError: if it would draw others.
+        NotDifferentiatedError: if it would draw others.
     """
     first, again = Draws().of(program.calls), Draws().of(gradients.calls)
     if first == again and first.keys() <= {"cpu"}:
@@ -372,9 +370,7 @@ def _require_same_draws(program: Program, gradients: Program) -> None:
         ", ".join(f"{number} on {device}" for device, number in counts.items()) or "none"
         for counts in (first, again)
     )
-    raise PlanError(
-        "There is no second derivative of a model that draws random numbers, unless its gradient "
-        f"can draw the same again: on a CPU, and as many. Forward and gradient draw {counts}. Call "
-        "model.eval() or set its dropout to 0; or call the model itself where its gradient is "
-        "differentiated."
+    raise NotDifferentiatedError(
+        "It draws random numbers, and its gradient cannot draw the same again as compiled code: "
+        f"that is possible on a CPU, and for as many. Forward and gradient draw {counts}."
     )
