@@ -1,16 +1,19 @@
 """How Sphinx builds the site: `make docs`."""
 
+import importlib.metadata
 import pathlib
 import shutil
 
 project = "lazyinline"
 copyright = "the lazyinline authors"
-html_title = "lazyinline"
+version = release = importlib.metadata.version("lazyinline")
+html_title = f"lazyinline {version}"
 
 extensions = [
     "myst_parser",  # pages are Markdown, so that they read well on their own, too
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",  # [source] beside each public name
     "sphinx_copybutton",
 ]
 myst_heading_anchors = 3
@@ -22,6 +25,8 @@ napoleon_use_rtype = False
 
 html_theme = "furo"  # no font, script or picture from elsewhere
 html_show_sphinx = False
+# Pages that answer come before design pages and the changelog.
+html_search_scorer = str(pathlib.Path(__file__).with_name("scorer.js"))
 copybutton_exclude = ".linenos, .gp, .go"
 
 

@@ -1,5 +1,6 @@
 """ONNX files: one function per block, the numbers of eager PyTorch, names a person knows."""
 
+import importlib.util
 import itertools
 import logging
 import pathlib
@@ -214,6 +215,15 @@ def test_operator_sets(opset: int, path: pathlib.Path) -> None:
     imports = [*loaded.opset_import, *(i for f in loaded.functions for i in f.opset_import)]
     assert {i.version for i in imports if i.domain == ""} == {opset}
     onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_without_its_packages_the_extra_is_named(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "onnx" else find(n))
+    with pytest.raises(ExportError, match=r"needs onnx, .*pip install 'lazyinline\[onnx\]'"):
+        lazyinline.export_onnx(nn.Linear(2, 2), (torch.ones(2),), path)
 
 
 def test_round_trips(written: Written, path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import pathlib
@@ -125,14 +126,15 @@ def export_onnx(
 
     Raises:
         CaptureError: if the model cannot be captured.
-        ExportError: if it cannot be expressed in ONNX (operator, block and line are named), or if
-            onnxruntime disagrees with the model.
+        ExportError: if it cannot be expressed in ONNX (operator, block and line are named), if
+            onnxruntime disagrees with the model, or without the extra ``lazyinline[onnx]``.
 
     Example:
         >>> lazyinline.export_onnx(model.eval(), (ids,), "model.onnx")
     """
     with one_at_a_time():
         target = pathlib.Path(path)
+        _check_installed()
         _check_options(target, opset)
         arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
@@ -150,6 +152,15 @@ def export_onnx(
 
             inline_functions(built)
         return _write(built, subject, names, target, verify=verify, external_data=external_data)
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(
+            f"export_onnx needs {' and '.join(missing)}, not installed here: "
+            "pip install 'lazyinline[onnx]'."
+        )
 
 
 def _check_options(path: pathlib.Path, opset: int) -> None:
