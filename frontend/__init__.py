@@ -35,6 +35,7 @@ parallel             ``parallelize(model, args, mesh=...)``
 mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest
 mesh_parameters      parameters as DTensors
 fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
+saved                compiled programs as files: ``save`` and ``load``
 bench                ``lazyinline bench``: a row for each number of layers
 measure              ``measure``: late and early inlining beside eager and ``torch.compile``
 advise               ``advise(model)``

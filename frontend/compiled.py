@@ -126,6 +126,7 @@ class CompiledProgram:
     ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
     ahead of losses; where one cannot be differentiated, it gives the program with numbers for
     sizes, for autograd to run. ``linker`` links it for another shape, where sizes are symbols.
+    ``lowered`` is the compile up to link, of which a file is made.
     """
 
     captured: CapturedModel
@@ -136,6 +137,7 @@ class CompiledProgram:
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients | Program] | None = None
     linker: Relinking | None = None
+    lowered: Any = None
 
     @property
     def hold(self) -> Hold | None:

@@ -258,7 +258,7 @@ class Linker:
             subject=None,
             seen=state.captured.without_tensors(),
             composed=composed and step_without_tensors(composed),
-            programs={},
+            programs={name: _bare(program) for name, program in lowered.programs.items()},
             runs=None,
             shapes=ManyShapes() if state.symbolic else None,
         )
@@ -286,6 +286,7 @@ class Linker:
             partial(self.without_outputs, state.values, state.report),
             partial(self.compile_gradients, state.values, state.report),
             linker,
+            self.lowered,
         )
 
     def relink(self, values: Values) -> tuple[Compiled, CompileReport]:

@@ -48,6 +48,10 @@ class ExportError(LazyInlineError):
     """A program cannot be written as ONNX."""
 
 
+class FileError(LazyInlineError):
+    """What is compiled cannot be saved in a file, or a file cannot be opened."""
+
+
 class CacheError(LazyInlineError):
     """The on-disk cache cannot be used as asked."""
 
@@ -76,6 +80,7 @@ for _public in (
     PlanError,
     PipelineError,
     ExportError,
+    FileError,
     CacheError,
     VerifyError,
 ):

@@ -20,7 +20,15 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -440,6 +448,24 @@ def _rebuilt(leaves: Iterator[Any], spec: _pytree.TreeSpec) -> Any:
 
 def _children(spec: _pytree.TreeSpec) -> Sequence[_pytree.TreeSpec]:
     return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
+def named_fields(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Returns the fields of a named tuple, a container or a kind of dictionary; None of others."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, dict) and type(value) is not dict:
+        return dict.items(value)
+    return vars(value).items() if is_container(value) else None
+
+
+def register(
+    kind: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Lets objects of a class of ours be parts of structures."""
+    _pytree.register_pytree_node(kind, flatten, unflatten)
 
 
 def changeable_parts(tree: Any) -> list[Any]:

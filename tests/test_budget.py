@@ -29,14 +29,15 @@ from link_tree import ROOT
 # stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
 # (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
 # files of one idea (frontend +55, backend +22), what fails on a GPU (frontend +15, backend +106),
-# gradients ahead of losses (frontend +281, autodiff +9).
+# gradients ahead of losses (frontend +281, autodiff +9),
+# compiled programs as files (frontend +976, reuse +31, backend +409).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (27_063, 102),
-    "reuse": (8_533, 30),
+    "frontend": (28_039, 108),
+    "reuse": (8_564, 30),
     "autodiff": (6_358, 22),
     "recompute": (1_272, 6),
     "pipeline_parallel": (8_079, 29),
-    "backend": (12_368, 44),
+    "backend": (12_777, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -195,7 +195,7 @@ def test_checkpoints_hand_their_function_to_a_class_or_run_it_between_two_steps(
 
 @contract(
     "torch.utils._pytree: TreeSpec tree_flatten tree_flatten_with_path tree_map tree_structure",
-    "torch.utils._pytree: SUPPORTED_NODES",
+    "torch.utils._pytree: SUPPORTED_NODES register_pytree_node",
 )
 def test_trees_go_apart_and_together() -> None:
     from torch.utils import _pytree as pytree
@@ -217,6 +217,11 @@ def test_trees_go_apart_and_together() -> None:
     leaves, spec = pytree.tree_flatten(BaseModelOutput(last_hidden_state=torch.ones(2)))
     assert len(leaves) == 1, "outputs of Hugging Face are registered"
     assert type(pytree.tree_unflatten(leaves, spec)) is BaseModelOutput
+    from lazyinline.frontend.saved.trees import Record  # registered with it
+
+    leaves, spec = pytree.tree_flatten(Record("Output", {"a": 1, "keys": (2,)}))
+    assert leaves == [1, 2]
+    assert pytree.tree_unflatten([3, 4], spec).keys == (4,)
 
 
 # ---- operators and tensors --------------------------------------------------------------------

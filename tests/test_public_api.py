@@ -12,12 +12,13 @@ import lazyinline
 # Changing this list changes what users may rely on: say so in CHANGELOG.md.
 NAMES = """
     Advice Budget CacheError CaptureError CompileReport CompiledModule DecompositionError
-    ExportError ExportReport Fit LazyInlineError MeasureReport ParallelStep Pipeline PipelineError
+    ExportError ExportReport FileError Fit LazyInlineError MeasureReport ParallelStep Pipeline
+    PipelineError
     PlanError
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
     compile_step decomposition export_onnx fit for_checkpoint func last_report lazy_inline
-    measure
-    measure_links parallelize pipeline place primitives recompute restore shard
+    load measure
+    measure_links parallelize pipeline place primitives recompute restore save shard
     stage
 """
 PUBLIC = set(NAMES.split())

@@ -211,15 +211,16 @@ class _Graph:
     def values(self) -> list[Any]:
         """For each node its layout, the number of its memory, and its place in there."""
         memories: dict[int, int] = {}
-        found: list[Any] = []
-        for node in self._number:
-            value = node.meta.get("val")
+
+        def described(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):  # of an operator with several results
+                return [described(part) for part in value]
             if not isinstance(value, torch.Tensor):
-                found.append(None)  # of an operator with several results; getitem has the tensors
-                continue
+                return None
             memory = memories.setdefault(memory_id(value), len(memories))
-            found.append((TensorType.of(value), memory, int(value.storage_offset())))
-        return list(map(self._encode, found))
+            return (TensorType.of(value), memory, int(value.storage_offset()))
+
+        return [self._encode(described(node.meta.get("val"))) for node in self._number]
 
 
 # ---- derivatives ---------------------------------------------------------------------------

@@ -207,6 +207,35 @@ class CompileCache:
         key = self._key("kernels", leaf, sorted(unaligned))
         self._store(key, partial(encode_kernels, kernels, self._object))
 
+    # ---- what a file holds of them -------------------------------------------------------
+
+    @property
+    def facts(self) -> str:
+        """Digest of what decides, besides a graph, what is made of it here; "" without a cache."""
+        return self._facts or ""
+
+    def packed(self, kernels: KernelList) -> tuple[Any, dict[str, bytes]]:
+        """Returns the launches of a leaf as JSON holds them, and the objects they need.
+
+        Raises:
+            NotCacheableError: if that cannot be written.
+        """
+        objects: dict[str, bytes] = {}
+
+        def object_of(kernel: BuiltKernel) -> Any:
+            reference = self._object(kernel)
+            path = self._disk.object_path(reference[0]) if self._disk and reference else None
+            if path is None:
+                return None
+            objects[reference[0]] = path.read_bytes()
+            return reference
+
+        return encode_kernels(kernels, object_of), objects
+
+    def unpacked(self, data: Any, name: str) -> KernelList:
+        """Returns launches whose objects are kept here by now."""
+        return decode_kernels(data, name, self._kernel)
+
     def plan(
         self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]
     ) -> ArenaPlan:
@@ -218,15 +247,7 @@ class CompileCache:
             # Without the facts: where buffers lie depends on their lives and on our planner alone.
             key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
 
-        def decode(data: Any) -> ArenaPlan:
-            offsets, peak, bound, method = data
-            return ArenaPlan(np.array(offsets, np.int64), peak, bound, method)
-
-        def encode(made: ArenaPlan) -> Any:
-            sizes = int(made.peak_bytes), int(made.lower_bound_bytes)
-            return [made.offsets.tolist(), *sizes, made.method]
-
-        return self._of(key, decode, make, encode)
+        return self._of(key, plan_of, make, plan_data)
 
     def native(self) -> torch_native.NativeLibrary:
         """Returns the native loop."""
@@ -339,6 +360,22 @@ class CompileCache:
     def _loaded(self, digest: str, load: Callable[[pathlib.Path], T]) -> T:
         assert self._disk is not None
         return self._disk.loaded(digest, load)
+
+
+def plan_data(made: ArenaPlan) -> Any:
+    """Returns the places of buffers as JSON holds them."""
+    return [
+        made.offsets.tolist(),
+        int(made.peak_bytes),
+        int(made.lower_bound_bytes),
+        made.method,
+    ]
+
+
+def plan_of(data: Any) -> ArenaPlan:
+    """Returns what :func:`plan_data` wrote."""
+    offsets, peak, bound, method = data
+    return ArenaPlan(np.array(offsets, np.int64), peak, bound, method)
 
 
 def _forward_traced(leaf: Leaf) -> tuple[Leaf, Any]:

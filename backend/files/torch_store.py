@@ -3,6 +3,7 @@
     entries/<key>              one JSON document; its first line holds its format and its digest
     entries/.new-<key>.lock    held by the process that makes what the entry will name
     objects/<digest>.so        one shared object, named by its own bytes
+    key                        signs the files that are saved here
 
 Nothing in it is trusted: an entry is read as data (never unpickled), only from a directory and a
 file that are the user's own and that nobody else can write to, and only if its digest and its key
@@ -21,10 +22,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import hmac
 import json
 import logging
 import os
 import pathlib
+import secrets
 import stat
 import struct
 import tempfile
@@ -50,7 +53,7 @@ _MAGIC = b"lazyinline cache 1 "
 _OFF = ("0", "off", "no", "false")
 # A link leads out of the directory, and opening a pipe would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_ENTRIES, _OBJECTS = "entries", "objects"
+_ENTRIES, _OBJECTS, _KEY = "entries", "objects", "key"
 _TEMPORARY = ".new-"  # how the name of a file that is being written begins
 
 T = TypeVar("T")
@@ -183,6 +186,27 @@ class DiskCache:
                     _LOG.info("%s may be made by several processes at once: %s", key, error)
                 mine.append(key)
             yield mine
+
+    # ---- files that were made here -------------------------------------------------------
+
+    def signature(self, content: bytes) -> str:
+        """Returns what shows that this user, here, has written something; "" if nothing can.
+
+        The key is made once, and stays where only the user can read or change it.
+        """
+        path = self.directory / _KEY
+        with contextlib.suppress(_UnusableError, OSError):
+            if not path.exists() and self._is_writable:
+                _write_whole(path, secrets.token_bytes(32))
+            if key := _read_own(path):
+                return hmac.new(key, content, hashlib.sha256).hexdigest()
+        return ""
+
+    def put_object(self, digest: str, content: bytes) -> None:
+        """Keeps a shared object that came in a file, if it is the one that it is named by."""
+        is_it = digest.isalnum() and _digest(content) == digest
+        if is_it and self.object_path(digest) is None:
+            self._put(self.directory / _OBJECTS / f"{digest}.so", content)
 
     # ---- objects -------------------------------------------------------------------------
 

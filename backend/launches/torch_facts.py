@@ -19,7 +19,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...reuse.ir.types import TensorType, Type
+from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.
@@ -37,10 +37,9 @@ _NO_MATTER = (
     "fx_graph_",
     "autotune_",
     "_save_",
+    "xpu.cutlass_dir",  # by default a part of the working directory, wherever a process began
 )
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), torch.dtype, *OPERATOR_TYPES)
-
-Layout = tuple[Type, int, int]
 
 
 # ---- operators ---------------------------------------------------------------------------------
@@ -101,20 +100,19 @@ def function_named(name: str) -> Any:
 # ---- graphs ------------------------------------------------------------------------------------
 
 
-def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
+def fake_values(layouts: Sequence[Any]) -> list[Any]:
     """Makes fake tensors, all of one mode.
 
     Args:
         layouts: type, number of the memory (those with one number share it), and the place in
-            there, in elements.
+            there, in elements; a list of these for what is a list of tensors, or None.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memories: dict[int, torch.UntypedStorage] = {}
-    values: list[torch.Tensor | None] = []
-    for layout in layouts:
-        if layout is None:
-            values.append(None)
-            continue
+
+    def value(layout: Any) -> Any:
+        if not isinstance(layout, tuple):
+            return None if layout is None else [value(part) for part in layout]
         type_, memory, offset = layout
         assert isinstance(type_, TensorType)
         meta = type_.empty("meta")
@@ -124,8 +122,9 @@ def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
             meta.set_(whole, offset, type_.shape, type_.stride)
         else:
             memories[memory] = meta.untyped_storage()
-        values.append(FakeTensor(mode, meta, type_.device))
-    return values
+        return FakeTensor(mode, meta, type_.device)
+
+    return list(map(value, layouts))
 
 
 # ---- facts that decide what is made ------------------------------------------------------------

@@ -12,8 +12,8 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -25,7 +25,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
-from ..arena.arena import ALIGNMENT
+from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..gpu.roofline import with_streams
 from ..gpu.torch_graph import Capture, Run, capture_graph
 from ..launches import torch_native
@@ -75,6 +75,9 @@ class PlannedProgram:
             begins, and activations lie in their memory until they are written.
         names: what the user calls the first of ``model_inputs``.
         roots: for each result of the forward what it is a view of; equal ones share memory.
+
+    Attributes:
+        plans: what the tools answered, in order.
     """
 
     def __init__(
@@ -110,8 +113,10 @@ class PlannedProgram:
             add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
-        found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
-        found = found or planned(self.layout, tools)
+        self.plans: list[ArenaPlan] = []
+        noting = replace(tools, plan=partial(self._noted, tools.plan))
+        found = planned_overlaid(self.layout, noting) if gradients == "overlaid" else None
+        found = found or planned(self.layout, noting)
         self.offsets, self.plan, self.arena_bytes, self.overlay, self.other_bytes = found
         self._tools = tools
         self._results = results
@@ -126,6 +131,10 @@ class PlannedProgram:
         ]
         self._arenas, self._key = Arenas(), object()
         self._numbers = PLAIN
+
+    def _noted(self, plan: Callable[..., ArenaPlan], *asked: Any) -> ArenaPlan:
+        self.plans.append(plan(*asked))
+        return self.plans[-1]
 
     def at(self, numbers: Numbers) -> PlannedProgram:
         """Returns the same program with the numbers of other sizes, for which there is room."""

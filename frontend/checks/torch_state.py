@@ -98,7 +98,7 @@ class Modes:
     def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:
         self._readings = tuple(readings.items())
         self._state = GlobalStateGuard()
-        self._all = modes_now()
+        self.captured = modes_now()
 
     def hold(self) -> bool:
         """Whether they are now as they were."""
@@ -106,10 +106,10 @@ class Modes:
             if ask() != answer:
                 return False
         if self._state.check():
-            return _other_modes() == self._all[1]
+            return _other_modes() == self.captured[1]
         # A False is not conclusive: the C++ guard also reacts to the thread count and to settings
         # that are not in use. So compare exactly.
-        if modes_now() != self._all:
+        if modes_now() != self.captured:
             return False
         self._state = GlobalStateGuard()
         return True

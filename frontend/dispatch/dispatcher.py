@@ -58,7 +58,7 @@ class ModuleEntry:
         compiled = made.compiled
         assert isinstance(compiled, CompiledProgram)
         program = compiled.captured.program
-        self._compiled = compiled
+        self.compiled = self._compiled = compiled
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         order, own = [], len(leaves)  # after these come the model's tensors
@@ -224,6 +224,11 @@ class Dispatcher(Generic[AnyEntry]):
         if plain is None:
             return None, leaves
         return self._entries.fitting(plain, tree), plain
+
+    def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
+        """Takes a program that was compiled before, for a call with these flat inputs."""
+        self._entries.add(self._entry(made, leaves))
+        self._report = made.report
 
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
         """Compiles for a call, or links for its sizes what was compiled with symbols."""

@@ -56,6 +56,10 @@ class Guard:
         native: the native library's comparison of facts, if it is at hand.
 
     Attributes:
+        tree: the structure of the inputs.
+        layouts: of the flat inputs: what a tensor is like, or another value.
+        repeated: which inputs are one tensor; nothing where each is another.
+        modes: that the program was captured in.
         shapes: of the flat inputs.
         tensors: the model's, in the order of the program's sources.
         token: another object each time that one of them was found replaced or in other memory.
@@ -69,11 +73,11 @@ class Guard:
         tree: torch_pytree.TreeSpec,
         native: CompareFacts | None = None,
     ) -> None:
-        self._tree = tree
+        self.tree = tree
         self._native = native
         self._set_inputs(leaves)
         self._questions = captured.questions
-        self._modes = Modes(captured.readings)
+        self.modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
@@ -108,9 +112,9 @@ class Guard:
         """Whether the program was compiled for these inputs and the model's present state."""
         fits = (
             self._match(leaves)
-            and (tree is self._tree or tree == self._tree)
+            and (tree is self.tree or tree == self.tree)
             and self._is_answered(leaves)
-            and self._modes.hold()
+            and self.modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._evidence.contents.same()
             # A program that writes to memory is right only for what shared it at capture.
@@ -184,6 +188,13 @@ class Guard:
             checks.holds(lambda: layouts_of_asked.same(asked))
         return checks.function(self._native)
 
+    def training_of(self, model: nn.Module) -> tuple[bool, list[str]]:
+        """Returns whether the model was in train mode, and the paths of modules that differed."""
+        names = [name for name, _ in model.named_modules()]
+        whole = self._training[0]
+        others = [n for n, mode in zip(names, self._training, strict=False) if mode is not whole]
+        return whole, others
+
     def is_bound_to_present(self) -> bool:
         """Whether the tensors that it holds are where the model's present ones are."""
         if self._memory is None or not all(map(operator.is_, self._present(), self._placed)):
@@ -232,13 +243,13 @@ class Guard:
         """Says, for people, how a call and the model as it is now differ from what it fits."""
         found = [
             Difference(f"the argument {name}", _text(layout), _text(leaf))
-            for name, leaf, layout in zip(names, leaves, self._layouts, strict=False)
+            for name, leaf, layout in zip(names, leaves, self.layouts, strict=False)
             if not _matches(leaf, layout)
         ]
         if not found and not self._is_answered(leaves):
             lines = ", ".join(dict.fromkeys(q.source for q in self._questions))
             found.append(Difference(f"the numbers of inputs that are asked for at {lines}"))
-        if not found and not self._modes.hold():
+        if not found and not self.modes.hold():
             found.append(Difference("grad mode, autocast or another mode"))
         if not found and list(map(_training_of, self._states)) != self._training:
             found.append(Difference("train and eval mode"))
@@ -254,10 +265,10 @@ class Guard:
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
         """Returns the guard of a program for inputs that differ in sizes only, None for others."""
-        if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
+        if len(leaves) != len(self.layouts) or _repeated(leaves) != self.repeated:
             return None
-        counting = torch_pytree.counting_leaves(self._tree)
-        pairs = zip(map(_layout, leaves), self._layouts, strict=True)
+        counting = torch_pytree.counting_leaves(self.tree)
+        pairs = zip(map(_layout, leaves), self.layouts, strict=True)
         for index, (layout, own) in enumerate(pairs):
             # The whole number that a cache counts is a size, too.
             is_count = index in counting and _is_int(layout) and _is_int(own)
@@ -268,19 +279,19 @@ class Guard:
         return guard
 
     def _set_inputs(self, leaves: Sequence[Any]) -> None:
-        self._layouts = [_layout(x) for x in leaves]
+        self.layouts = [_layout(x) for x in leaves]
         self.shapes = shapes_of(leaves)
         plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self._plain_at = plain
-        self._repeated_inputs = _repeated(leaves)
+        self.repeated = _repeated(leaves)
         self._others_at = [i for i in range(len(leaves)) if i not in plain]
         self._plain_inputs = TensorLayouts([leaves[i] for i in plain])
 
     def _match(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments are like those that the program was compiled for."""
-        if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
+        if len(leaves) != len(self.layouts) or _repeated(leaves) != self.repeated:
             return False
-        layouts = self._layouts
+        layouts = self.layouts
         if self._plain_inputs.fast_same([leaves[i] for i in self._plain_at]):
             return all([_matches(leaves[i], layouts[i]) for i in self._others_at])
         return all(map(_matches, leaves, layouts))
@@ -339,19 +350,19 @@ def _layout(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         layout = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
         return (*layout, type(leaf), is_lazy(leaf))
-    return _Constant(leaf)
+    return Constant(leaf)
 
 
 def _alike(layout: Any, other: Any) -> bool:
     """Whether two layouts differ in sizes at most."""
-    if isinstance(layout, _Constant) or isinstance(other, _Constant):
-        both = isinstance(layout, _Constant) and isinstance(other, _Constant)
+    if isinstance(layout, Constant) or isinstance(other, Constant):
+        both = isinstance(layout, Constant) and isinstance(other, Constant)
         return both and same_value(layout.value, other.value)
     return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
 
 
 def _is_int(layout: Any) -> bool:
-    return isinstance(layout, _Constant) and type(layout.value) is int
+    return isinstance(layout, Constant) and type(layout.value) is int
 
 
 @dataclass(frozen=True)
@@ -369,7 +380,7 @@ def _text(leaf: Any) -> str:
         leaf = _layout(leaf)
     if isinstance(leaf, tuple) and leaf and isinstance(leaf[0], torch.Size):
         return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[0])}"
-    return _shown(leaf.value if isinstance(leaf, _Constant) else leaf)
+    return _shown(leaf.value if isinstance(leaf, Constant) else leaf)
 
 
 def _shown(value: Any) -> str:
@@ -377,7 +388,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
-class _Constant:
+class Constant:
     """A non-tensor argument that the program was compiled for."""
 
     def __init__(self, value: Any) -> None:
@@ -385,7 +396,7 @@ class _Constant:
 
 
 def _matches(leaf: Any, layout: Any) -> bool:
-    if isinstance(layout, _Constant):
+    if isinstance(layout, Constant):
         return same_value(leaf, layout.value)
     return isinstance(leaf, torch.Tensor) and bool(_layout(leaf) == layout)
 

@@ -28,6 +28,8 @@ from lazyinline.frontend.parallel import ParallelStep, for_checkpoint, paralleli
 from lazyinline.frontend.pipeline import Pipeline, pipeline
 from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
+from lazyinline.frontend.saved.load import load
+from lazyinline.frontend.saved.save import save
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.pipeline_parallel.mesh.links import measure_links
 from lazyinline.recompute.planner import Budget
@@ -36,6 +38,7 @@ from lazyinline.reuse.errors import (
     CaptureError,
     DecompositionError,
     ExportError,
+    FileError,
     LazyInlineError,
     PipelineError,
     PlanError,
@@ -57,6 +60,7 @@ __all__ = [
     "DecompositionError",
     "ExportError",
     "ExportReport",
+    "FileError",
     "Fit",
     "LazyInlineError",
     "MeasureReport",
@@ -81,6 +85,7 @@ __all__ = [
     "func",
     "last_report",
     "lazy_inline",
+    "load",
     "measure",
     "measure_links",
     "parallelize",
@@ -89,6 +94,7 @@ __all__ = [
     "primitives",
     "recompute",
     "restore",
+    "save",
     "shard",
     "stage",
 ]

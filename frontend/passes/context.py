@@ -117,6 +117,11 @@ class Context:
         report.cache = self._cache.finish()
 
     @property
+    def cache(self) -> CompileCache:
+        """What is kept on disk."""
+        return self._cache
+
+    @property
     def cache_place(self) -> str:
         """Names the machine and the directory of the cache; "" without one."""
         return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""

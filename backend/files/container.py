@@ -1,0 +1,221 @@
+"""A file of plain parts: one zip, stored, whose every byte is checked before it is used.
+
+The first part, ``manifest.json``, has the digest of each other part, and a signature of the machine
+that wrote them. Nothing is compressed, so that no part is larger than the file, and dates are
+fixed, so that the same parts give the same bytes. No part is ever written to a disk under its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ...reuse.errors import FileError
+from .torch_store import DiskCache
+
+Content: TypeAlias = Sequence[bytes | memoryview]
+"""The bytes of a part, in pieces."""
+
+MANIFEST = "manifest.json"
+_FORMAT = "lazyinline file 1"
+_DATE = (1980, 1, 1, 0, 0, 0)
+_NAME = re.compile(r"[a-z][a-z0-9]*(?:[./][a-z0-9]+)*", re.ASCII)
+_MAX_TEXT_BYTES = 1 << 28  # of a part that is read as text: far more than a program has
+
+
+def write_parts(
+    path: str | os.PathLike[str], parts: Mapping[str, Content], store: DiskCache | None
+) -> None:
+    """Writes a file, which appears complete or not at all.
+
+    Args:
+        path: where.
+        parts: by name, in order.
+        store: signs them, if there is one.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    listed = {name: [_digest(content), sum(map(len, content))] for name, content in parts.items()}
+    signature = store.signature(_to_sign(listed)) if store is not None else ""
+    manifest = {"format": _FORMAT, "parts": listed, "signature": signature}
+    folder = pathlib.Path(path).absolute().parent
+    handle, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            for name, content in ((MANIFEST, [to_json(manifest)]), *parts.items()):
+                entry = zipfile.ZipInfo(name, _DATE)
+                entry.create_system, entry.external_attr = 3, 0o600 << 16
+                entry.file_size = sum(map(len, content))
+                with archive.open(entry, "w") as part:
+                    for piece in content:
+                        part.write(piece)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+class Parts:
+    """The parts of an open file.
+
+    Attributes:
+        names: of all but the manifest.
+        is_signed: whether this machine's own cache has signed them.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, size: int, store: DiskCache | None) -> None:
+        self._archive = archive
+        self._entries = _checked_entries(archive, size)
+        manifest = read_json(self._bytes(MANIFEST))
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise FileError("it is in another format")
+        self._listed = manifest["parts"]
+        if self._listed.keys() != self._entries.keys() - {MANIFEST}:
+            raise FileError("its parts are not those of its manifest")
+        self.names = list(self._listed)
+        expected = store.signature(_to_sign(self._listed)) if store is not None else ""
+        self.is_signed = bool(expected) and manifest["signature"] == expected
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a part, if they are those of the manifest."""
+        content = self._bytes(name)
+        self._check(name, hashlib.sha256(content).hexdigest(), len(content))
+        return content
+
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[Any]:
+        """Yields a part that is too large to be held twice; it is checked at the end."""
+        with self._archive.open(self._entry(name)) as file:
+            reader = _Hashing(file)
+            yield reader
+            if reader.read(1):
+                raise FileError(f"{name} goes on behind its end")
+            self._check(name, reader.digest.hexdigest(), self._entries[name].file_size)
+
+    def size_of(self, name: str) -> int:
+        """Returns the number of bytes of a part."""
+        return self._entry(name).file_size
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        if name not in self._entries:
+            raise FileError(f"it has no part {name}")
+        return self._entries[name]
+
+    def _bytes(self, name: str) -> bytes:
+        if self._entry(name).file_size > _MAX_TEXT_BYTES:
+            raise FileError(f"{name} is too large")
+        return self._archive.read(name)
+
+    def _check(self, name: str, digest: str, size: int) -> None:
+        if self._listed[name] != [digest, size]:
+            raise FileError(f"the digest of {name} is wrong")
+
+
+class _Hashing:
+    """Reads a file, and computes the digest of what was read."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        content: bytes = self._file.read(size)
+        self.digest.update(content)
+        return content
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fills a buffer, unless the part ends before."""
+        done = 0
+        while done < len(buffer) and (count := self._file.readinto(buffer[done:])):
+            done += count
+        self.digest.update(buffer[:done])
+        return done
+
+
+@contextlib.contextmanager
+def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterator[Parts]:
+    """Opens a file; whatever is wrong with it in here is one sentence.
+
+    Args:
+        path: the file.
+        store: knows what this machine has signed.
+
+    Raises:
+        FileError: if it is not whole, or not one of these.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileError("it is not a plain file")
+            with zipfile.ZipFile(file) as archive:
+                yield Parts(archive, status.st_size, store)
+    except FileNotFoundError:
+        raise FileError(f"There is no file {os.fspath(path)}.") from None
+    except FileError as error:
+        raise FileError(_cannot(path, str(error))) from error.__cause__
+    # A file is data from anywhere: what reading it raises, the file is the reason for.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise FileError(_cannot(path, f"{type(error).__name__}: {text}")) from error
+
+
+def _cannot(path: str | os.PathLike[str], reason: str) -> str:
+    return f"{os.fspath(path)} cannot be opened as a compiled program: {reason.rstrip('.')}."
+
+
+def _checked_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
+    entries = archive.infolist()
+    found = {entry.filename: entry for entry in entries}
+    if len(found) < len(entries) or sum(entry.file_size for entry in entries) > size:
+        raise FileError("parts of it lie over one another")
+    for entry in entries:
+        if not _NAME.fullmatch(entry.orig_filename):
+            raise FileError(f"a part is named {ascii(entry.orig_filename)[:80]}")
+        is_plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 0x61
+        if not is_plain or entry.file_size != entry.compress_size:
+            raise FileError(f"{entry.filename} is compressed or encrypted")
+    return found
+
+
+def to_json(value: Any) -> bytes:
+    """Returns a value as JSON, the same bytes for the same value."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def read_json(content: bytes) -> Any:
+    """Returns a value of JSON in which no name is said twice."""
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_pairs)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"a part of it is no JSON: {error}") from None
+
+
+def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is said twice")
+    return found
+
+
+def _to_sign(listed: Mapping[str, Any]) -> bytes:
+    return to_json([_FORMAT, sorted(listed.items())])
+
+
+def _digest(content: Content) -> str:
+    digest = hashlib.sha256()
+    for piece in content:
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""The format of safetensors, which other programs read and write: tensors by name, and no code.
+
+Eight bytes are the length of a header in JSON; it says dtype, shape and place of each tensor, and
+their bytes follow without a gap. https://github.com/huggingface/safetensors has the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...reuse.errors import FileError
+from .container import read_json, to_json
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # as in the library
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """Returns the bytes of a file of tensors, in pieces.
+
+    Raises:
+        FileError: if the format has no name for a dtype.
+    """
+    header: dict[str, Any] = {}
+    pieces: list[bytes | memoryview] = []
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise FileError(f"{name} is of {tensor.dtype}, which safetensors has no name for.")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        pieces.append(_bytes_of(tensor.detach().contiguous()))
+    text = to_json(header)
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return [len(text).to_bytes(_LENGTH_BYTES, "little") + text, *pieces]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_tensors(
+    source: Any, size: int, place: Callable[[str, Described], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a file, by name, in their order.
+
+    Args:
+        source: reads the file from its start.
+        size: its bytes.
+        place: makes a tensor to be filled, of a dtype and a shape; it may have any strides.
+
+    Raises:
+        FileError: if it breaks a rule of the format.
+    """
+    length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
+    if length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        raise FileError("the header of its tensors is longer than they are")
+    header = read_json(source.read(length))
+    header.pop("__metadata__", None)
+    rows = [(*_described(name, said), name) for name, said in header.items()]
+    end = 0
+    for begin, row_end, described, name in sorted(rows, key=lambda row: row[:2]):
+        if begin != end:
+            raise FileError(f"there is a gap before {name}")
+        end = row_end
+        tensor = place(name, described)
+        filled = tensor if tensor.is_contiguous() else torch.empty(described.shape).to(tensor)
+        if source.readinto(_bytes_of(filled)) != row_end - begin:
+            raise FileError(f"{name} is not whole")
+        if filled is not tensor:
+            tensor.copy_(filled)
+        yield name, tensor
+    if end != size - _LENGTH_BYTES - length:
+        raise FileError("there is something behind the tensors")
+
+
+def _described(name: str, said: Any) -> tuple[int, int, Described]:
+    dtype, shape, (begin, end) = _DTYPES[said["dtype"]], said["shape"], said["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise FileError(f"{name} has no such shape or place")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise FileError(f"{name} has another number of bytes than its shape says")
+    return begin, end, Described(dtype, tuple(shape))

@@ -1,0 +1,247 @@
+"""``load(path)``: opens a file of :func:`save`; nothing in it is run to read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from ...backend.cache.codec import decode_value
+from ...backend.files.container import Parts, open_parts, read_json
+from ...backend.files.safetensors import Described, read_tensors
+from ...backend.files.torch_store import DiskCache, open_cache
+from ...reuse import torch_pytree
+from ...reuse.errors import FileError, door
+from ...reuse.evidence.reads import Reads
+from ...reuse.evidence.root_evidence import RootEvidence
+from ...reuse.ir.program import Program, Source, UserInput, wants_gradient
+from ...reuse.ir.types import TensorType
+from ..capture.regions import CapturedModel
+from ..compiled_module import CompiledModule
+from ..compiler import PASSES, Compiler, Linker
+from ..guards.guard import Guard
+from ..options import Options
+from ..passes.state import Compilation, Goal, between, run
+from ..sizes.shapes import CompileResult
+from .parts import ReadProgram, model_inputs, read_program, take_made
+from .save import CONSTANTS, MODEL, WEIGHTS, beside
+from .saved_model import SavedModel, TensorNames
+from .trees import tree_of
+
+_LOWER_AND_LINK = between(PASSES, "decompose", "link")
+
+
+@door
+def load(
+    path: str | os.PathLike[str],
+    *,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    trust: bool = False,
+) -> CompiledModule:
+    """Opens a file that :func:`save` wrote. The model's source code is not needed.
+
+    Every byte is checked before it is used: each part against its digest, programs operator by
+    operator as they are read, tensors against what programs take. Kernels and memory plans in the
+    file are machine code and addresses. They are used if this machine's own cache has signed the
+    file and it was saved by the same PyTorch and CPU; else they are made again of the programs.
+
+    Args:
+        path: the file.
+        state_dict: weights in place of those in the file; used as they are, not copied.
+        trust: use kernels and plans in the file although another machine has made them. They are
+            code: say so only of a file that you would run.
+
+    Returns:
+        A module: it is called, trained and asked for its ``state_dict`` like the compiled model.
+
+    Raises:
+        FileError: if the file is damaged or is none of these; the message is one sentence.
+
+    Example:
+        >>> model = lazyinline.load("model.lz")
+        >>> with torch.no_grad():
+        ...     logits = model(ids)
+    """
+    store = open_cache()
+    with open_parts(path, store) as parts:
+        opened = _Opened(parts)
+        model = opened.module(path, state_dict)
+        loaded = CompiledModule(model, opened.options, dynamic=False)
+        opened.adopt(loaded, model, store if trust or parts.is_signed else None)
+        return loaded
+
+
+class _Opened:
+    """A file that is being read: its programs first, for they say how tensors are laid out."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._told = told = read_json(parts.read(MODEL))
+        self._names = TensorNames(*(told[each.name] for each in fields(TensorNames)))
+        self._programs = [
+            read_program(parts, _place(number), one["boundary"], one["output"])
+            for number, one in enumerate(told["programs"])
+        ]
+        self._types: dict[str, TensorType] = {}
+        for program in self._programs:
+            for _, source, type_ in model_inputs(program.captured):
+                if self._types.setdefault(source.name, type_) != type_:
+                    raise FileError(f"two programs take {source.name} in two ways")
+        self._constants: dict[str, torch.Tensor] = {}
+
+    @property
+    def options(self) -> Options:
+        """Those that the programs were compiled with."""
+        backend, reuse = self._told["options"]
+        return Options(reuse, backend, cache="disk", fallback="error")
+
+    def module(
+        self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> SavedModel:
+        """Returns the model, with its tensors.
+
+        Raises:
+            FileError: if there are none, or they are others than programs take.
+        """
+        self._constants = dict(self._read(CONSTANTS))
+        found = {name: self._constants.pop(name) for name in self._names.unsaved}
+        where = self._told["weights"]
+        if state_dict is not None:
+            found |= {name: self._given(name, state_dict) for name in self._names.saved}
+        elif where == "inside":
+            found |= self._read(WEIGHTS)
+        elif where == "beside":
+            with open(beside(path), "rb") as file:
+                found |= read_tensors(file, os.fstat(file.fileno()).st_size, self._empty)
+        else:
+            raise FileError("it has no weights: give load a state_dict")
+        return SavedModel(str(self._told["class"]), self._names, found)
+
+    def _read(self, name: str) -> dict[str, torch.Tensor]:
+        with self._parts.stream(name) as source:
+            return dict(read_tensors(source, self._parts.size_of(name), self._empty))
+
+    def _empty(self, name: str, described: Described) -> torch.Tensor:
+        type_ = self._types.get(name)
+        if type_ is None:
+            return torch.empty(described.shape, dtype=described.dtype)
+        if (type_.dtype, type_.shape) != (described.dtype, described.shape):
+            raise FileError(f"{name} is of another type than programs take")
+        return type_.empty()
+
+    def _given(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        same = [name, *(other for other, first in self._names.ties if first == name)]
+        found = next((state_dict[one] for one in same if one in state_dict), None)
+        if found is None:
+            raise FileError(f"the state_dict has no {name}")
+        own = found.detach()
+        type_ = self._types.get(name, TensorType.of(own))
+        if (type_.dtype, type_.shape) != (own.dtype, tuple(own.shape)):
+            raise FileError(f"{name} of the state_dict is of another type than programs take")
+        return own if TensorType.of(own) == type_ else type_.empty().copy_(own)
+
+    # ---- programs ------------------------------------------------------------------------
+
+    def adopt(self, loaded: CompiledModule, model: SavedModel, store: DiskCache | None) -> None:
+        """Links each program, and gives it to the module.
+
+        Args:
+            loaded: the module.
+            model: of the file.
+            store: where objects of the file may go, if they are trusted.
+        """
+        compiler = Compiler(loaded._lazyinline_calls.options)
+        if store is not None:
+            for name in self._parts.names:
+                if name.startswith("objects/"):
+                    store.put_object(name.partition("/")[2], self._parts.read(name))
+        # The one used last before it was saved comes first.
+        for number in reversed(range(len(self._programs))):
+            told, program = self._told["programs"][number], self._programs[number]
+            with _modes(told["modes"]):
+                model.set_modes(*told["training"])
+                state = self._linked(compiler, number, model, trusted=store is not None)
+                leaves, tree = _inputs(told["inputs"], program)
+                compiled = Linker.of(compiler, state).result(state)
+                guard = Guard(model, state.captured, leaves, tree, compiled.hold)
+            made = CompileResult(guard, compiled.without_tensors(), state.report)
+            loaded._lazyinline_calls.adopt(made, leaves)
+
+    def _linked(
+        self, compiler: Compiler, number: int, model: SavedModel, *, trusted: bool
+    ) -> Compilation:
+        program, told = self._programs[number], self._told["programs"][number]
+        context, goal = compiler.context, Goal(train=told["train"] is True)
+        report = context.report(train=goal.train)
+        report.model = model.class_name
+        captured = replace(program.captured, sources=self._bound(program.captured, model))
+        evidence = RootEvidence(Reads(), (), ())
+        seen = CapturedModel(captured, [], evidence, [], {})
+        report.describe(seen)
+        state = Compilation(
+            context=context,
+            report=report,
+            goal=goal,
+            seen=seen,
+            derivative=program.derivative,
+            programs=program.runs,
+        )
+        with context.cached(report):
+            if trusted:
+                take_made(context, self._parts, _place(number), program.runs)
+            return run(_LOWER_AND_LINK, state)
+
+    def _bound(self, captured: Program, model: SavedModel) -> tuple[Source, ...]:
+        """Returns where inputs come from, with the tensors that the file has for them."""
+        found = list(captured.sources)
+        for index, source, type_ in model_inputs(captured):
+            constant = self._constants.get(source.name)
+            tensor = model.tensor(source.name) if constant is None else constant
+            if (TensorType.of(tensor), tensor.requires_grad) != (type_, wants_gradient(source)):
+                raise FileError(f"{source.name} is another tensor than programs take")
+            found[index] = replace(source, tensor=tensor)
+        return tuple(found)
+
+
+def _place(number: int) -> str:
+    return f"programs/{number}/"
+
+
+def _inputs(data: Any, program: ReadProgram) -> tuple[list[Any], torch_pytree.TreeSpec]:
+    """Returns inputs of the kind that a program was compiled for, and their structure."""
+    rows, tree = tree_of(data)
+    leaves: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for kind, *said in rows:
+        if kind == "constant":
+            leaves.append(said[0])
+            continue
+        type_, first, wants_grad = said
+        if first == len(tensors):
+            tensors.append(type_.empty("cpu").requires_grad_(wants_grad is True))
+        else:
+            tensors.append(tensors[first])
+        leaves.append(tensors[-1])
+    pairs = zip(program.captured.sources, program.captured.inputs, strict=True)
+    for source, value in pairs:
+        if isinstance(source, UserInput):
+            found = tensors[source.index]
+            if TensorType.of(found) != value.type:
+                raise FileError(f"the input {source.name} is of another type than programs take")
+    return leaves, tree
+
+
+@contextmanager
+def _modes(data: Any) -> Iterator[None]:
+    """Switches to the modes that a program was compiled in."""
+    grad, inference, autocast = data
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(inference is True))
+        stack.enter_context(torch.set_grad_enabled(grad is True))
+        for device, _, dtype in decode_value(autocast):
+            stack.enter_context(torch.autocast(device, dtype))
+        yield

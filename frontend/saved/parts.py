@@ -1,0 +1,277 @@
+"""One compiled program as the parts of a file, and back.
+
+Its programs are text, which the parser checks operator by operator as it reads it: the program as
+captured, and what runs. What was made of them for one machine (kernels and the memory plan) stands
+beside them. That is used only where this machine's cache has signed the file, or the user trusts
+it; else it is made again of the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...autodiff.derivative import Derivative
+from ...backend.cache.codec import NotCacheableError
+from ...backend.cache.results import plan_data, plan_of
+from ...backend.files.container import Content, Parts, read_json, to_json
+from ...backend.launches.torch_facts import function_name, operator_named
+from ...backend.run.planned import PlannedProgram
+from ...reuse.errors import FileError, ParseError
+from ...reuse.ir.parser import parse_program
+from ...reuse.ir.printer import closure_names, text_to_compare
+from ...reuse.ir.program import (
+    Call,
+    Composite,
+    Control,
+    Leaf,
+    ModelTensor,
+    Program,
+    Value,
+    tensor_type,
+    walk_closures,
+)
+from ...reuse.ir.types import StructType, TensorType
+from ...reuse.ir.verify import verify
+from ..capture.assemble import OutputTree
+from ..passes.context import Context
+from ..passes.programs import PARTS
+from ..passes.state import Compilation
+from .trees import tree_data, tree_of
+
+_INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
+_CAPTURED = "captured"
+_LATE = re.compile(r"\b(?:prims|inductor)\.\w+\.\w+")
+
+
+# ---- to a file -----------------------------------------------------------------------------------
+
+
+def program_parts(state: Compilation, ran: Any) -> Iterator[tuple[str, Content]]:
+    """Yields the parts of a compiled program: texts, then what was made of them here.
+
+    Args:
+        state: the compile up to link.
+        ran: what runs it.
+
+    Raises:
+        FileError: if a part of it is no data.
+    """
+    context = state.context
+    runs = {name: _plainly_named(one) for name, one in state.programs.items()}
+    for name, one in {_CAPTURED: state.captured.program, **runs}.items():
+        yield f"{name}.txt", [_text(one)]
+    lists: dict[str, Any] = {}
+    objects: dict[str, bytes] = {}
+    try:
+        for part, one in runs.items():
+            lists[part] = {}
+            for leaf, name in closure_names(one).items():
+                if isinstance(leaf, Leaf) and leaf in context.recorded:
+                    lists[part][name], found = context.cache.packed(context.recorded[leaf])
+                    objects.update(found)
+    except (NotCacheableError, OSError):  # then it is made again wherever it is opened
+        return
+    plans = ran.plans if isinstance(ran, PlannedProgram) else []
+    if context.cache.facts:
+        made = [context.cache.facts, lists, list(map(plan_data, plans))]
+        yield "made.json", [to_json(made)]
+        yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
+
+
+def _text(program: Program) -> bytes:
+    """Returns the text of a program, of which it is known that it can be read.
+
+    Raises:
+        FileError: if it cannot, or an operator is the user's own.
+    """
+    for closure in walk_closures(program):
+        for node in closure.nodes if isinstance(closure, Leaf) else ():
+            if function_name(node.target) is None and not isinstance(node.target, Control):
+                raise FileError(
+                    f"@{closure.name} calls {node.target}, which is no operator of PyTorch's own: "
+                    "a file holds no code, so a program with it cannot be saved."
+                )
+    text = text_to_compare(program)
+    try:
+        same = text_to_compare(parse_program(text)) == text
+    except ParseError as error:
+        raise FileError(f"This program has no text that can be read again: {error}") from error
+    if not same:
+        raise FileError("This program has no text that says all of it.")
+    return text.encode()
+
+
+def _plainly_named(program: Program) -> Program:
+    """Returns the same with short names: those for people are in the program as captured."""
+    named = {v: Value(v.type) for v in program.inputs}
+    calls = []
+    for call in program.calls:
+        results = tuple(Value(v.type) for v in call.results)
+        args = tuple(named[v] for v in call.args)
+        named.update(zip(call.results, results, strict=True))
+        calls.append(Call(call.closure, args, results, call.path, call.recompute))
+    outputs = tuple(named[v] for v in program.outputs)
+    return Program(tuple(named[v] for v in program.inputs), tuple(calls), outputs)
+
+
+def boundary_data(derivative: Derivative | None) -> Any:
+    """Returns what crosses from a forward to its backward, as JSON holds it."""
+    if derivative is None:
+        return None
+    if derivative.offloaded:
+        raise FileError("A program whose saved tensors wait on the host cannot be saved.")
+    return [list(getattr(derivative, name)) for name in _INDICES]
+
+
+def output_data(tree: OutputTree) -> Any:
+    """Returns how a result is nested, as JSON holds it.
+
+    Raises:
+        FileError: if a call changes objects of the user's besides.
+    """
+    if tree.updates or tree.kept:
+        raise FileError(
+            "A call of this program changes dictionaries, caches or attributes besides returning "
+            "its result, which a file cannot say: return what is needed (use_cache=False)."
+        )
+    try:
+        return tree_data(tree.leaves, tree.spec)
+    except NotCacheableError as reason:
+        raise FileError(f"The result holds {reason}, which a file cannot say.") from reason
+
+
+# ---- from a file ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadProgram:
+    """The texts of a program, read and checked against each other."""
+
+    captured: Program
+    runs: Mapping[str, Program]
+    derivative: Derivative | None
+
+
+def read_program(parts: Parts, place: str, boundary: Any, output: Any) -> ReadProgram:
+    """Reads a program.
+
+    Args:
+        parts: of the file.
+        place: where its parts are.
+        boundary: from :func:`boundary_data`.
+        output: from :func:`output_data`.
+
+    Raises:
+        FileError: if it is none, or its texts do not go together.
+    """
+    names = (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
+    programs = {name: _parsed(parts, f"{place}{name}.txt") for name in names}
+    leaves, spec = tree_of(output)
+    captured = replace(
+        programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
+    )
+    _check_leaves(captured)
+    if boundary is None:
+        _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
+        return ReadProgram(captured, programs, None)
+    forward, backward = (Composite(f"main.{n}", p) for n, p in programs.items())
+    found = Derivative(forward, backward, *(tuple(map(_index, row)) for row in boundary))
+    _check_derivative(captured, found)
+    return ReadProgram(captured, programs, found)
+
+
+def _parsed(parts: Parts, name: str) -> Program:
+    text = parts.read(name).decode()
+    for operator in set(_LATE.findall(text)):  # those that PyTorch has only once it is asked
+        with contextlib.suppress(LookupError):
+            operator_named(operator)
+    return verify(parse_program(text), "shared" if name.endswith(f"{_CAPTURED}.txt") else "aten")
+
+
+def _index(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise FileError("a position is none")
+    return number
+
+
+def _check_leaves(captured: Program) -> None:
+    tree = captured.output_tree
+    for kind, value in tree.leaves:
+        if kind not in ("output", "constant"):
+            raise FileError(f"a leaf of the result is {kind}")
+        if kind == "output" and not _index(value) < len(captured.outputs):
+            raise FileError("the result holds an output that there is not")
+    if len(captured.sources) != len(captured.inputs):
+        raise FileError("its inputs are bound to nothing")
+
+
+def _types(program: Program) -> tuple[list[Any], list[Any]]:
+    return [v.type for v in program.inputs], [v.type for v in program.outputs]
+
+
+def _check_types(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise FileError(f"{what} takes or gives other types than the program as captured")
+
+
+def _check_derivative(captured: Program, found: Derivative) -> None:
+    """Checks that what one part hands to the other is what that takes."""
+    inputs, outputs = _types(captured)
+    saved = found.forward.output_types[-1:]
+    if not saved or not isinstance(saved[0], StructType):
+        raise FileError("the forward saves nothing")
+    _check_types(
+        "the forward",
+        (list(found.forward.input_types), list(found.forward.output_types)),
+        (inputs, [*outputs, *saved]),
+    )
+    kept = [*(inputs[i] for i in found.kept_inputs), *(outputs[i] for i in found.kept_outputs)]
+    taken = list(found.backward.input_types)
+    number = len(taken) - len(found.cotangent_outputs)
+    _check_types("the backward", taken[:number], [*saved, *kept])
+    pairs: list[Any] = [
+        *zip(taken[number:], (outputs[i] for i in found.cotangent_outputs), strict=True),
+        *zip(found.backward.output_types, (inputs[i] for i in found.gradient_inputs), strict=True),
+    ]
+    for gradient, value in pairs:
+        both = isinstance(gradient, TensorType) and isinstance(value, TensorType)
+        # A gradient may be laid out in another way than what it belongs to.
+        if not both or gradient != replace(value, stride=gradient.stride):
+            raise FileError("a gradient is of another type than what it belongs to")
+
+
+def take_made(context: Context, parts: Parts, place: str, runs: Mapping[str, Program]) -> str:
+    """Takes over what was made of a program where the file was written: trusted code.
+
+    Returns:
+        Why not; "" if it was.
+    """
+    name = f"{place}made.json"
+    if name not in parts.names:
+        return "the file holds none"
+    facts, lists, plans = read_json(parts.read(name))
+    if facts != context.cache.facts:
+        return "it was saved by another PyTorch, lazyinline or CPU, or with other settings"
+    for part, program in runs.items():
+        for leaf, leaf_name in closure_names(program).items():
+            if isinstance(leaf, Leaf) and leaf_name in lists[part]:
+                data = lists[part][leaf_name]
+                context.recorded[leaf] = context.cache.unpacked(data, leaf.name)
+    answers = list(map(plan_of, plans))
+
+    def plan(buffers: Any, asked: Sequence[int], make: Any) -> Any:
+        fits = answers and len(answers[0].offsets) == len(buffers)
+        return answers.pop(0) if fits else make()
+
+    context.tools = replace(context.tools, plan=plan)
+    return ""
+
+
+def model_inputs(program: Program) -> list[tuple[int, ModelTensor, TensorType]]:
+    """Returns the inputs that are tensors of the model, with their positions and types."""
+    pairs = enumerate(zip(program.sources, program.inputs, strict=True))
+    return [(i, s, tensor_type(v)) for i, (s, v) in pairs if isinstance(s, ModelTensor)]

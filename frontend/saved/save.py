@@ -1,0 +1,184 @@
+"""``save(compiled, path)``: what was compiled for a model's calls, as one file of data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from ...backend.cache.codec import NotCacheableError, encode_value
+from ...backend.files.container import Content, to_json, write_parts
+from ...backend.files.safetensors import pieces_of
+from ...backend.files.torch_store import open_cache
+from ...reuse.errors import FileError, door
+from ...reuse.ir.program import ModelTensor
+from ...reuse.ir.types import TensorType
+from ..dispatch.dispatcher import ModuleEntry, dispatcher_of
+from ..dispatch.model_dispatcher import ModelDispatcher
+from ..guards.guard import Constant, Guard
+from .parts import boundary_data, output_data, program_parts
+from .saved_model import TensorNames
+from .trees import tree_data
+
+Weights = Literal["inside", "beside", "none"]
+WEIGHTS, CONSTANTS, MODEL = "weights.safetensors", "constants.safetensors", "model.json"
+
+
+def beside(path: str | os.PathLike[str]) -> str:
+    """Returns where the weights of a file are that has them beside it."""
+    return f"{os.fspath(path)}.safetensors"
+
+
+@door
+def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "inside") -> None:
+    """Saves what was compiled for a model's calls as one file, to be opened by :func:`load`.
+
+    The file is data: programs as text, the memory plan and weights. It holds no Python and no
+    pickle, and :func:`load` needs no source code of the model. The same model, compiled for the
+    same calls, gives the same bytes.
+
+    Args:
+        compiled: what :func:`compile` returned, or the model that was compiled in place; it has
+            been called in each way that the file shall be called in.
+        path: the file, which is replaced if it is there.
+        weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
+            them to :func:`load`.
+
+    Raises:
+        FileError: for what a file cannot say: a model that runs eagerly, operators of the user's
+            own, a GPU, effects besides a result. The message says which.
+        OSError: if it cannot be written.
+
+    Example:
+        >>> compiled = lazyinline.compile(model.eval())
+        >>> with torch.no_grad():
+        ...     compiled(ids)
+        >>> lazyinline.save(compiled, "model.lz")
+    """
+    if weights not in get_args(Weights):
+        raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
+    calls = dispatcher_of(compiled)
+    if not isinstance(calls, ModelDispatcher):
+        raise FileError(
+            f"save takes what lazyinline.compile returned, and this is a {type(compiled).__name__}."
+        )
+    saved = _Saved(calls)
+    parts = dict(saved.parts(weights))
+    if weights == "beside":
+        with open(beside(path), "wb") as file:
+            for piece in pieces_of(saved.weights()):
+                file.write(piece)
+    write_parts(path, parts, open_cache())
+
+
+class _Saved:
+    """A compiled model on its way into a file."""
+
+    def __init__(self, calls: ModelDispatcher) -> None:
+        self._calls = calls
+        self._names, self._tensors = TensorNames.of(calls.model)
+        self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._constants: dict[int, torch.Tensor] = {}
+        self._entries = [entry for entry in calls.entries if entry.guard.rebind()]
+        if not self._entries:
+            report = calls.last_report
+            eager = report.ran_eagerly if report is not None else ""
+            raise FileError(
+                f"There is no program of the whole model to save: it runs eagerly, {eager}"
+                if eager
+                else "There is no program yet: call the compiled model once, and then save it."
+            )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a ``state_dict``, each once."""
+        return {name: self._tensors[name] for name in self._names.saved}
+
+    def parts(self, weights: Weights) -> Iterator[tuple[str, Content]]:
+        """Yields all parts."""
+        found: dict[str, Content] = {}
+        programs = []
+        for number, entry in enumerate(self._entries):
+            program, parts = self._program(entry)
+            programs.append(program)
+            for name, content in parts:
+                shared = name.startswith("objects/")
+                found[name if shared else f"programs/{number}/{name}"] = content
+        options = self._calls.options
+        model = getattr(self._calls.model, "class_name", type(self._calls.model).__name__)
+        told = {
+            "class": model,
+            "weights": weights,
+            "options": [options.backend, options.reuse],
+            **asdict(self._names),
+            "programs": programs,
+        }
+        yield MODEL, [to_json(told)]
+        yield from found.items()
+        constants = {name: self._tensors[name] for name in self._names.unsaved}
+        numbered = enumerate(self._constants.values())
+        constants |= {f"constant.{number}": tensor for number, tensor in numbered}
+        yield CONSTANTS, pieces_of(constants)
+        if weights == "inside":
+            yield WEIGHTS, pieces_of(self.weights())
+
+    def _program(self, entry: ModuleEntry) -> tuple[Any, Iterator[tuple[str, Content]]]:
+        compiled, guard = entry.compiled, entry.guard
+        if guard.answers:
+            raise FileError(
+                "The forward asks its inputs for numbers (int(batch.max())), and a file holds no "
+                "code that could ask again."
+            )
+        program = compiled.captured.program
+        own = iter(guard.tensors)
+        sources = tuple(
+            self._bound(next(own)) if isinstance(s, ModelTensor) else s for s in program.sources
+        )
+        captured = replace(compiled.captured, program=replace(program, sources=sources))
+        state = replace(compiled.lowered, seen=captured)
+        (grad, autocast, *_), (inference, *_) = guard.modes.captured
+        told = {
+            "train": state.goal.train,
+            "modes": [grad, inference, encode_value(autocast)],
+            "training": guard.training_of(self._calls.model),
+            "inputs": _input_data(guard),
+            "output": output_data(program.output_tree),
+            "boundary": boundary_data(state.derivative),
+        }
+        return told, program_parts(state, compiled.runtime.program)
+
+    def _bound(self, tensor: torch.Tensor) -> ModelTensor:
+        """Returns what an input is bound to, under the name that the file has for it."""
+        if tensor.device.type != "cpu":
+            raise FileError(f"A program on {tensor.device} cannot be saved: files are for the CPU.")
+        name = self._by_id.get(id(tensor))
+        if name is not None:
+            kind: Any = self._names.kind_of(name)
+            return ModelTensor(name, tensor, kind)
+        self._constants.setdefault(id(tensor), tensor)
+        return ModelTensor(f"constant.{[*self._constants].index(id(tensor))}", tensor, "constant")
+
+
+def _input_data(guard: Guard) -> Any:
+    """Returns what the inputs of a call are like, as JSON holds it.
+
+    Raises:
+        FileError: if one is no data.
+    """
+    first = iter(guard.repeated or range(len(guard.layouts)))
+    rows: list[Any] = []
+    for layout in guard.layouts:
+        if isinstance(layout, Constant):
+            rows.append(("constant", layout.value))
+            continue
+        shape, stride, dtype, device, wants_grad, kind, is_lazy = layout
+        if kind not in (torch.Tensor, torch.nn.Parameter) or is_lazy or device.type != "cpu":
+            raise FileError(f"An input is a {kind.__name__} on {device}, which no file can say.")
+        type_ = TensorType(dtype, tuple(shape), tuple(stride), device)
+        rows.append(("tensor", type_, next(first), wants_grad))
+    try:
+        return tree_data(rows, guard.tree)
+    except NotCacheableError as reason:
+        raise FileError(f"An argument holds {reason}, which a file cannot say.") from reason

@@ -1,0 +1,127 @@
+"""The model of a file: modules that hold tensors under the names they had, and no Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ...reuse.errors import FileError
+from ...reuse.evidence.module_state import module_state, walk_modules
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names a model's tensors, each by the first name that it has.
+
+    Attributes:
+        parameters: in the model's order.
+        buffers: those that are in a ``state_dict``.
+        unsaved: buffers that are not.
+        frozen: the parameters that want no gradient.
+        ties: further names, and which tensor each is a name of.
+    """
+
+    parameters: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    ties: list[list[str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> tuple[TensorNames, dict[str, torch.Tensor]]:
+        """Returns the names of a model's tensors, and the tensors by them."""
+        found, first, tensors = cls(), dict[int, str](), dict[str, torch.Tensor]()
+        for path, module in walk_modules(model):
+            state = module_state(module)
+            for table in ("_parameters", "_buffers"):
+                for own, tensor in state[table].items():
+                    if tensor is None:
+                        continue
+                    name = f"{path}.{own}" if path else own
+                    if first.setdefault(id(tensor), name) != name:
+                        found.ties.append([name, first[id(tensor)]])
+                        continue
+                    tensors[name] = tensor
+                    if table == "_parameters":
+                        found.parameters.append(name)
+                        found.frozen.extend([] if tensor.requires_grad else [name])
+                    elif own in state["_non_persistent_buffers_set"]:
+                        found.unsaved.append(name)
+                    else:
+                        found.buffers.append(name)
+        return found, tensors
+
+    @property
+    def saved(self) -> list[str]:
+        """Those of a ``state_dict``."""
+        return [*self.parameters, *self.buffers]
+
+    def kind_of(self, name: str) -> str:
+        """Returns what a tensor is in its module."""
+        return "parameter" if name in self.parameters else "buffer"
+
+
+class SavedModel(nn.Module):
+    """Holds the tensors of a model that was saved.
+
+    Args:
+        class_name: of the model.
+        names: of its tensors.
+        tensors: these, by name.
+    """
+
+    def __init__(
+        self, class_name: str, names: TensorNames, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.class_name = class_name
+        frozen = set(names.frozen)
+        for name in names.parameters:
+            wants = name not in frozen
+            self._put(name, nn.Parameter(tensors[name], wants), nn.Module.register_parameter)
+        for name in names.buffers:
+            self._put(name, tensors[name], nn.Module.register_buffer)
+        for name in names.unsaved:
+            self._put(name, tensors[name], nn.Module.register_buffer, persistent=False)
+        for name, first in names.ties:
+            is_parameter = first in set(names.parameters)
+            register = nn.Module.register_parameter if is_parameter else nn.Module.register_buffer
+            self._put(name, self.tensor(first), register)
+
+    def _put(self, name: str, tensor: Any, register: Callable[..., None], **how: Any) -> None:
+        *path, own = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        register(module, own, tensor, **how)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor by its name."""
+        path, _, own = name.rpartition(".")
+        state = module_state(self.get_submodule(path))
+        found: torch.Tensor = (state["_parameters"] | state["_buffers"])[own]
+        return found
+
+    def set_modes(self, training: bool, others: Sequence[str]) -> None:
+        """Puts all modules into train mode, or eval mode, but for others."""
+        other = set(others)
+        for path, module in walk_modules(self):
+            module.training = (training is True) is not (path in other)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Says that there is no Python to run.
+
+        Raises:
+            FileError: always.
+        """
+        raise FileError(
+            f"This {self.class_name} was loaded from a file, which has programs and no Python: "
+            "none of them is for a call like this (its sizes, dtypes, structure, train or eval "
+            "mode, or grad mode). Call it as before it was saved, or save it after such a call."
+        )

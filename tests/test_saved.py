@@ -1,0 +1,344 @@
+"""Compiled programs as files: the same numbers, bytes and refusals, without the model's source."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import gradients
+from hugging_face import example as of_hugging_face
+from models import BatchNormBlock, Block, MarkedBlock, Net, batch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import FileError
+from lazyinline.frontend.compiled_module import CompiledModule
+
+
+def compiled_for(model: nn.Module, *args: Any, backend: str = "eager", **kwargs: Any) -> Any:
+    """Returns a compiled model that was called in training and in inference."""
+    compiled = lazyinline.compile(model, backend=backend, fallback="error")
+    compiled(*args, **kwargs)
+    with torch.no_grad():
+        compiled(*args, **kwargs)
+    return compiled
+
+
+def reloaded(compiled: Any, folder: pathlib.Path, **options: Any) -> CompiledModule:
+    """Saves and loads; saved again, the file has the same bytes."""
+    path, again = folder / "model.lz", folder / "again.lz"
+    lazyinline.save(compiled, path, **options)
+    loaded = lazyinline.load(path)
+    lazyinline.save(loaded, again, **options)
+    assert again.read_bytes() == path.read_bytes()
+    return loaded
+
+
+def trained(model: nn.Module, *args: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    model.zero_grad()
+    out = model(*args)
+    out.square().sum().backward()
+    return out, gradients(model)
+
+
+# ---- the same numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.sweep(keep="eager")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
+    backend: str, tmp_path: pathlib.Path
+) -> None:
+    x = batch()
+    compiled = compiled_for(Net(MarkedBlock, 3), x, backend=backend)
+    loaded = reloaded(compiled, tmp_path)
+
+    out, grads = trained(loaded, x)
+    expected, expected_grads = trained(compiled, x)
+    assert torch.equal(out, expected)
+    assert grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
+    with torch.no_grad():
+        assert torch.equal(loaded(x), compiled(x))
+    assert list(loaded.state_dict()) == list(compiled.state_dict())
+    assert all(map(torch.equal, loaded.parameters(), compiled.parameters()))
+
+
+def test_an_optimizer_steps_a_loaded_model_and_its_state_can_be_replaced(
+    tmp_path: pathlib.Path,
+) -> None:
+    x = batch()
+    compiled = compiled_for(Net(BatchNormBlock), x)
+    loaded = reloaded(compiled, tmp_path)
+    for model in (compiled, loaded):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            trained(model, x)
+            optimizer.step()
+    for name, tensor in compiled.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    loaded.load_state_dict(Net(BatchNormBlock).state_dict())
+    assert not torch.equal(loaded(x), compiled(x))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight, a buffer that no state_dict has, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.table = torch.arange(4.0)
+
+    def forward(self, ids: Tensor, *, loss: bool) -> dict[str, Any]:
+        logits = self.head(self.frozen(self.embedding(ids)) * self.scale + self.table)
+        return {"logits": logits, "extra": (None, 3), "loss": F.cross_entropy(logits, ids)}
+
+
+def test_ties_frozen_parameters_buffers_and_nested_results_are_kept(tmp_path: pathlib.Path) -> None:
+    ids = torch.tensor([1, 5, 6])
+    compiled = compiled_for(Tied(), ids, loss=True)
+    loaded: Any = reloaded(compiled, tmp_path)
+    result, expected = loaded(ids, loss=True), compiled(ids, loss=True)
+    assert result.keys() == expected.keys()
+    assert torch.equal(result["logits"], expected["logits"])
+    assert result["extra"] == (None, 3)
+    result["loss"].backward()
+    expected["loss"].backward()
+    assert loaded.head.weight is loaded.embedding.weight
+    assert torch.equal(loaded.head.weight.grad, compiled.head.weight.grad)
+    assert not loaded.frozen.weight.requires_grad
+    assert "scale" not in loaded.state_dict()
+
+
+def test_a_second_derivative_is_that_of_the_compiled_model(tmp_path: pathlib.Path) -> None:
+    x = batch().requires_grad_()
+    compiled = compiled_for(Net(Block), x)
+    loaded = reloaded(compiled, tmp_path)
+
+    def penalty(model: nn.Module) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return gradients(model)
+
+    found, expected = penalty(loaded), penalty(compiled)
+    assert all(expected[n] is None or torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_a_model_of_hugging_face_is_saved_with_its_default_cache(tmp_path: pathlib.Path) -> None:
+    model, inputs = of_hugging_face("llama", layers=2)
+    model.config.use_cache = True
+    compiled = lazyinline.compile(model, backend="eager")
+    with torch.no_grad():
+        expected = compiled(**inputs)
+        result = reloaded(compiled, tmp_path)(**inputs)
+    assert torch.equal(result.logits, expected.logits)
+    assert torch.equal(result["logits"], result[0])
+    caches = [found[list(found)[-1]] for found in (result, expected)]
+    assert torch.equal(caches[0].layers[1].values, caches[1].layers[1].values)
+
+
+# ---- without source code -------------------------------------------------------------------------
+
+SOURCE = """
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + torch.tanh(self.linear(x))
+
+    class Model(nn.Sequential):
+        def __init__(self):
+            super().__init__(*(Layer() for _ in range(3)))
+"""
+LOADS = """
+    import sys
+    import torch
+    import lazyinline
+    from lazyinline.frontend.tracing import torch_tracing
+
+    def no_trace(*args, **kwargs):
+        raise AssertionError("it traces")
+
+    torch_tracing.TracingFakeMode.__init__ = no_trace
+    loaded = lazyinline.load(sys.argv[1])
+    x, expected = torch.load(sys.argv[2])
+    with torch.no_grad():
+        assert torch.equal(loaded(x), expected)
+    assert "secret_model" not in sys.modules
+    print(loaded.last_report.num_kernels, [type(m).__name__ for m in loaded.modules()][:1])
+"""
+
+
+def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "secret_model.py"
+    source.write_text(textwrap.dedent(SOURCE), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from secret_model import Model  # type: ignore[import-not-found]
+
+    x = batch(2, 8)
+    compiled = lazyinline.compile(Model())
+    with torch.no_grad():
+        expected = compiled(x)
+    path, numbers = tmp_path / "elsewhere" / "model.lz", tmp_path / "numbers.pt"
+    path.parent.mkdir()
+    lazyinline.save(compiled, path)
+    torch.save((x, expected), numbers)
+    source.unlink()
+    del sys.modules["secret_model"]
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOADS), str(path), str(numbers)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=path.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 "), "kernels that this machine has signed are taken"
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.Path) -> None:
+    x, path = batch(), tmp_path / "model.lz"
+    model = Net()
+    compiled = compiled_for(model, x)
+    lazyinline.save(compiled, path, weights="beside")
+    assert torch.equal(lazyinline.load(path)(x), compiled(x))
+    lazyinline.save(compiled, path, weights="none")
+    with pytest.raises(FileError, match="has no weights: give load a state_dict"):
+        lazyinline.load(path)
+    other = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    loaded = lazyinline.load(path, state_dict=other)
+    model.load_state_dict(other)
+    assert torch.equal(loaded(x), compiled(x))
+    with pytest.raises(FileError, match=r"head\.weight of the state_dict is of another type"):
+        lazyinline.load(path, state_dict=other | {"head.weight": torch.zeros(3)})
+    with pytest.raises(FileError, match=r"the state_dict has no head\.weight"):
+        lazyinline.load(path, state_dict={k: v for k, v in other.items() if k != "head.weight"})
+
+
+def test_weights_are_in_the_format_of_safetensors(tmp_path: pathlib.Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    compiled = compiled_for(Net(), batch())
+    lazyinline.save(compiled, tmp_path / "model.lz", weights="beside")
+    found = safetensors.load_file(tmp_path / "model.lz.safetensors")
+    assert found.keys() == compiled.state_dict().keys()
+    assert all(torch.equal(found[name], t) for name, t in compiled.state_dict().items())
+
+
+# ---- trust ---------------------------------------------------------------------------------------
+
+
+def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, path = batch(2, 8), tmp_path / "model.lz"
+    compiled = lazyinline.compile(Net(lambda: Block(8), width=8))
+    with torch.no_grad():
+        expected = compiled(x)
+    lazyinline.save(compiled, path)
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
+    made = {}
+    for trust in (True, False):
+        loaded = lazyinline.load(path, trust=trust)
+        with torch.no_grad():
+            assert torch.equal(loaded(x), expected)
+        report = loaded.last_report
+        assert report is not None
+        made[trust] = report.cache.num_made
+    assert made[True] < made[False]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_call_that_no_program_is_for_is_refused_in_a_sentence(tmp_path: pathlib.Path) -> None:
+    loaded = reloaded(compiled_for(Net(), batch()), tmp_path)
+    with pytest.raises(lazyinline.LazyInlineError, match="none of them is for a call like this"):
+        loaded(batch(5))
+
+
+@torch.library.custom_op("saved_tests::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(double(x))
+
+
+class Printing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        print("called")
+        return super().forward(x)
+
+
+class Filling(nn.Linear):
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        given["y"] = super().forward(given["x"])
+        return given
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "an operator of one's own": (lambda: Doubling(4, 4), batch(), "no operator of PyTorch's own"),
+    "eager": (lambda: Printing(4, 4), batch(), "it runs eagerly"),
+    "filled arguments": (lambda: Filling(4, 4), {"x": batch()}, "changes dictionaries"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_file_cannot_say_is_refused_by_name(case: str, tmp_path: pathlib.Path) -> None:
+    make, given, message = REFUSED[case]
+    compiled = lazyinline.compile(make(), backend="eager")
+    with torch.no_grad():
+        compiled(copy.copy(given))
+    with pytest.raises(FileError, match=message):
+        lazyinline.save(compiled, tmp_path / "model.lz")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_not_compiled_or_not_called_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(FileError, match="save takes what"):
+        lazyinline.save(Net(), tmp_path / "model.lz")
+    with pytest.raises(FileError, match="call the compiled model once"):
+        lazyinline.save(lazyinline.compile(Net()), tmp_path / "model.lz")
+
+
+def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: pathlib.Path) -> None:
+    sizes = []
+    for num_blocks in (4, 8):
+        path = tmp_path / f"{num_blocks}.lz"
+        lazyinline.save(compiled_for(Net(MarkedBlock, num_blocks), batch()), path)
+        with zipfile.ZipFile(path) as archive:
+            parts = [e for e in archive.infolist() if e.filename != "weights.safetensors"]
+        sizes.append(sum(part.file_size for part in parts))
+    assert sizes[1] - sizes[0] <= 4 * 2000
