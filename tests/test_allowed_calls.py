@@ -159,7 +159,6 @@ OUTWARD = (
     *("time", "_thread", "_socket", "_signal", "_random", "_locale", "_decimal", "_queue", "gc"),
     *("_posixsubprocess", "select", "mmap", "_ctypes", "_csv", "_io", "atexit", "faulthandler"),
     *(
-        "_warnings",
         "_datetime",
         "_tracemalloc",
         "fcntl",

@@ -22,7 +22,6 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import walk_modules
-from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ...reuse.torch_pytree import cache_classes, numbered
@@ -94,21 +93,6 @@ class Subject:
     only_reverse: str = ""
     may_ask: bool = False
     contents: OnContents = "refuse"
-
-
-class ChangedStateError(CaptureError):
-    """The forward changed something that running it again may not: it stays changed meanwhile.
-
-    Carries the finished run.
-    """
-
-    def __init__(
-        self, text: str, recording: Recording, results: list[Any], tree: ResultTree
-    ) -> None:
-        super().__init__(text)
-        self.recording = recording
-        self.results = results
-        self.tree = tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,14 +189,6 @@ def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
 
 
 def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
-    try:
-        return _capture_once(request, blocks)
-    except ChangedStateError as unsettled:
-        first = unsettled
-    return _capture_settled(request, first, blocks)
-
-
-def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
     """Captures in one run; where a look-alike of a part of a cache stands in the way, without."""
     subject, gives_objects = request.subject, True
     while True:
@@ -221,7 +197,6 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
         recording.objects.is_open, recording.only_reverse = gives_objects, subject.only_reverse
         if request.for_gpu:
             recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
-        is_settled = True
         try:
             with (
                 _told(recording),
@@ -233,9 +208,6 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
             ):
                 outcome = _recorded(recording, subject)
             return captured_model(recording, *outcome)
-        except ChangedStateError:  # its program is compared with that of a second run
-            is_settled = False
-            raise
         except (EffectError, CrossingError, FinalCaptureError):
             raise
         except CaptureError:
@@ -244,8 +216,7 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
                 raise
             gives_objects = False
         finally:
-            if is_settled:
-                recording.release()
+            recording.release()
 
 
 @contextmanager
@@ -253,7 +224,7 @@ def _told(recording: Recording) -> Iterator[None]:
     """Turns what the model's Python raises inside into an error that says where, and what to do."""
     try:
         yield
-    except (ChangedStateError, CrossingError):
+    except CrossingError:
         raise
     except CaptureError as error:
         raise _also_differentiates(error, recording) from error.__cause__
@@ -312,39 +283,6 @@ def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureEr
     return error
 
 
-def _capture_settled(
-    request: _Request, unsettled: ChangedStateError, blocks: Callable[[], Blocks]
-) -> CapturedModel:
-    """Captures again with what the first run changed left changed, as eager would leave it."""
-    recording, text = unsettled.recording, str(unsettled)
-    if recording.ran_backwards and " changes " in text:
-        text += f" It {SETS_FOR_BACKWARDS}."
-    try:
-        if recording.ran_backwards:  # eager's would see what the last layer set
-            raise EffectError(text)
-        # Right only if nothing changes any more and the program is the same: a forward may note a
-        # configuration at its first call. One that counts is refused.
-        first = captured_model(recording, unsettled.results, unsettled.tree)
-        second = _capture_once(request, blocks)
-        if text_to_compare(first.program) != text_to_compare(second.program):
-            raise EffectError(text)
-    except ChangedStateError as again:
-        again.recording.undo()
-        recording.undo()
-        recording.effects.emit(known=tuple(again.recording.effects.output))
-        raise EffectError(text) from None
-    except EffectError:
-        recording.undo()
-        raise EffectError(text) from None
-    except BaseException:
-        recording.undo()
-        raise
-    finally:
-        recording.release()
-    recording.effects.emit()
-    return second
-
-
 # ---- one run -----------------------------------------------------------------------------------
 
 
@@ -358,7 +296,6 @@ def _recorded(recording: Recording, subject: Subject) -> Outcome:
     Raises:
         CaptureError: if its Python cannot be traced, or changed what cannot be restored.
         EffectError: if it does more at each call than compute.
-        ChangedStateError: if it changed plain data, which another run may find settled.
     """
     args, kwargs = subject.args, subject.kwargs
     leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
@@ -377,7 +314,7 @@ def _recorded(recording: Recording, subject: Subject) -> Outcome:
         raise
     finally:
         recording.asked_classes.release()
-    _refuse_changes(recording, *outcome)
+    _refuse_changes(recording)
     return outcome
 
 
@@ -487,31 +424,22 @@ def _given(recording: Recording, index: int, leaf: Any) -> Any:
     return given
 
 
-def _refuse_changes(recording: Recording, results: list[Any], tree: ResultTree) -> None:
+def _refuse_changes(recording: Recording) -> None:
     """Raises for what the run changed: a program would not change it at each call."""
     recording.find_changes()
+    recording.undo()
     inside, effects = recording.inside, recording.effects
-    # What a run surely does again needs no second run to show.
-    error, text = effects.refusal(), effects.unsettled()
+    error = effects.refusal()
     if inside.what:
-        error = None
-        text = (
+        error = EffectError(
             f"The model's forward changes {inside.what}, and a compiled program could not keep "
             "doing that at every call. Register it as a buffer and change it in place "
             "(add_, copy_), or return it."
         )
-    # A change that may happen only once (a configuration noted at the first call, a line
-    # printed once) stays done, as eager leaves it, and another run shows whether it comes
-    # again. A changed object may be changed at each call.
-    if error is None and text:
-        if inside.may_settle:
-            raise ChangedStateError(text, recording, results, tree)
-        error = EffectError(text)
-    recording.undo()
     if error is not None:
+        if recording.ran_backwards and " changes " in str(error):
+            error.args = (f"{error} It {SETS_FOR_BACKWARDS}.",)
         raise error
-    if effects.policy == "undo":
-        effects.emit()
 
 
 def _input_fake(recording: Recording, tensor: torch.Tensor) -> torch.Tensor:

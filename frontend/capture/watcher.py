@@ -196,11 +196,10 @@ class ModelWatcher:
 
     # ---- what a program would not do at each call -----------------------------------------
 
-    def output(self, emit: Callable[[], None], where: str) -> bool:
-        """Holds back what the forward prints or logs; says whether that is so."""
+    def output(self) -> None:
+        """Refuses a forward that prints or logs: a program would not, at each call."""
         if not self._recording.quiet:
-            self._recording.effects.hold_back(emit, where)
-        return not self._recording.quiet
+            self._recording.effects.refuse("prints or logs something")
 
     def text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor."""

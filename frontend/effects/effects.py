@@ -1,7 +1,7 @@
 """Side effects of a forward, which a compiled program would not have at each call.
 
 Found by evidence after the run: what is changed outside the model or in its arguments, a tensor of
-the trace among that, and what it prints or logs.
+the trace among that. What it would print or log is refused before.
 
 Outside are lists that hooks fill, counters, caches. What its Python can reach is noted before it
 can be changed: what hooks hold, what the globals and captured variables of each function hold as it
@@ -30,7 +30,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, VerifyError
 from ...reuse.evidence.functions import captured_set
-from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute, module_state
+from ...reuse.evidence.module_state import HOOK_TABLES, Places, module_state
 from ...reuse.evidence.reads import Reads, outside_name
 from ...reuse.freeze import Freezer, Snapshot
 from ...reuse.ir.types import TensorType
@@ -52,7 +52,6 @@ class _Change(NamedTuple):
     put: Callable[[Any], None]
     before: Any
     now: Any
-    is_cached: bool = False
     is_kept: bool = False
 
 
@@ -229,7 +228,6 @@ class ModuleChanges(_Changes):
         on_class: called with each class met, of a module or an attribute: code may write there.
 
     Attributes:
-        may_settle: whether all changes are plain data, which another run may leave as it is.
         met: the modules outside the model's tree whose attributes were read, by ``id``.
     """
 
@@ -241,7 +239,6 @@ class ModuleChanges(_Changes):
         self.met: dict[int, nn.Module] = {}
         self._made: dict[int, nn.Module] = {}
         self._written: dict[tuple[int, Any], str] = {}
-        self.may_settle = True
         self._kept: set[tuple[int, Any]] = set()
         self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
         for _, module in places:
@@ -288,8 +285,6 @@ class ModuleChanges(_Changes):
     def find(self, reads: Reads) -> list[Any]:
         """Finds every change of a finished run that another would make anew."""
         new = super().find(reads)
-        made = {id(change.now): change.is_cached for change in self._found}
-        self.may_settle = all(_is_plain(x) or made.get(id(x), False) for x in new)
         self._before.clear()
         return new
 
@@ -304,9 +299,8 @@ class ModuleChanges(_Changes):
                     held, now = before.get(name, ABSENT), table.get(name, ABSENT)
                     if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
-                    is_cached = _is_cached(type(module), name, now)
                     what, is_kept = self._described(module, name), (id(module), name) in self._kept
-                    yield _Change(what, _putting(table, name), held, now, is_cached, is_kept)
+                    yield _Change(what, _putting(table, name), held, now, is_kept)
 
     def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
         """Whether another run would make a change anew, and that matters."""
@@ -316,12 +310,6 @@ class ModuleChanges(_Changes):
         is_hook = any(state.get(hooks) is table for hooks in HOOK_TABLES)
         is_set = (id(module), name) in self._written or is_hook
         return is_set or was_other or find_fake([now]) is not None
-
-
-def _is_cached(kind: type, name: Any, value: Any) -> bool:
-    """Whether a new attribute is noted once for all: what a property caches."""
-    is_cached = isinstance(class_attribute(kind, name), functools.cached_property)
-    return is_cached and find_fake([value]) is None
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -366,27 +354,13 @@ class Effects:
 
     Attributes:
         policy: as given.
-        output: what was printed or logged, held back: the line, and what brings it out.
     """
 
     def __init__(self, changes: OuterChanges, policy: OnEffects) -> None:
         self.changes = changes
-        self.output: dict[str, Callable[[], None]] = {}
         self.policy = policy
         self._error: EffectError | None = None
         self._kept: torch.Tensor | None = None
-
-    def hold_back(self, emit: Callable[[], None], where: str) -> None:
-        """Takes what would be printed or logged at a line."""
-        # A line in a loop prints several times, and each counts.
-        number = sum(key.startswith(where) for key in self.output)
-        self.output[f"{where} ({number})" if number else where] = emit
-
-    def emit(self, known: Sequence[str] = ()) -> None:
-        """Brings out what was held back, but for some lines."""
-        for where, emit in self.output.items():
-            if where not in known:
-                emit()
 
     def asks_for_text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor: there are no numbers yet."""
@@ -474,28 +448,21 @@ class Effects:
         self._kept = cached if cached is not None else find_fake(new)
 
     def refusal(self) -> EffectError | None:
-        """Returns why the next run would do again what this one did, if that is sure."""
-        if self._kept is not None and self.policy == "refuse":
+        """Returns why no program can do what the run did outside, if it did anything."""
+        if self.policy == "undo":
+            return self._error
+        if self._kept is not None:
             line = f"; {self.changes.hooked} has a forward hook" if self.changes.hooked else ""
             return EffectError(
                 f"The model's forward keeps a tensor ({TensorType.of(self._kept)}) outside of it, "
                 f"at each call anew{line}."
             )
-        return self._error
-
-    def unsettled(self) -> str:
-        """Says what the run did that the next may not do again, or returns an empty text."""
-        if self.policy == "undo":
-            return ""
-        what = self.changes.what
-        if what:
-            return (
-                f"The model's forward changes {what}, and a compiled program could not keep doing "
-                "that at every call."
+        if self._error is None and self.changes.what:
+            return EffectError(
+                f"The model's forward changes {self.changes.what}, and a compiled program could "
+                "not keep doing that at every call."
             )
-        if self.output:
-            return f"The model's forward prints or logs something at {next(iter(self.output))}."
-        return ""
+        return self._error
 
 
 def refuse_traced(result: Any) -> None:

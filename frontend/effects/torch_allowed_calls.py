@@ -83,6 +83,7 @@ ALLOWED = (
         "reads what a snapshot knows (context variables), or who still lives",
         "_contextvars.ContextVar _contextvars.Token _weakref _weakref. weakref.",
     ),
+    Group("warns, for a person, to whom once is as good", "_warnings", "warn warn_explicit"),
     Group("asks Python about the run", "sys", "_getframe exc_info intern getsizeof"),
     Group(
         "makes one text of another",

@@ -18,7 +18,6 @@ import logging
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from torch.jit._state import _try_get_jit_cached_function
 from ...reuse.evidence.slots import reveal
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
-from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame, user_line
+from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame
 from .gradients import Argnums, Function, gradient_and_result
 from .torch_tensor_answers import is_answer, watched_names
 
@@ -54,8 +53,6 @@ _CHECKPOINT_GENERATORS = (
     "_checkpoint_without_reentrant_generator",
 )
 _TRACER_FILE = torch.fx.experimental.proxy_tensor.__file__
-# Whether it is shown again at a later call is not asked: it changes no number.
-_GIVEN_AT_ONCE = ("default", "module", "once", "error", "ignore")
 # Of nn.Module itself and of ``cached_property``, which read single attributes there.
 _KNOWN_FILES = (sys.modules[nn.Module.__module__].__file__, functools.__file__)
 _CONTROL_FLOW: dict[str, Any] = {
@@ -102,7 +99,7 @@ class _Watcher(Protocol):
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]: ...
     def owns(self, tensor: torch.Tensor) -> bool: ...
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
-    def output(self, emit: Callable[[], None], where: str) -> bool: ...
+    def output(self) -> None: ...
     def text(self, tensor: torch.Tensor) -> None: ...
     def saves(self) -> None: ...
     def backward(self) -> None: ...
@@ -312,61 +309,20 @@ def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.Tensor, texts)
 
 
-def _place_of_warning(frame: Any, level: int) -> tuple[str, int, str, dict[Any, Any]]:
-    """Returns the file, line, module and registry of a warning: a frame's, or its caller's."""
-    while level > 1 and frame is not None:
-        frame, level = frame.f_back, level - 1
-    scope = vars(sys) if frame is None else frame.f_globals
-    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    registry = scope.setdefault("__warningregistry__", {})
-    return file, line, str(scope.get("__name__") or "<string>"), registry
-
-
-def _action_of(text: str, kind: type[Warning], line: int, module: str) -> str:
-    """Returns what the filters say of a warning: shown always, once, never, or raised."""
-    for action, message, category, place, at in warnings.filters:
-        if (
-            (message is None or message.match(text))
-            and issubclass(kind, category)
-            and (place is None or place.match(module))
-            and at in (0, line)
-        ):
-            return action
-    return warnings.defaultaction  # type: ignore[attr-defined,no-any-return]
-
-
 def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what user code prints, saves, warns of, and logs if its loggers would write it."""
+    """Patches what prints, saves, and logs if a logger would write it."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
-    warn: Any = warnings.warn
 
     def print_(*values: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
-            # Written out now: by the time they are shown, the objects may have changed.
-            texts = list(map(str, values))
-            if watcher.output(lambda: show(*texts, **kwargs), user_line()):
-                return
+            watcher.output()
         show(*values, **kwargs)
 
     def handle_(self: logging.Logger, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] in ("torch", "lazyinline")
         if threading.get_ident() == thread and not own:
-            # Likewise: the arguments may have changed by the time it is handled.
-            record.msg, record.args = record.getMessage(), None
-            if watcher.output(lambda: handle(self, record), user_line()):
-                return
+            watcher.output()
         handle(self, record)
-
-    def warn_(message: Any, category: Any = None, stacklevel: int = 1, **kwargs: Any) -> None:
-        if threading.get_ident() != thread or not is_user_frame(sys._getframe(1)):
-            warn(message, category, stacklevel + 1, **kwargs)
-            return
-        kind = type(message) if isinstance(message, Warning) else category or UserWarning
-        place = _place_of_warning(sys._getframe(1), stacklevel)
-        if _action_of(str(message), kind, *place[1:3]) in _GIVEN_AT_ONCE:
-            warn(message, category, stacklevel + 1, **kwargs)
-        else:
-            watcher.output(lambda: warnings.warn_explicit(message, kind, *place), user_line())
 
     def save_(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
@@ -377,7 +333,6 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
         undo.callback(replace_attributes(builtins, {"print": print_}))
         undo.callback(replace_attributes(logging.Logger, {"handle": handle_}))
         undo.callback(replace_attributes(torch, {"save": save_}))
-        undo.callback(replace_attributes(warnings, {"warn": warn_}))
         return undo.pop_all().close
 
 
