@@ -131,12 +131,6 @@ class SeenList(_Seen, list[Any]):
         kind = self.original[_plain(key)]
         return self._watcher.found(self.original, step, kind)
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[number] for number in range(len(self)))
-
-    def __reversed__(self) -> Iterator[Any]:
-        return (self[number] for number in reversed(range(len(self))))
-
 
 class SeenDict(_Seen, dict[Any, Any]):
     """Stands for a dictionary that a watched object holds."""
@@ -163,33 +157,6 @@ class SeenDict(_Seen, dict[Any, Any]):
         """Returns an item, or a stand-in for one that is missing."""
         found = self._found(key)
         return default if found is ABSENT else found
-
-    def __contains__(self, key: Any) -> bool:
-        return self._found(key) is not ABSENT
-
-    def __len__(self) -> int:
-        return len(self._keys())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys())
-
-    def keys(self) -> Any:
-        """Returns the keys."""
-        return dict.fromkeys(self._keys()).keys()
-
-    def values(self) -> Any:
-        """Returns the items."""
-        # A list and no view: a view would read the items later, and no block would be told.
-        return [self[key] for key in self._keys()]
-
-    def items(self) -> Any:
-        """Returns keys and items."""
-        return [(key, self[key]) for key in self._keys()]
-
-    def _keys(self) -> Sequence[Any]:
-        keys = tuple(self.original)
-        self._watcher.found(self.original, ("length", None), keys)
-        return keys
 
 
 def _plain(key: Any) -> Any:
