@@ -10,7 +10,6 @@ parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values
-rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
 size_tape      numbers that remember how they were computed from sizes
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs
