@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+import torch
 from torch import nn
 
 from ..backend.kernels.lower import BackendName
@@ -20,6 +22,7 @@ from ..recompute.planner import Policy
 from ..reuse.errors import PlanError, without_torchs
 from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modules
 from ..reuse.ir.printer import folded
+from ..reuse.ir.program import Program
 from ..reuse.torch_names import global_hook_tables
 from .capture.blocks import Reuse
 from .checks.refusals import (
@@ -43,6 +46,9 @@ from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward"))
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,7 +57,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # For who checks types: a module around the model, or in place the model, of its own class.
 @overload
 def compile(
-    model: nn.Module,
+    model: nn.Module | Program | ExportedProgram,
     *,
     reuse: Reuse = ...,
     backend: BackendName = ...,
@@ -77,7 +83,7 @@ def compile(
 
 @without_torchs
 def compile(
-    model: nn.Module,
+    model: nn.Module | Program | ExportedProgram,
     *,
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
@@ -94,7 +100,8 @@ def compile(
     ``DistributedDataParallel`` work as before.
 
     Args:
-        model: any ``nn.Module``; its layer class may be marked with :func:`lazy_inline`.
+        model: any ``nn.Module``; its layer class may be marked with :func:`lazy_inline`. Also a
+            :class:`Program`, or an ``ExportedProgram``, whose repeated regions become blocks.
         reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
             ``"marked"`` only what is marked; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
@@ -128,15 +135,27 @@ def compile(
         >>> compiled(ids).loss.backward()
         >>> trainer = Trainer(lazyinline.compile(model, in_place=True), arguments)
     """
-    _check_model(model, fallback)
+    module = model if isinstance(model, nn.Module) else _as_module(model)
+    _check_model(module, fallback)
     if target is not None:  # on a GPU that is not here nothing can run eagerly, nor a second time
         fallback, dynamic = "error", False
     options = Options(reuse, backend, recompute, "disk", fallback, target)
     if in_place:
-        return _compiled_in_place(model, options, dynamic)
-    for _, part in wrapped_parts(model):
+        return _compiled_in_place(module, options, dynamic)
+    for _, part in wrapped_parts(module):
         check_asks_slot(part)
-    return CompiledModule(model, options, dynamic)
+    return CompiledModule(module, options, dynamic)
+
+
+def _as_module(given: Any) -> Any:
+    """Returns a program as a module; what is neither is refused later."""
+    if isinstance(given, Program):
+        return given.to_fx()
+    if "torch.export" in sys.modules and isinstance(given, torch.export.ExportedProgram):
+        from .dynamo.torch_exported import module_of_exported  # it imports Dynamo
+
+        return module_of_exported(given)
+    return given
 
 
 def _check_model(model: nn.Module, fallback: Fallback) -> None:

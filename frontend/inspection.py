@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -27,6 +27,9 @@ from .options import Batching, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 FORM = "package.module:function, a function without arguments that returns (model, args)"
 
@@ -132,6 +135,28 @@ def capture(
     subject = Subject(model, args, dict(kwargs or {}), effects="undo")
     state = run((capture_pass,), compiler.started(subject, Goal(train=train)))
     return verify(state.captured.program)
+
+
+@door
+def from_exported(exported: ExportedProgram, *, train: bool = False) -> Program:
+    """Returns the program of what ``torch.export`` made: each repeated region is one closure.
+
+    What :meth:`Program.to_exported` made comes back as it was. Sizes that vary are symbols.
+
+    Args:
+        exported: from ``torch.export.export`` or ``torch.export.load``.
+        train: capture with grad mode on.
+
+    Raises:
+        CaptureError: if it holds what no program can say, or has no example inputs.
+
+    Example:
+        >>> program = lazyinline.from_exported(torch.export.load("model.pt2"))
+        >>> compiled = lazyinline.compile(program)
+    """
+    from .dynamo.torch_exported import program_of_exported  # it imports Dynamo
+
+    return program_of_exported(exported, train=train)
 
 
 def pass_lists() -> str:

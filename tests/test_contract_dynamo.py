@@ -124,6 +124,32 @@ def test_dynamo_writes_a_checkpoint_as_an_operator_on_a_graph() -> None:
     assert set(node.kwargs) <= {*parameters, "preserve_rng_state"}
 
 
+@contract(
+    "torch._higher_order_ops.wrap: wrap_with_set_grad_enabled wrap_with_autocast", "._codegen"
+)
+def test_an_export_writes_modes_as_operators_on_graphs_and_notes_modules() -> None:
+    class Modes(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x + 1
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return x @ y
+
+    x = torch.ones(2, 2)
+    module = torch.export.export(torch.nn.Sequential(Modes()), (x,)).module()
+    wrap = torch._higher_order_ops.wrap
+    operators = {wrap.wrap_with_set_grad_enabled: 1, wrap.wrap_with_autocast: 4}
+    for target, place in operators.items():
+        (node,) = module.graph.find_nodes(op="call_function", target=target)
+        assert isinstance(getattr(module, node.args[place].target), torch.fx.GraphModule)
+        assert [path for path, _ in node.meta["nn_module_stack"].values()] == ["", "0"]
+        assert node.args[: min(place, 3)] in ((False,), ("cpu", torch.bfloat16, True))
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
+    assert torch.equal(torch.fx.GraphModule(module, graph)(x), module(x))
+
+
 @contract("torch._higher_order_ops.invoke_subgraph.invoke_subgraph")
 def test_dynamo_writes_equal_regions_as_calls_of_one_graph() -> None:
     region = torch.compiler.nested_compile_region(lambda x: x.sin())

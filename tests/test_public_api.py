@@ -16,8 +16,8 @@ NAMES = """
     PipelineError
     PlanError
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
-    compile_step decomposition export_onnx fit for_checkpoint func last_report lazy_inline
-    load measure
+    compile_step decomposition export_onnx fit for_checkpoint from_exported func
+    last_report lazy_inline load measure
     measure_links parallelize pipeline place primitives recompute restore save shard
     stage
 """

@@ -18,6 +18,7 @@ import torch.fx
 from torch import nn
 
 from ...reuse.freeze import Identity
+from ...reuse.ir.fx_form import Block, Places, holder_of
 from ...reuse.ir.leaf import FullKey, frozen_operands
 from ..capture.blocks import pays
 from ..marks import lazy_inline
@@ -73,17 +74,7 @@ Node = torch.fx.Node
 _CALLS = ("call_function", "call_method", "call_module")
 
 
-@lazy_inline
-class Block(nn.Module):
-    """Stands for one call of a module that repeats. Blocks that compute the same hold one graph."""
-
-    def __init__(self, body: torch.fx.GraphModule) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *inputs: Any) -> Any:
-        """Runs the graph."""
-        return self.body(*inputs)
+lazy_inline(Block)
 
 
 @dataclass(frozen=True)
@@ -190,8 +181,13 @@ def _region(module: nn.Module, run: _Run) -> _Region:
 
 def _gives_tensors(region: _Region) -> bool:
     """Says if only tensors of it are used outside: no size, and no mode that is left switched."""
-    values = (node.meta.get("example_value") for node in region.outputs)
+    values = (value_of(node) for node in region.outputs)
     return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def value_of(node: Node) -> Any:
+    """Returns the fake value of a node, as Dynamo or as torch.export notes it."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _count(module: nn.Module, nodes: Sequence[Node]) -> int:
@@ -213,8 +209,8 @@ class _Outline:
         self._graph = torch.fx.Graph()
         self._copies: dict[Node, Node] = {}
         self._bodies: dict[FullKey, torch.fx.GraphModule] = {}
-        self._kinds: dict[str, type[Block]] = {}
         self._root = nn.Module()
+        self._places = Places(self._root)
 
     def build(self) -> torch.fx.GraphModule:
         """Returns the module."""
@@ -232,35 +228,16 @@ class _Outline:
         return torch.fx.GraphModule(self._root, self._graph)
 
     def _call(self, region: _Region) -> None:
-        call = self._graph.call_module(
-            self._place(region), tuple(self._copies[node] for node in region.inputs)
-        )
+        if region.key not in self._bodies:
+            self._bodies[region.key] = self._body(region)
+        origin, body = region.run.call, self._bodies[region.key]
+        operands = tuple(self._copies[node] for node in region.inputs)
+        call = self._graph.call_module(self._places.put(origin.path, origin.kind, body), operands)
         if len(region.outputs) == 1:
             self._copies[region.outputs[0]] = call
             return
         for index, output in enumerate(region.outputs):
             self._copies[output] = self._graph.call_function(operator.getitem, (call, index))
-
-    def _place(self, region: _Region) -> str:
-        """Puts a block into the tree where the user's module stands, and returns its path."""
-        if region.key not in self._bodies:
-            self._bodies[region.key] = self._body(region)
-        block = self._kind(region.run.call.kind)(self._bodies[region.key])
-        holder, path = self._root, region.run.call.path.split(".")
-        for depth, name in enumerate(path[:-1]):
-            if name not in holder._modules:
-                path[depth] = name = _free_name(holder, name)
-                holder.add_module(name, nn.Module())
-            holder = holder.get_submodule(name)
-        path[-1] = _free_name(holder, path[-1])
-        holder.add_module(path[-1], block)
-        return ".".join(path)
-
-    def _kind(self, name: str) -> type[Block]:
-        """Returns a class of blocks that is named as the user's class is."""
-        if name not in self._kinds:
-            self._kinds[name] = type(name, (Block,), {})
-        return self._kinds[name]
 
     def _body(self, region: _Region) -> torch.fx.GraphModule:
         """Returns a region as a graph of its own, in which what repeats is outlined again."""
@@ -279,17 +256,5 @@ def take_over(root: nn.Module, module: nn.Module, nodes: Iterable[Node]) -> None
     """Gives a root what some nodes of another module refer to."""
     for node in nodes:
         if node.op in ("get_attr", "call_module"):
-            *above, last = str(node.target).split(".")
-            holder = root
-            for name in above:
-                if name not in holder._modules:
-                    holder.add_module(name, nn.Module())
-                holder = holder.get_submodule(name)
+            holder, _, last = holder_of(root, str(node.target))
             setattr(holder, last, held(module, node))
-
-
-def _free_name(holder: nn.Module, name: str) -> str:
-    """Returns a name that nothing in a module has, nor in the graph module that it becomes."""
-    while hasattr(holder, name) or hasattr(torch.fx.GraphModule, name) or name == "meta":
-        name += "_"
-    return name

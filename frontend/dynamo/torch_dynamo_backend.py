@@ -26,7 +26,11 @@ from torch import nn
 from torch._dynamo import lookup_backend
 from torch._guards import tracing
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._higher_order_ops.wrap import (
+    tag_activation_checkpoint,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -39,7 +43,7 @@ from ..dispatch.dispatcher import ModuleDispatcher
 from ..options import Options
 from ..report import CompileReport
 from ..tracing.torch_patches import CONTROL_FLOW
-from .outline import ModuleCall, ModuleCalls, held, outlined, take_over
+from .outline import ModuleCall, ModuleCalls, held, outlined, take_over, value_of
 
 Node = torch.fx.Node
 
@@ -89,7 +93,7 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
     placeholders = module.graph.find_nodes(op="placeholder")
     _ask_tensors_for_sizes(copy, placeholders, nodes)
     inputs = tuple(i for i, node in enumerate(placeholders) if not _is_size(node))
-    names = tuple(_size_names(placeholders[i]) for i in inputs)
+    names = tuple(size_names(placeholders[i]) for i in inputs)
     copied = {nodes[node]: found for node, found in calls.items() if node in nodes}
     asked = {node: () for node in copy.graph.nodes if node not in copied}
     return DynamoGraph(copy, {**copied, **asked}, inputs, names)
@@ -107,7 +111,7 @@ def _refuse(module: torch.fx.GraphModule) -> None:
         elif target is invoke_subgraph:
             if held(module, node.args[0]).meta.get(_REGION_OPTIONS) is not None:
                 raise HandedOnError("a nested_compile_region has options for another compiler")
-        elif isinstance(target, HigherOrderOperator) and target not in CONTROL_FLOW:
+        elif isinstance(target, HigherOrderOperator) and target not in _KNOWN:
             raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
         elif node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(
             _TRANSFORMS
@@ -165,6 +169,9 @@ def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> 
         # Dynamo records no module for switches of modes: they belong to the innermost call that
         # holds all between them.
         found[first] = found[last] = _common(between[0], between[-1]) if between else ()
+    for node in module.graph.find_nodes(op="get_attr"):  # a graph, where its user has modules
+        user = next(iter(node.users), node)
+        found[node] = found[node] or found[user]
     for node in module.graph.find_nodes(op="call_function", target=invoke_subgraph):
         # A region may be a plain function, so each call of one counts as a call of a module.
         path = ".".join([*(one.path for one in found[node][-1:]), str(node.args[1])])
@@ -211,13 +218,35 @@ def call_region(body: torch.fx.GraphModule, identifier: str, *operands: Any) -> 
     return body(*operands)
 
 
+def call_with_grad(enabled: bool, body: torch.fx.GraphModule, *operands: Any) -> Any:
+    """Runs a part of an exported program with gradients switched on or off."""
+    with torch.set_grad_enabled(enabled):
+        return body(*operands)
+
+
+def call_in_autocast(
+    kind: str,
+    dtype: Any,
+    enabled: bool,
+    cached: bool,
+    body: torch.fx.GraphModule,
+    *operands: Any,
+) -> Any:
+    """Runs a part of an exported program in a region of autocast."""
+    with torch.autocast(kind, dtype, enabled, cached):
+        return body(*operands)
+
+
 # Under a trace before autograd, PyTorch's own would only be noted, and switch nothing.
 _PLAIN_CALLS = {
     tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
     invoke_subgraph: call_region,
+    wrap_with_set_grad_enabled: call_with_grad,
+    wrap_with_autocast: call_in_autocast,
     _enter_autocast: enter_autocast,
     _exit_autocast: exit_autocast,
 }
+_KNOWN = (*CONTROL_FLOW, *_PLAIN_CALLS)
 
 
 def _rewritten(
@@ -273,8 +302,9 @@ def _with_size(size: Node, placeholders: Sequence[Node]) -> tuple[Node, int]:
     raise HandedOnError(f"{size.name} is a number that varies and no size of an input")
 
 
-def _size_names(node: Node) -> tuple[str, ...]:
-    value = node.meta.get("example_value")
+def size_names(node: Node) -> tuple[str, ...]:
+    """Returns for each dimension of an input the name of its size, if that varies."""
+    value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return ()
     if tuple(value.stride()) != contiguous_stride(tuple(value.shape)):

@@ -19,7 +19,7 @@ import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report, restore
 from lazyinline.frontend.fit import Fit, fit
-from lazyinline.frontend.inspection import capture
+from lazyinline.frontend.inspection import capture, from_exported
 from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
@@ -82,6 +82,7 @@ __all__ = [
     "export_onnx",
     "fit",
     "for_checkpoint",
+    "from_exported",
     "func",
     "last_report",
     "lazy_inline",

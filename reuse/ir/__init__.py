@@ -10,6 +10,9 @@ parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values
+fx_form        a program as a module of torch.fx that runs by itself; blocks in a tree of modules
+exported_form  a captured program as torch.export has it, and back
+networkx_form  a program as graphs of networkx, read off its text, and back
 constants      closures that differ in Python numbers only become one, with the same bits
 size_tape      numbers that remember how they were computed from sizes
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs

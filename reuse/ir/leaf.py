@@ -347,8 +347,7 @@ def _apply(call: Call, args: list[Any]) -> Sequence[Any]:
         return interpret(closure.program, args)
     if isinstance(closure, Leaf):
         flat = [tensor for arg in args for tensor in flatten_value(arg)]
-        results = iter(ModalInterpreter(closure.module).run_flat(flat))
-        return [_unflatten(type_, results) for type_ in closure.output_types]
+        return as_values(closure.output_types, ModalInterpreter(closure.module).run_flat(flat))
     return (tuple(args),) if isinstance(closure, Pack) else args[0]
 
 
@@ -357,6 +356,12 @@ def flatten_value(value: Any) -> list[Any]:
     if isinstance(value, tuple):
         return [inner for item in value for inner in flatten_value(item)]
     return [value]
+
+
+def as_values(types: Iterable[Type], tensors: Iterable[Any]) -> list[Any]:
+    """Returns values of types, of flat tensors."""
+    rest = iter(tensors)
+    return [_unflatten(type_, rest) for type_ in types]
 
 
 def _unflatten(type_: Type, tensors: Any) -> Any:

@@ -19,12 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
 
 import torch
 import torch.fx
 
 from .types import StructType, TensorType, Type
+
+if TYPE_CHECKING:
+    import networkx
 
 
 def input_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -280,6 +283,64 @@ class Program:
         from .printer import format_program
 
         return format_program(self)
+
+    def to_fx(self) -> torch.fx.GraphModule:
+        """Returns the program as a module that runs by itself.
+
+        Each closure is a submodule, called once per instance; the model's tensors are the module's
+        own. It takes the tensors among the model's arguments, and returns what the model returns.
+
+        Raises:
+            ExportError: if a size that varies is no size of an input.
+        """
+        from .fx_form import to_fx
+
+        return to_fx(self)
+
+    @staticmethod
+    def from_fx(module: torch.fx.GraphModule) -> Program:
+        """Returns the program that :meth:`to_fx` made a module of, bound to the module's tensors.
+
+        Raises:
+            ExportError: if it is no such module, or its graphs have changed: capture it then.
+        """
+        from .fx_form import from_fx
+
+        return from_fx(module)
+
+    def to_networkx(self) -> networkx.MultiDiGraph[Any]:
+        """Returns the program's calls as a graph; ``graph.graph["closures"]`` has each closure's.
+
+        A node is an input, or a line: a call (``closure``, ``path``) or an operator, with its
+        ``text``. An edge is an operand (``value``, ``type``, ``position``).
+        """
+        from .networkx_form import to_networkx
+
+        return to_networkx(self)
+
+    @staticmethod
+    def from_networkx(graph: networkx.MultiDiGraph[Any]) -> Program:
+        """Returns the program of a graph that :meth:`to_networkx` made: what its texts say.
+
+        Raises:
+            ParseError: names the line that is wrong.
+        """
+        from .networkx_form import from_networkx
+
+        return from_networkx(graph)
+
+    def to_exported(self) -> torch.export.ExportedProgram:
+        """Returns a captured program as ``torch.export`` has it: flat, to be saved and loaded.
+
+        It takes the tensors among the model's arguments; its state is the model's own tensors.
+        ``lazyinline.from_exported`` gives the program back as it was.
+
+        Raises:
+            ExportError: if it holds control flow, or was not captured.
+        """
+        from .exported_form import to_exported
+
+        return to_exported(self)
 
 
 def walk_closures(program: Program) -> Iterator[Closure]:

@@ -1,0 +1,69 @@
+"""Adapter: programs of ``torch.export``; repeated regions are found as in Dynamo's graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.export import ExportedProgram
+
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError
+from ...reuse.ir.exported_form import program_in
+from ...reuse.ir.program import Program
+from ...reuse.ir.verify import verify
+from ..capture.assemble import OutputTree
+from ..capture.capture import Subject, capture_model
+from ..sizes.torch_input_sizes import InputSizes
+from .outline import outlined
+from .torch_dynamo_backend import HandedOnError, read_graph, size_names
+
+
+def module_of_exported(exported: ExportedProgram) -> nn.Module:
+    """Returns a module that is called as the exported model is, in which what repeats is blocks.
+
+    Raises:
+        CaptureError: if it holds what no program can say.
+    """
+    module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
+    for node in module.graph.find_nodes(op="call_module"):
+        node.meta.pop("nn_module_stack", None)  # what checks the inputs is no part of a block
+    try:
+        graph = read_graph(module)
+    except HandedOnError as error:
+        raise CaptureError(f"This exported program cannot be taken: {error}.") from error
+    made = outlined(graph.module, graph.calls)
+    made.graph.set_codegen(module.graph._codegen)  # which takes and gives what the model does
+    made.recompile()
+    return made
+
+
+def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
+    """Returns the program; see :func:`lazyinline.from_exported`."""
+    read = program_in(exported)
+    if read is not None:
+        spec = torch_pytree.flatten(exported.call_spec.out_spec.unflatten(range(len(read[1]))))[1]
+        return replace(read[0], output_tree=OutputTree(read[1], spec))
+    if exported.example_inputs is None:
+        raise CaptureError("This exported program has no example_inputs: set them.")
+    leaves, spec = torch_pytree.flatten(exported.example_inputs)
+    leaves = [_plain(leaf) for leaf in leaves]
+    args, kwargs = torch_pytree.unflatten(leaves, spec)
+    subject = Subject(module_of_exported(exported), args, kwargs, effects="undo")
+    given = set(exported.graph_signature.user_inputs)
+    inputs = exported.graph.find_nodes(op="placeholder")
+    names = tuple(size_names(node) for node in inputs if node.name in given)
+    if any(map(any, names)):
+        subject = replace(subject, sizes=partial(InputSizes, leaves, names))
+    return verify(capture_model(subject, train=train).program)
+
+
+def _plain(example: Any) -> Any:
+    """Returns an example input without the attributes that PyTorch leaves on one it has loaded."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    return example.detach().requires_grad_(example.requires_grad)

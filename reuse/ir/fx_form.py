@@ -1,0 +1,376 @@
+"""A program as a ``torch.fx.GraphModule`` that runs by itself.
+
+Each closure is a submodule, called once per instance. A call gives the tuple of its results; a
+struct is a tuple. A program whose sizes vary asks its inputs for them, and hands them to each
+closure behind its operands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch import nn
+
+from ..errors import ExportError
+from . import program as ir
+from .leaf import as_values, flatten_value, stamp_of, without_autocast
+from .printer import UniqueNames, closure_names, operand_text
+from .torch_symbols import computing_node, environment_of, is_size, symbols_of, with_size_inputs
+from .types import StructType, TensorType
+
+Node = torch.fx.Node
+
+_PROGRAM, _LEAF, _MODES = "lazyinline_program", "lazyinline_leaf", "lazyinline_modes"
+_USUAL: tuple[bool, Any] = (True, ())  # gradients, and no autocast
+
+
+class Block(nn.Module):
+    """Stands for one call of a graph; blocks that compute the same hold one."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the graph."""
+        return self.body(*inputs)
+
+
+class Places:
+    """Puts blocks into a tree, where the user's modules stand; they hold what is already there."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._kinds: dict[str, type[Block]] = {}
+
+    def put(self, path: str, kind: str, body: nn.Module) -> str:
+        """Puts a block of a class that is named as the user's is; returns its path."""
+        if kind not in self._kinds:
+            self._kinds[kind] = type(kind, (Block,), {})
+        block, (holder, above, last) = self._kinds[kind](body), holder_of(self._root, path)
+        tensors = holder._modules.get(last)  # of the block
+        if type(tensors) is nn.Module and "body" not in tensors._modules:
+            for table in ("_modules", "_parameters", "_buffers"):
+                getattr(block, table).update(getattr(tensors, table))
+            del holder._modules[last]
+        last = free_name(holder, last)
+        holder.add_module(last, block)
+        return f"{above}{last}"
+
+
+def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str, str]:
+    """Returns the module that holds what a path ends in, which may be new; its path; the end."""
+    *names, last = path.split(".")
+    above = ""
+    for name in names:
+        if name not in root._modules:
+            name = free_name(root, name)
+            root.add_module(name, nn.Module())
+        root, above = root.get_submodule(name), f"{above}{name}."
+    return root, above, last
+
+
+def free_name(holder: nn.Module, name: str) -> str:
+    """Returns a name that nothing in a module has, nor in the graph module that it becomes."""
+    while hasattr(holder, name) or hasattr(torch.fx.GraphModule, name) or name == "meta":
+        name += "_"
+    return name
+
+
+# ---- what graphs call, besides operators ---------------------------------------------------------
+
+
+class LeafModule(torch.fx.GraphModule):
+    """A leaf's graph; modes that change within it are its last input."""
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        """Runs the graph on values, and behind them sizes."""
+        flat = [x for value in operands for x in flatten_value(value)]
+        with without_autocast(), ExitStack() as held:
+            if len(self.meta[_MODES]) > 1:
+                flat.append(held)
+            else:
+                enter_modes(held, *(self.meta[_MODES] or [_USUAL])[0])
+            return tuple(as_values(self.meta[_LEAF].output_types, super().__call__(*flat)))
+
+
+def enter_modes(held: ExitStack, grad_enabled: bool, autocast: Sequence[Any]) -> None:
+    """Ends the modes that are held, and begins those that operators were captured in."""
+    held.close()
+    if not grad_enabled:
+        held.enter_context(torch.no_grad())
+    for kind, enabled, dtype in autocast:
+        region = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+        held.enter_context(region)
+
+
+def require(condition: bool, text: str) -> None:
+    """Raises AssertionError unless a condition holds, as ``ExportedProgram.module()`` does."""
+    if not condition:
+        raise AssertionError(f"This program is for inputs of which {text}.")
+
+
+def is_typed(tensor: torch.Tensor, dtype: torch.dtype, *shape: Any) -> bool:
+    """Whether an input is of the program's type."""
+    return tensor.dtype is dtype and tuple(tensor.shape) == shape
+
+
+def pack(*fields: Any) -> tuple[Any, ...]:
+    """Makes one struct, the one result, of several values."""
+    return (fields,)
+
+
+def unpack(struct: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Takes a struct apart."""
+    return struct
+
+
+class Result:
+    """Makes what the model returns of a program's outputs."""
+
+    __name__ = "result"
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def __call__(self, *outputs: Any) -> Any:
+        """Returns it."""
+        leaves = [outputs[x] if kind == "output" else x for kind, x in self.tree.leaves]
+        return self.tree.built(leaves)
+
+
+# ---- to fx ---------------------------------------------------------------------------------------
+
+
+def to_fx(program: ir.Program) -> torch.fx.GraphModule:
+    """Returns the module; see :meth:`Program.to_fx`."""
+    module = _ToFx(program).module(program)
+    module.meta[_PROGRAM] = program, digest_of(module)
+    return module
+
+
+def from_fx(module: torch.fx.GraphModule) -> ir.Program:
+    """Returns the program; see :meth:`Program.from_fx`."""
+    program, digest = module.meta.get(_PROGRAM, (None, ""))
+    if program is None or digest != digest_of(module):
+        raise ExportError(
+            f"{type(module).__name__} is not, or no longer, what to_fx made. Its program is "
+            "lazyinline.capture(module, inputs)."
+        )
+    return with_tensors(program, [_held(module, name) for name in tensor_names(module)])
+
+
+def tensor_names(module: torch.fx.GraphModule) -> list[str]:
+    """Returns where a module holds the model's tensors, in the program's order."""
+    return [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
+
+
+def with_tensors(program: ir.Program, tensors: Iterable[torch.Tensor]) -> ir.Program:
+    """Returns a program that is bound to other tensors of its types."""
+    left = iter(tensors)
+    sources = [
+        replace(s, tensor=next(left)) if isinstance(s, ir.ModelTensor) else s
+        for s in program.sources
+    ]
+    return replace(program, sources=tuple(sources))
+
+
+def _held(module: nn.Module, name: str) -> torch.Tensor:
+    found: torch.Tensor = operator.attrgetter(name)(module)
+    return found
+
+
+def digest_of(root: nn.Module) -> str:
+    """Returns a digest of all graphs; names of nodes, which loading may change, do not count."""
+    lines: list[str] = []
+    for module in root.modules():
+        graph = module.graph if isinstance(module, torch.fx.GraphModule) else torch.fx.Graph()
+        values = {node: str(node.target) for node in graph.find_nodes(op="get_attr")}
+        for node in graph.nodes:
+            if node not in values:
+                operands = operand_text((node.args, *node.kwargs.items()), values)
+                lines.append(f"{node.op} {node.target if '_' in node.op else ''} {operands}")
+                values[node] = f"%{len(lines)}"
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _ToFx:
+    """Makes the module of each closure once."""
+
+    def __init__(self, program: ir.Program) -> None:
+        self._names = closure_names(program)
+        self._modules: dict[ir.Closure, nn.Module] = {}
+        self._sizes: dict[ir.Closure, list[Any]] = {}  # the symbols that each takes
+        self._conditions: dict[Any, None] = {}
+        for closure in program.closures:
+            self._sizes[closure] = self._sizes_of(closure)
+
+    def _sizes_of(self, closure: ir.Closure) -> list[Any]:
+        found: set[Any] = set()
+        if isinstance(closure, ir.Composite):
+            found = {s for call in closure.program.calls for s in self._sizes[call.closure]}
+        elif isinstance(closure, ir.Leaf):
+            found = set(symbols_of(closure.module))
+            if any(self._sizes[body] for body in closure.bodies):
+                raise ExportError(f"@{closure.name} runs closures whose sizes vary.")
+        if found and isinstance(closure, ir.Leaf):
+            guards = environment_of(closure.module).guards
+            self._conditions.update(dict.fromkeys(sympy.Ge(symbol, 2) for symbol in found))
+            self._conditions.update(dict.fromkeys(guard.expr for guard in guards))
+        return sorted(found, key=str)
+
+    def module(
+        self, program: ir.Program, sizes: Sequence[Any] | None = None
+    ) -> torch.fx.GraphModule:
+        """Returns the module of a program; a closure's takes sizes."""
+        graph, root = torch.fx.Graph(), nn.Module()
+        body = _Body(program, graph, root)
+        if sizes is None:
+            body.check(self._conditions)
+        else:
+            body.sizes.update({s: graph.placeholder(str(s)) for s in sizes})
+        for call in program.calls:
+            args = [body.values[v] for v in call.args]
+            if isinstance(call.closure, (ir.Pack, ir.Unpack)):
+                function = pack if isinstance(call.closure, ir.Pack) else unpack
+                made = graph.call_function(function, tuple(args))
+            else:
+                args += [body.size(symbol) for symbol in self._sizes[call.closure]]
+                place = body.place(call, self._names[call.closure], self._closure(call.closure))
+                made = graph.call_module(place, tuple(args))
+            for index, value in enumerate(call.results):
+                body.values[value] = graph.call_function(operator.getitem, (made, index))
+        body.output()
+        return torch.fx.GraphModule(root, graph)
+
+    def _closure(self, closure: ir.Closure) -> nn.Module:
+        if closure not in self._modules:
+            sizes = self._sizes[closure]
+            self._modules[closure] = (
+                self.module(closure.program, sizes)
+                if isinstance(closure, ir.Composite)
+                else _leaf_module(closure, sizes)  # type: ignore[arg-type]
+            )
+        return self._modules[closure]
+
+
+def _leaf_module(leaf: ir.Leaf, sizes: Sequence[Any]) -> LeafModule:
+    module = with_size_inputs(leaf.module, sizes, "last") if sizes else leaf.module
+    graph, held = torch.fx.Graph(), None
+    graph.output(graph.graph_copy(module.graph, {}))
+    operators = [n for n in graph.nodes if n.op == "call_function" and not is_size(n)]
+    stamps = [(stamp_of(node).grad_enabled, stamp_of(node).autocast) for node in operators]
+    if len(set(stamps)) > 1:
+        with graph.inserting_before(operators[0]):
+            held = graph.placeholder("modes")
+        for node, before, modes in zip(operators, [_USUAL, *stamps], stamps, strict=False):
+            if modes != before:
+                with graph.inserting_before(node):
+                    graph.call_function(enter_modes, (held, *modes))
+    made = LeafModule(module, graph)
+    made.meta.update({_LEAF: leaf, _MODES: list(dict.fromkeys(stamps))})
+    return made
+
+
+class _Body:
+    """The graph of one program while it is made.
+
+    Attributes:
+        values: the node of each value.
+        sizes: the node of each symbol.
+    """
+
+    def __init__(self, program: ir.Program, graph: torch.fx.Graph, root: nn.Module) -> None:
+        self._program, self._graph, self._root = program, graph, root
+        self._places, self._placed = Places(root), dict[Any, str]()
+        self.sizes: dict[Any, Node] = {}
+        self.values: dict[ir.Value, Node] = {}
+        names = UniqueNames()
+        for index, value in enumerate(program.inputs):
+            source = program.sources[index] if program.sources else None
+            if isinstance(source, ir.ModelTensor):
+                self.values[value] = graph.get_attr(self._hold(source))
+            else:
+                name = _identifier(value.hint if source is None else source.name)
+                self.values[value] = graph.placeholder(names.take(name))
+
+    def _hold(self, source: ir.ModelTensor) -> str:
+        holder, above, last = holder_of(self._root, _path(source.name))
+        last = free_name(holder, last)
+        if isinstance(source.tensor, nn.Parameter):
+            holder.register_parameter(last, source.tensor)
+        else:
+            holder.register_buffer(last, source.tensor)
+        return f"{above}{last}"
+
+    def size(self, symbol: Any) -> Node:
+        """Returns the node of a symbol; asks an input for it, if no one has."""
+        if symbol in self.sizes:
+            return self.sizes[symbol]
+        for value in self._program.inputs:
+            shape = () if isinstance(value.type, StructType) else value.type.shape
+            if symbol in shape:
+                asked = (self.values[value], shape.index(symbol))
+                self.sizes[symbol] = self._graph.call_function(torch.ops.aten.sym_size.int, asked)
+                return self.sizes[symbol]
+        raise ExportError(f"The size {symbol} is no size of an input by itself.")
+
+    def check(self, conditions: Mapping[Any, None]) -> None:
+        """Checks the user's inputs, and what was taken for granted of sizes."""
+        for value in self._program.inputs:
+            node, type_ = self.values[value], value.type
+            if node.op == "placeholder" and isinstance(type_, TensorType):
+                wanted = (node, type_.dtype, *map(self._computed, type_.shape))
+                text = f"{node} is a {type_}"
+                self._graph.call_function(
+                    require, (self._graph.call_function(is_typed, wanted), text)
+                )
+        for condition in conditions:
+            self._graph.call_function(require, (self._computed(condition), f"{condition} holds"))
+
+    def _computed(self, expression: Any) -> Any:
+        """Returns a number, or the node of an expression of symbols."""
+        if isinstance(expression, int):
+            return expression
+        nodes = {symbol: self.size(symbol) for symbol in expression.free_symbols}
+        return computing_node(expression, nodes, self._graph)
+
+    def place(self, call: ir.Call, name: str, module: nn.Module) -> str:
+        """Returns where the root holds a closure; at a path of the user's in a block."""
+        key = call.path, call.closure
+        if key not in self._placed:
+            if call.path:
+                self._placed[key] = self._places.put(_path(call.path), name, module)
+            else:
+                self._placed[key] = free_name(self._root, name)
+                self._root.add_module(self._placed[key], module)
+        return self._placed[key]
+
+    def output(self) -> None:
+        """Writes what the program writes, and returns what it returns."""
+        nodes, tree = [self.values[v] for v in self._program.outputs], self._program.output_tree
+        for output, target in self._program.writes:
+            written = (self.values[self._program.inputs[target]], nodes[output])
+            self._graph.call_function(torch.ops.aten.copy_.default, written)
+        is_flat = tree is None or tree.updates
+        result = nodes if is_flat else self._graph.call_function(Result(tree), tuple(nodes))
+        self._graph.output(tuple(nodes) if is_flat else result)
+
+
+def _path(path: str) -> str:
+    return ".".join(map(_identifier, path.split(".")))
+
+
+def _identifier(name: str) -> str:
+    """Returns a name that Python takes for an argument or an attribute."""
+    plain = re.sub(r"\W", "_", name)
+    return plain if plain.isidentifier() or plain.isdigit() else f"_{plain}"
