@@ -14,7 +14,7 @@ from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
 from ..backend.gpu.roofline import Prediction, predict
 from ..backend.gpu.targets import Target
-from ..backend.kernels.lower import BackendName, GpuBackend, triton_kernels
+from ..backend.kernels.lower import BackendName, InductorBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList
 from ..backend.link.layout import Layout
 from ..backend.link.placement import gradients_of
@@ -416,7 +416,7 @@ class GpuRecord:
 
 
 def gpu_record(
-    program: PlannedProgram, lists: Sequence[tuple[KernelList, int]], backend: GpuBackend
+    program: PlannedProgram, lists: Sequence[tuple[KernelList, int]], backend: InductorBackend
 ) -> GpuRecord:
     """Returns what is known of a planned program.
 
@@ -425,6 +425,7 @@ def gpu_record(
         lists: the launches of each closure, and how often the program calls it.
         backend: made its kernels.
     """
+    assert backend.target is not None
     kernels = {kernel.content for kernel in triton_kernels(one for one, _ in lists)}
     built = [backend.built[content] for content in kernels if content in backend.built]
     given = [b for b in program.layout.instances if b.kind == "given"]

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import decoders as models
+import fake_gpu
 import pytest
 import torch
 import triton_on_cpu
@@ -28,8 +29,8 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.gpu import targets
 from lazyinline.backend.gpu.roofline import may_move, on_two_streams
-from lazyinline.backend.gpu.torch_triton import TritonKernel
-from lazyinline.backend.launches.kernel_list import KernelList, View
+from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
+from lazyinline.backend.launches.kernel_list import KernelList, Launch, View
 from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
 
@@ -115,11 +116,41 @@ def main() -> None:
         ways = {"offloading": offloading} if name == "own decoder" else {}
         ways |= {"training": train, "inference": inferred}
         ways |= {"updates": updated} if name == "own decoder" else {}
+        ways |= {"on a GPU": as_on_a_gpu} if name in ("own decoder", "llama", "gpt2") else {}
         for how, run in ways.items():
             if not hows or how in hows:
                 print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
         print(f"{name}: {time.process_time() - begin:.1f} CPU-s", flush=True)
     del library
+
+
+def as_on_a_gpu(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The launches of a step for a target, and of a model on such a GPU: kernels by their text."""
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # an empty tensor on the GPU, which would be allocated
+    _, for_target = step_on_cpu_memory(model, kwargs)
+    runs = [lambda: lazyinline.compile_step(model)(**kwargs)] * 2
+    (on_gpu, _), (warm, report) = (fake_gpu.program_on_a_gpu(run, TARGET) for run in runs)
+    first, second, third = (
+        [launched(placed.launch) for part in program.layout.parts for placed in part.launches]
+        for program in (for_target, on_gpu, warm)
+    )
+    kept = report.cache
+    assert first == third and not kept.num_made and kept.num_loaded and not kept.not_kept, kept
+    loads = on_gpu._tools.place.load is LoadedKernel and on_gpu._tools.place.graphs == "captured"
+    arenas = [program.arena_bytes for program in (for_target, on_gpu)]
+    return {
+        "launches": [len(first), len(second)],
+        "same": first == second,
+        "arenas": arenas,
+        "loads": loads,
+    }
+
+
+def launched(launch: Launch) -> tuple[Any, ...]:
+    function = launch.function
+    text = function.content if isinstance(function, TritonKernel) else str(function)
+    return text, launch.stream, [(v.dtype, v.shape, v.stride) for v in launch.views()]
 
 
 def offloading(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:

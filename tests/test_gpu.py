@@ -90,6 +90,19 @@ def test_a_gpu_program_that_updates_equals_fused_with_each_learning_rate(
     assert "a number that a program for a GPU holds changes" in found["after"]
 
 
+@pytest.mark.parametrize("how", ["on a GPU"])
+@pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2"])
+@pytest.mark.sweep(keep="own decoder")
+def test_a_model_on_a_gpu_launches_what_a_target_does(cases: Any, case: str, how: str) -> None:
+    """The same kernels on the same memory, in the same order; the one loads them, too."""
+    found = cases[case, how]
+    assert found["same"]
+    assert found["loads"]
+    for_target, on_gpu = found["launches"]
+    assert for_target == on_gpu > 50
+    assert found["arenas"][0] == found["arenas"][1] > 0
+
+
 @pytest.mark.sweep  # that of a CPU with a host is in test_recompute.py
 @pytest.mark.parametrize("how", ["offloading"])
 @pytest.mark.parametrize("case", ["own decoder"])

@@ -15,12 +15,12 @@ from models import Around
 from stream_orders import move_to
 from torch import nn
 from torch._inductor import config
-from torch._inductor.runtime import triton_heuristics
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import lazyinline
+from lazyinline.backend.gpu import torch_triton
 from lazyinline.backend.gpu.torch_graph import capture_graph
-from lazyinline.backend.gpu.torch_triton import TritonKernel, triton_kernel
+from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
 from lazyinline.backend.kernels.torch_corrections import settings
 from lazyinline.backend.link.placement import Place, aligned
 from lazyinline.backend.run.planned import Runtime
@@ -257,16 +257,12 @@ def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
     )
     launched = []
 
-    class Tuner(triton_heuristics.CachingAutotuner):
-        def __init__(self) -> None:
-            """Nothing of Inductor's."""
-
+    class Tuner:
         def run(self, *args: Any, stream: int) -> None:
             launched.append((args, stream, cuda.device))
 
-    kernel = triton_kernel(Tuner())
-    assert kernel is not None
-    assert triton_kernel(len) is None
+    monkeypatch.setattr(torch_triton, "_tuner_of", lambda text: Tuner())
+    kernel = LoadedKernel(TritonKernel("triton_poi_0", ""))
     for index in (1, 0):
         meta = torch.empty(3, device="meta")
         tensor = FakeTensor(FakeTensorMode(), meta, torch.device("cuda", index))

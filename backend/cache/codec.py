@@ -204,7 +204,7 @@ class _Graph:
         return encode_value(value, self._own)
 
     def _own(self, value: Any) -> Any:
-        if isinstance(value, TensorType) and value.device.type != "cpu":
+        if isinstance(value, TensorType) and value.device.type not in ("cpu", "cuda"):
             raise NotCacheableError(f"a tensor on {value.device}")
         return {"node": self._number[value]} if isinstance(value, torch.fx.Node) else None
 

@@ -22,6 +22,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.traces.joint_trace import JointTrace, trace_forward
@@ -130,7 +131,7 @@ class CompileCache:
             return
         # An object is bound to one version of Python: our native library is an extension module.
         own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
-        if self._target:
+        if self._target or torch.cuda.is_initialized():
             own["target"] = [self._target, triton_version()]
         self._facts = _digest({**facts, **own, "backend": self._backend})
 
@@ -180,7 +181,9 @@ class CompileCache:
             unaligned: inputs that begin where a GPU kernel cannot load several elements at once.
         """
         key = self._key("kernels", leaf, sorted(unaligned))
-        runs: Literal["native", "python"] = "python" if self._target else "native"
+        devices = {t.device.type for t in flat_types((*leaf.input_types, *leaf.output_types))}
+        is_native = not self._target and devices <= {"cpu"}
+        runs: Literal["native", "python"] = "native" if is_native else "python"
         found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel, runs))
         return found[0] if found else None
 

@@ -28,7 +28,7 @@ from ...reuse.ir.costs import Cost, flops_of
 from ...reuse.torch_names import schema_of
 from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, View, views_in
 from .targets import Target
-from .torch_triton import LoadedKernel, TritonKernel, read_only_arguments
+from .torch_triton import TritonKernel, read_only_arguments
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
 _PRODUCTS: Mapping[Any, Any] = {
@@ -82,7 +82,7 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
             moved_s = target.rates.seconds(0, cost.moved_bytes)
             product_s += cost.seconds if cost.seconds > max(moved_s, num_calls * _LEAST_S) else 0.0
             num_launches += num_calls
-            num_triton += num_calls * isinstance(launch.function, (TritonKernel, LoadedKernel))
+            num_triton += num_calls * isinstance(launch.function, TritonKernel)
     return Prediction(total, product_s, num_launches, num_triton)
 
 
@@ -250,7 +250,7 @@ def may_move(kernels: KernelList) -> list[int]:
         for number, launch in enumerate(kernels.launches)
         if not launch.results
         and foreign.isdisjoint(view.buffer for view in launch.views())
-        and (is_product(launch) or isinstance(launch.function, (TritonKernel, LoadedKernel)))
+        and (is_product(launch) or isinstance(launch.function, TritonKernel))
     ]
 
 

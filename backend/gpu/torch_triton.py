@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -83,9 +82,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _compiled(kernel: TritonKernel) -> MachineCode:
-    from torch._inductor.codecache import PyCodeCache
-
-    tuner: Any = getattr(PyCodeCache.load(kernel.source), kernel.name)
+    tuner = _tuner_of(kernel)
     try:
         made = tuner._precompile_config(tuner.configs[0]).kernel
     except Exception as error:
@@ -93,19 +90,9 @@ def _compiled(kernel: TritonKernel) -> MachineCode:
     return MachineCode(made.asm["cubin"], made.metadata.shared, made.metadata.num_warps)
 
 
-def triton_kernel(value: Any) -> Callable[..., None] | None:
-    """Returns what generated code launches, if it is a Triton kernel: text, or loaded already."""
-    if isinstance(value, TritonKernel):
-        return value
-    heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
-    if heuristics is not None and isinstance(value, heuristics.CachingAutotuner):
-        return LoadedKernel(value)
-    return None
-
-
 def read_only_arguments(function: object) -> frozenset[int]:
     """Returns which arguments a Triton kernel of Inductor's only reads: none, of anything else."""
-    if not isinstance(function, (TritonKernel, LoadedKernel)):
+    if not isinstance(function, TritonKernel):
         return frozenset()
     # Inductor's names: what is written is ``out_ptr0`` or ``in_out_ptr0``.
     names = enumerate(function.argument_names)
@@ -117,7 +104,7 @@ def aligned_arguments(function: object) -> frozenset[int]:
 
     Inductor notes with a kernel which of them are multiples of 16, addresses or numbers.
     """
-    if not isinstance(function, (TritonKernel, LoadedKernel)):
+    if not isinstance(function, TritonKernel):
         return frozenset()
     return function.aligned_arguments
 
@@ -128,26 +115,12 @@ class LoadedKernel:
     Its first launch chooses among ways to launch it, as Inductor does.
 
     Args:
-        tuner: Inductor's.
+        kernel: its text.
     """
 
-    def __init__(self, tuner: Any) -> None:
-        self._tuner = tuner
+    def __init__(self, kernel: TritonKernel) -> None:
+        self._tuner = _tuner_of(kernel)
         self._stream_of = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
-
-    @property
-    def argument_names(self) -> list[str]:
-        """The names of its parameters, in order."""
-        return list(getattr(getattr(self._tuner, "fn", None), "arg_names", ()))
-
-    @property
-    def aligned_arguments(self) -> frozenset[int]:
-        """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
-        meta = getattr(self._tuner, "triton_meta", {})
-        known = meta.get("configs")
-        if not known:  # believed of all: a check too many is an error that says what to do
-            return frozenset(range(len(self.argument_names)))
-        return frozenset(position for (position,) in known[0])
 
     def __call__(self, *args: Any) -> None:
         """Launches it on the device of its first tensor."""
@@ -156,6 +129,13 @@ class LoadedKernel:
         is_there = device.index == torch.cuda.current_device()
         with nullcontext() if is_there else torch.cuda.device(device):
             self._tuner.run(*args, stream=self._stream_of(device.index))
+
+
+def _tuner_of(kernel: TritonKernel) -> Any:
+    """Returns what Inductor launches a kernel by: made once per text in a process."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ Backends:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -30,8 +31,10 @@ from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
-from . import torch_corrections, torch_inductor, torch_recorder
+from . import torch_corrections, torch_inductor
 from .torch_attention import as_on_a_gpu, with_plain_attention
+from .torch_recorder import Traced, record_graph, record_wrapper
+from .torch_recorder import can_record as can_record_wrapper
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
 """The maker of kernels, by name."""
@@ -65,7 +68,8 @@ class Kernel:
     ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
     or as positional arguments (``convention="plain"``); it returns the flat results. ``launches``
     are what it does where that is recorded already: of a GPU that is not here, in its place.
-    ``why_eager`` says why the backend has none for the leaf, so that PyTorch's own take its place.
+    ``written`` is what tells its launches where kernels are text, and it does not. ``why_eager``
+    says why the backend has none for the leaf, so that PyTorch's own take its place.
     """
 
     function: Callable[..., Sequence[Any]]
@@ -73,6 +77,7 @@ class Kernel:
     source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
     launches: KernelList | None = None
+    written: Callable[..., Any] | None = None
     why_eager: str = ""
 
 
@@ -123,94 +128,119 @@ def _compiled_recipe(rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphMod
 
 
 class InductorBackend:
-    """TorchInductor kernels."""
+    """TorchInductor kernels: compiled for a CPU, written for a GPU, which need not be here.
 
-    name: BackendName = "inductor"
-
-    @cached_property
-    def _recipe(self) -> Recipe:
-        return _compiled_recipe(with_plain_attention)
-
-    def recipe(self, leaf: Leaf) -> Recipe:
-        """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
-        is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
-        return Recipe(kernels="eager") if is_left else self._recipe
-
-    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
-        """Compiles the leaves that are worth it."""
-        compiled = [leaf for leaf in leaves if _wants_compiler(leaf)]
-        functions = iter(torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done))
-        kernels = []
-        for leaf in leaves:
-            if _wants_compiler(leaf):
-                kernels.append(self._kernel(leaf, next(functions)))
-            else:
-                kernels.append(_eager_kernel(leaf))
-                on_done()
-        return kernels
-
-    def _kernel(self, leaf: Leaf, made: Callable[..., Any] | torch_inductor.NotCompiled) -> Kernel:
-        if isinstance(made, torch_inductor.NotCompiled):
-            return replace(_eager_kernel(leaf), why_eager=made.reason)
-        return Kernel(made, "boxed", self.name)
-
-
-class GpuBackend:
-    """TorchInductor kernels for a GPU that need not be here: written, recorded, never run here.
+    What a program launches on a GPU is the same for a model on one and for a target: every leaf has
+    kernels of Inductor's, attention and dropout are those of a GPU, and what is kept of a kernel is
+    its text, which the place where a program runs loads.
 
     Args:
-        target: the GPU.
+        target: the GPU that leaves are moved to; None for the device of a model.
 
     Attributes:
-        built: machine code, by the contents of kernels.
+        built: machine code for the target, by the contents of kernels.
     """
 
     name: BackendName = "inductor"
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target | None = None) -> None:
         self.target = target
         self.built: dict[str, MachineCode] = {}
 
     @cached_property
     def _recipe(self) -> Recipe:
+        return _compiled_recipe(with_plain_attention)
+
+    @cached_property
+    def _gpu_recipe(self) -> Recipe:
         return _compiled_recipe(as_on_a_gpu)
 
+    def _is_on_gpu(self, leaf: Leaf) -> bool:
+        """Whether a leaf runs on a GPU, for all that it copies from and to."""
+        types = flat_types((*leaf.input_types, *leaf.output_types))
+        return self.target is not None or any(t.device.type == "cuda" for t in types)
+
     def recipe(self, leaf: Leaf) -> Recipe:
-        """Does as for a CPU, but for the attention that the GPU runs."""
-        return self._recipe
+        """Inductor's decompositions, passes and min-cut split; tiny leaves of a CPU stay."""
+        if self._is_on_gpu(leaf):
+            return self._gpu_recipe if _has_compiler(leaf) else Recipe(kernels="eager")
+        is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
+        return Recipe(kernels="eager") if is_left else self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Compiles or writes the leaves that are worth it."""
+        written = [leaf for leaf in leaves if self._is_on_gpu(leaf)]
+        kernels = dict(zip(written, self._written(written, on_done), strict=True))
+        rest = [leaf for leaf in leaves if leaf not in kernels]
+        compiled = [leaf for leaf in rest if _wants_compiler(leaf)]
+        functions = torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done)
+        for leaf, made in zip(compiled, functions, strict=True):
+            if isinstance(made, torch_inductor.NotCompiled):
+                kernels[leaf] = replace(_eager_kernel(leaf), why_eager=made.reason)
+            else:
+                kernels[leaf] = Kernel(made, "boxed", self.name)
+        for leaf in rest:
+            if leaf not in kernels:
+                kernels[leaf] = _eager_kernel(leaf)
+                on_done()
+        return [kernels[leaf] for leaf in leaves]
+
+    def _written(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Writes the kernels of each leaf, and records what launches them."""
-        moved = [moved_leaf(leaf, self.target.device) for leaf in leaves]
-        written = [leaf for leaf in moved if _wants_compiler(leaf) and update_of(leaf) is None]
-        with gpu_described(self.target):
-            modules = [leaf.module for leaf in written]
-            wrappers = dict(
-                zip(written, torch_inductor.write_gpu_leaves(modules, on_done), strict=True)
-            )
-            return [_written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+        if not leaves:
+            return []
+        target = self.target
+        moved = [moved_leaf(leaf, target.device) if target else leaf for leaf in leaves]
+        wanted = [leaf for leaf in moved if _wants_compiler(leaf) and update_of(leaf) is None]
+        with gpu_described(target) if target else nullcontext():
+            modules = [leaf.module for leaf in wanted]
+            made = torch_inductor.write_gpu_leaves(modules, on_done)
+            wrappers = dict(zip(wanted, made, strict=True))
+            return [self._written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+
+    def _written_kernel(
+        self, leaf: Leaf, made: Callable[..., Any] | torch_inductor.NotCompiled | None
+    ) -> Kernel:
+        is_here = self.target is None
+        if made is None:
+            plain = _eager_kernel(leaf) if is_here else Kernel(_not_here, "plain", self.name)
+            return plain if has_sizes(leaf) else replace(plain, launches=record_graph(leaf))
+        if not isinstance(made, torch_inductor.NotCompiled) and can_record_wrapper(made):
+            function = _when_called(leaf) if is_here else _not_here
+            launches = None if has_sizes(leaf) else record_wrapper(leaf, made)
+            return Kernel(function, "boxed", self.name, launches=launches, written=made)
+        why = "its kernels are not a plain list of launches"
+        if isinstance(made, torch_inductor.NotCompiled):
+            why = made.reason
+        if self.target is not None:
+            raise PlanError(f"There are no kernels of @{leaf.name} for {self.target.name}: {why}.")
+        return replace(_eager_kernel(leaf), why_eager=why)
 
     def build(self, lists: Iterable[KernelList | None], kept: KeptCode) -> None:
-        """Compiles the Triton kernels that are launched to machine code, if they are not yet.
+        """Compiles the Triton kernels that a target launches to machine code, if they are not yet.
 
         Args:
             lists: the launches.
             kept: returns what was compiled before, and keeps what is compiled now.
         """
         kernels = [k for k in triton_kernels(lists) if k.content not in self.built]
-        if kernels and not is_interpreting():
+        if self.target is not None and kernels and not is_interpreting():
             with gpu_described(self.target):
                 self.built.update(kept(kernels, machine_code))
 
 
-def _written_kernel(leaf: Leaf, wrapper: Callable[..., Any] | None) -> Kernel:
-    if wrapper is None:
-        return Kernel(_not_here, "plain", "inductor", launches=torch_recorder.record_graph(leaf))
-    if not torch_recorder.can_record(wrapper):
-        raise PlanError(f"The kernels of @{leaf.name} are not a plain list of launches.")
-    return Kernel(
-        _not_here, "boxed", "inductor", launches=torch_recorder.record_wrapper(leaf, wrapper)
-    )
+def _when_called(leaf: Leaf) -> Callable[..., Sequence[Any]]:
+    """Returns a function of a leaf on a GPU: where memory is not planned, it is compiled to run."""
+
+    @cache
+    def made() -> Callable[..., Sequence[Any]]:
+        (function,) = torch_inductor.compile_leaves([leaf.module], lambda: None)
+        if not isinstance(function, torch_inductor.NotCompiled):
+            return function
+        eager = _eager_kernel(leaf).function
+        return lambda operands: eager(*operands)
+
+    return lambda operands: made()(operands)
 
 
 def triton_kernels(lists: Iterable[KernelList | None]) -> list[TritonKernel]:
@@ -236,7 +266,7 @@ def backend_named(name: BackendName, target: str | None = None) -> Backend:
     if target is not None:
         if name != "inductor":
             raise PlanError(f"target={target!r} needs backend='inductor', not {name!r}.")
-        return GpuBackend(target_named(target))
+        return InductorBackend(target_named(target))
     if name == "inductor":
         return InductorBackend()
     if name == "eager":
@@ -305,7 +335,7 @@ def can_record(kernel: Kernel) -> bool:
     """Whether a kernel's launches can be told apart, so that their memory can be planned."""
     if kernel.launches is not None or kernel.convention == "plain":
         return True
-    return torch_recorder.can_record(kernel.function)
+    return can_record_wrapper(kernel.written or kernel.function)
 
 
 def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
@@ -313,8 +343,8 @@ def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
     if kernel.launches is not None:
         return kernel.launches
     if kernel.convention == "plain":
-        return torch_recorder.record_graph(leaf)
-    return torch_recorder.record_wrapper(leaf, kernel.function, kernel.sizes)
+        return record_graph(leaf)
+    return record_wrapper(leaf, kernel.written or kernel.function, kernel.sizes)
 
 
 def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
@@ -369,11 +399,11 @@ def launches_at(
         trace: a size that PyTorch computes with, for each symbol.
     """
     made = _leaf_at(leaf, values)
-    traced = torch_recorder.Traced(_leaf_at(leaf, trace.values), trace)
+    traced = Traced(_leaf_at(leaf, trace.values), trace)
     if kernel.convention == "boxed":
         sizes = [trace.values[s] for s in symbols_of(leaf.module)]
-        return made, torch_recorder.record_wrapper(made, kernel.function, sizes, traced)
-    return made, torch_recorder.record_graph(made, traced)
+        return made, record_wrapper(made, kernel.written or kernel.function, sizes, traced)
+    return made, record_graph(made, traced)
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

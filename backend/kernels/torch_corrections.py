@@ -57,13 +57,15 @@ def settings() -> Iterator[None]:
     # Eager's generator, so that masks equal eager's under one seed; and layouts are proved by the
     # linker, not asserted in every kernel call. The tag keeps Inductor's own cache of graphs apart
     # from those that were written with other corrections, or with none. A user's wish for CUDA
-    # graphs is for whole models: what is made here is one closure's list of launches.
+    # graphs is for whole models: what is made here is one closure's list of launches. Whether
+    # padding a product pays is measured on a GPU, where it is here; with a target it would be not.
     own = {
         "fallback_random": True,
         "size_asserts": False,
         "alignment_asserts": False,
         "triton.cudagraphs": False,
         "graph_partition": False,
+        "shape_padding": False,
     }
     tag = f"{compiler_config.cache_key_tag} lazyinline {package_digest()}"
     with config.patch(own), compiler_config.patch(cache_key_tag=tag):

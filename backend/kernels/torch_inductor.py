@@ -198,9 +198,7 @@ def compile_leaves(
     probes = vector_units_probed_here()
     with settings(), probes, _corrections(), deferred_builds() as builds:
         for module in modules:
-            symbols = symbols_of(module)
-            copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
-            compiled.append(_compiled_or_why_not(copy))  # its passes change what they get
+            compiled.append(_compiled_or_why_not(_changeable(module)))
             asked += [len(compiled) - 1] * (len(builds) - len(asked))
             on_compiled()
         for place, wait in zip(asked, builds, strict=True):
@@ -209,6 +207,12 @@ def compile_leaves(
             except Exception as error:  # the compiler's, the loader's, a full disk's
                 compiled[place] = _why_not(error)
     return compiled
+
+
+def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Returns a copy for Inductor's passes, which change what they get; sizes come first."""
+    symbols = symbols_of(module)
+    return with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
@@ -240,7 +244,7 @@ _MEASURED = ("max_autotune", "max_autotune_gemm", "benchmark_fusion", "triton.mu
 
 def write_gpu_leaves(
     modules: Sequence[torch.fx.GraphModule], on_written: Callable[[], None]
-) -> list[BoxedCallable]:
+) -> list[BoxedCallable | NotCompiled]:
     """Writes the code of ATen graphs on a GPU; what it launches is text.
 
     Within :func:`..gpu.torch_gpu.gpu_described` that GPU need not be here.
@@ -253,12 +257,12 @@ def write_gpu_leaves(
             f"Inductor's {', '.join(measuring)} would have kernels measured on a GPU, and target= "
             "compiles for one that is not here. Switch that off for it."
         )
-    written = []
+    written: list[BoxedCallable | NotCompiled] = []
     # In one thread of this process, where the patches are; tuning would need the device.
     plain = config.patch({"compile_threads": 1, "triton.autotune_at_compile_time": False})
     with settings(), plain, kernels_as_text(), drawn_in_order(), polynomials_expanded():
         for module in modules:
-            written.append(_compile(copy_graph(module)))  # its passes change what they get
+            written.append(_compiled_or_why_not(_changeable(module)))
             on_written()
     return written
 

@@ -30,7 +30,7 @@ from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
 from ..gpu.torch_gpu import no_stream
-from ..gpu.torch_triton import triton_kernel
+from ..gpu.torch_triton import TritonKernel
 from ..launches.kernel_list import (
     BufferInfo,
     ClosureBuffer,
@@ -82,8 +82,8 @@ def record_wrapper(
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
-        elif (kernel := triton_kernel(scope[name])) is not None:
-            scope[name] = _Launched(name, kernel, recorder)
+        elif isinstance(scope[name], TritonKernel):
+            scope[name] = _Launched(name, scope[name], recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
     # What the plan places is aligned, and it checks the rest.
     scope["copy_if_misaligned"] = _as_it_is

@@ -18,7 +18,7 @@ from ...backend.cache.results import CompileCache
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
 from ...backend.kernels.lower import (
     Backend,
-    GpuBackend,
+    InductorBackend,
     Kernel,
     backend_named,
     closure_list,
@@ -164,7 +164,7 @@ class Context:
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
-        if isinstance(self.backend, GpuBackend):
+        if isinstance(self.backend, InductorBackend):
             lists = [self.recorded.get(c) or self.kernels[c].launches for c in new]
             self.backend.build(lists, self._cache.machine_code)
 

@@ -13,7 +13,8 @@ from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
 from ...autodiff.training_program import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
-from ...backend.kernels.lower import GpuBackend, can_record, closure_list
+from ...backend.gpu.torch_triton import LoadedKernel
+from ...backend.kernels.lower import InductorBackend, can_record, closure_list
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.layout import Layout, layout_of, least_bytes, outside_bytes
@@ -179,7 +180,7 @@ def describe_gpu(state: State) -> State:
     if not isinstance(program, PlannedProgram) or program.allocates_all:
         why = state.report.unplanned
         raise PlanError(f"A program for a GPU needs a memory plan, and there is none: {why}.")
-    assert isinstance(backend, GpuBackend)
+    assert isinstance(backend, InductorBackend)
     state.report.gpu = gpu_record(program, launched(state, state.linked), backend)
     return state
 
@@ -235,7 +236,7 @@ def tools_of(state: Compilation) -> Tools:
         others = tuple(device for device in devices if device == HOST)
         return replace(tools, place=replace(tools.place, others=others))
     if len(devices) > 1:  # launches come one by one, in the order of the program
-        place = Place(device=devices[0], others=tuple(devices[1:]))
+        place = Place(device=devices[0], others=tuple(devices[1:]), load=LoadedKernel)
         return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is None:
@@ -243,7 +244,7 @@ def tools_of(state: Compilation) -> Tools:
     is_here = torch.cuda.is_available()
     target = target_like(torch.cuda.get_device_capability(gpu)) if is_here else None
     # Never run on one by us: docs/gpu.md
-    place = Place(device=gpu, graphs="captured", target=target)
+    place = Place(device=gpu, load=LoadedKernel, graphs="captured", target=target)
     return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
 
