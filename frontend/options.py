@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from ..autodiff.training_program import Order
 from ..backend.kernels.lower import BackendName, backend_named
-from ..recompute.planner import POLICIES, Budget, Policy, check_policy
+from ..recompute.planner import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
 from .capture.blocks import REUSE_CHOICES, Reuse
 
@@ -38,12 +38,6 @@ class Options:
         if self.reuse not in REUSE_CHOICES:
             raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
         backend_named(self.backend, self.target)
-        measured = isinstance(self.recompute, Budget) and self.recompute.costs == "measured"
-        if measured and self.target is not None:
-            raise PlanError(
-                f'Budget(costs="measured") runs operators here, and target={self.target!r} is not '
-                'here: costs="estimated" takes what is known of that GPU.'
-            )
         if self.recompute in POLICIES and self.reuse == "off":
             raise PlanError(
                 f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "

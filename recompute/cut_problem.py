@@ -1,23 +1,17 @@
-"""The question of one leaf: which forward values to save, and what that makes the backward redo.
-
-What operators take is predicted, or measured by running them here, where a budget asks for that.
-"""
+"""The question of one leaf: which forward values to save, and what that makes the backward redo."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.fx
-from torch.fx.node import map_arg
 
 from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors, backward_nodes, late_draws
-from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy, value_bytes
+from ..reuse.ir.costs import OperatorCosts, flops, is_heavy, value_bytes
 from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of
 from ..reuse.ir.types import TensorType
@@ -195,61 +189,3 @@ def _forward_value(
         tuple(place[n] for n in mutated_args(node) if n in place),
         costs.offload_s(numbered),
     )
-
-
-_NUM_RUNS = 4  # of an operator that is timed; the first one warms caches up
-
-
-@dataclass(frozen=True)
-class MeasuredCosts(OperatorCosts):
-    """Runs each operator on random operands, here, and takes the shortest time.
-
-    What does not run on such operands, and what saving takes, is predicted.
-    """
-
-    known: dict[Any, float] = field(default_factory=dict, compare=False)
-
-    def redo_s(self, node: torch.fx.Node) -> float:
-        """Returns the seconds to compute a node's value again."""
-        if is_free(node):
-            return 0.0
-        # Operators of one kind over operands of one type take the same time: measured once.
-        key = (node.target, str(_types(node.args)), str(_types(node.kwargs)))
-        if key not in self.known:
-            try:
-                self.known[key] = _run(node)
-            except (RuntimeError, IndexError, TypeError, ValueError):
-                self.known[key] = super().redo_s(node)
-        return self.known[key]
-
-
-def _run(node: torch.fx.Node) -> float:
-    assert callable(node.target)
-    best = float("inf")
-    with torch.no_grad(), torch.random.fork_rng():
-        args, kwargs = _real(node.args), _real(node.kwargs)
-        for _ in range(_NUM_RUNS):
-            start = time.perf_counter()
-            node.target(*args, **kwargs)
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _types(arguments: Any) -> Any:
-    return map_arg(arguments, lambda n: _type(n.meta.get("val")))
-
-
-def _type(value: Any) -> Any:
-    return TensorType.of(value) if isinstance(value, torch.Tensor) else type(value)
-
-
-def _real(arguments: Any) -> Any:
-    def tensor(node: torch.fx.Node) -> Any:
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            raise TypeError("not a tensor")
-        type_ = TensorType.of(value)
-        empty = type_.empty()
-        return empty.uniform_() if type_.is_differentiable else empty.zero_()
-
-    return map_arg(arguments, tensor)

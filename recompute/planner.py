@@ -21,8 +21,6 @@ from .cut_problem import CutProblem
 
 PolicyName: TypeAlias = Literal["full", "selective"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-Costs: TypeAlias = Literal["estimated", "measured"]
-COSTS: tuple[Costs, ...] = get_args(Costs)
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class Budget:
         saved_bytes: the most bytes that the program's memory may hold at its peak.
         fraction: the same bound, relative: 0 is the peak with ``recompute="full"``, also outside
             of blocks, and 1 is the peak without recompute.
-        costs: what computing an operator again costs: ``"estimated"`` from its FLOPs and bytes, or
-            ``"measured"`` by running it here.
 
     Raises:
         PlanError: not exactly one bound, or one that makes no sense.
@@ -50,7 +46,6 @@ class Budget:
 
     saved_bytes: int | None = None
     fraction: float | None = None
-    costs: Costs = "estimated"
 
     def __post_init__(self) -> None:
         given = [v for v in (self.saved_bytes, self.fraction) if v is not None]
@@ -61,8 +56,6 @@ class Budget:
             raise PlanError(f"Budget({given[0]!r}): give a number that is not negative.")
         if self.fraction is not None and self.fraction > 1:
             raise PlanError(f"Budget(fraction={self.fraction}): give a number from 0 to 1.")
-        if self.costs not in COSTS:
-            raise PlanError(f"Budget(costs={self.costs!r}) is unknown; there are {COSTS}.")
 
 
 Policy = Union[PolicyName, Budget, None]  # noqa: UP007

@@ -437,11 +437,7 @@ def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch)
     assert all(abs(guess - peak) <= 0.15 * peak for guess, peak in pairs), pairs
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [NOTHING, Budget(fraction=0.5), Budget(fraction=0.4, costs="measured")],
-    ids=str,
-)
+@pytest.mark.parametrize("policy", [NOTHING, Budget(fraction=0.5)], ids=str)
 @pytest.mark.sweep
 def test_budget_over_different_closures(policy: Budget) -> None:
     model = mixed()
@@ -504,7 +500,6 @@ def test_running_statistics_are_updated_once(policy: Any, micro_batches: int) ->
         (lambda: Budget(saved_bytes=1, fraction=0.5), "has one bound"),
         (lambda: Budget(fraction=1.5), "from 0 to 1"),
         (lambda: Budget(saved_bytes=-1), "not negative"),
-        (lambda: Budget(fraction=0.5, costs="guessed"), "costs='guessed'"),
         (lambda: lazyinline.compile(Model(), recompute="some"), "recompute='some' is unknown"),
         (lambda: lazyinline.compile(Model(), recompute="full", reuse="off"), "leaves none"),
         (lambda: lazyinline.recompute(nn.GELU(), "some"), "not 'some'"),

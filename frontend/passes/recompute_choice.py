@@ -12,7 +12,6 @@ from ...autodiff.leaf_derivative import Choice, Request
 from ...autodiff.traces.torch_make_fx import SizesAt
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
-from ...recompute.cut_problem import MeasuredCosts
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
 from ...recompute.planner import Budget, Planner, Policy, policy_of
 from ...recompute.summary import summarize
@@ -51,11 +50,7 @@ class Recompute:
 
     @cached_property
     def _planner(self) -> Planner:
-        # Measuring runs operators, so it is done only where the user asked for it.
-        costs = self._costs
-        if isinstance(self._policy, Budget) and self._policy.costs == "measured":
-            costs = MeasuredCosts(costs.rates, costs.fused)
-        return Planner(self._make, costs, self._sizes)
+        return Planner(self._make, self._costs, self._sizes)
 
     def at(self, values: Values) -> Recompute:
         """Returns the same policy for sizes that are symbols, weighed at these numbers."""

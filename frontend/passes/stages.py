@@ -79,8 +79,7 @@ class StageRecompute:
             return policy
         own = _stages_of(self._state, rank)
         room = max(limit - self._state.withheld_bytes, 0)
-        costs = policy.costs if isinstance(policy, Budget) else "estimated"
-        return Budget(saved_bytes=self._share(own, index, room), costs=costs)
+        return Budget(saved_bytes=self._share(own, index, room))
 
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
         """Returns the bytes that one micro-batch of a stage may hold: all get the same fraction."""
