@@ -47,7 +47,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import lazy_modules, own_device_type, wrapped_globals_left
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
-from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, pure_forms
+from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, refused_operators
 
 Made = TypeVar("Made")
 
@@ -226,7 +226,7 @@ class Tracer:
                 wrapped_globals_left() as started,
             ):
                 readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
-                table = {**pure_forms(), **rules_above_autograd(), **readers}
+                table = {**refused_operators(), **rules_above_autograd(), **readers}
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         finally:
             self.fake_mode.put_back()
