@@ -242,7 +242,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
                 self._forget()
             first = self._entries.first
             handed = first.handed if first is not None else None
-            entry, leaves = self._fitting(leaves, tree)
+            entry = self._entries.fitting(leaves, tree)
             # Parameters may have been replaced, or come to share memory, since the last step.
             if entry is not None and entry.why_no_update():
                 self._forget()

@@ -65,11 +65,6 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
-def is_lazy_zero(value: Any) -> bool:
-    """Whether a value is a tensor of zeros that has no memory; autograd makes such ones."""
-    return isinstance(value, torch.Tensor) and value._is_zerotensor()
-
-
 def bytes_if_known(tensor: torch.Tensor) -> Any:
     """Returns what a fake tensor knows of its numbers, to be compared; None if it knows nothing."""
     constant = getattr(tensor, "constant", None)

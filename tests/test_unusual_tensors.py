@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
+from comparing import assert_close, assert_equals_eager, twin
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -115,14 +115,14 @@ def test_inputs_whose_memory_holds_other_numbers(kind: str, backend: str) -> Non
     plain = torch.randn(3, 4)
     for x in (plain, LAZY[kind](plain), plain):
         assert_same_runs(compiled, expected, x)
-        assert bool(compiled.last_report.ran_eagerly) == x._is_zerotensor()
+        assert bool(compiled.last_report.ran_eagerly) == (x is not plain)
 
 
 def test_results_of_lazy_zeros_are_laid_out_as_in_eager() -> None:
     model = Of(lambda self, x: x + x.t().contiguous().t().mul_(2))
     compiled, zeros = lazyinline.compile(model, backend="eager"), torch._efficientzerotensor((3, 4))
     assert compiled(zeros).stride() == model(zeros).stride() == (1, 3)
-    assert "lazy zero" in compiled.last_report.ran_eagerly
+    assert "lazily zero" in compiled.last_report.ran_eagerly
 
 
 @pytest.mark.parametrize("kind", LAZY)
@@ -199,20 +199,16 @@ def test_what_an_attribute_or_a_global_holds_is_refused_if_its_memory_holds_othe
 
 
 @pytest.mark.parametrize("kind", LAZY)
-@pytest.mark.sweep(keep=["eager-negated", "eager-imaginary", "eager-efficient"])
-def test_batches_of_steps_and_pipelines_may_lie_in_any_memory(kind: str, backend: str) -> None:
-    model, plain = Net(), torch.randn(4, 4)
-    expected = twin(model)
-    step = lazyinline.compile_step(model, backend=backend, loss_fn=torch.sum)
-    batch = Batch(((plain,), {}), 2)
-    for x in (plain, LAZY[kind](plain), plain):
-        expected.zero_grad()
-        want = expected(x).sum()
-        want.backward()
-        assert_close(step(x), want.detach().clone())
-        assert_same_gradients(model, expected)
-        parts = [part for (part,) in batch.split((x,), {})]
-        assert torch.equal(torch.cat(parts), x) and not any(p.is_neg() for p in parts)
+@pytest.mark.sweep(keep="efficient")
+def test_batches_of_steps_lie_in_memory_and_those_of_pipelines_in_any(kind: str) -> None:
+    plain = torch.randn(4, 4)
+    lazy = LAZY[kind](plain)
+    step = lazyinline.compile_step(Net(), backend="eager", loss_fn=torch.sum)
+    step(plain)
+    with pytest.raises(PlanError, match=r"lazily .*: hand in what (resolve_neg|clone)\(\) returns"):
+        step(lazy)
+    parts = [part for (part,) in Batch(((plain,), {}), 2).split((lazy,), {})]
+    assert torch.equal(torch.cat(parts), lazy) and not any(p.is_neg() for p in parts)
 
 
 @pytest.mark.parametrize("kind", WATCHING)

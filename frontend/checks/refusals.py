@@ -375,15 +375,6 @@ def check_batch_is_kept(program: Program) -> None:
             )
 
 
-def written_out(leaves: Sequence[Any]) -> list[Any] | None:
-    """Returns the inputs with lazy ones (``x.conj()``) written out; None if there are none."""
-    lazy = [isinstance(x, torch.Tensor) and not why_no_memory(x) and is_lazy(x) for x in leaves]
-    if not any(lazy):
-        return None
-    # A clone, not a resolved view: gradients flow on through it to the lazy input.
-    return [x.clone() if flag else x for x, flag in zip(leaves, lazy, strict=True)]
-
-
 def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     """Says which tensor of a call no program can take as it is, or returns nothing.
 
@@ -398,6 +389,9 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
             check_runnable(model)  # a model without data is refused, as with inputs that have some
         if why:
             return f"an input is {why}, which has no memory that a kernel could read"
+        if isinstance(leaf, torch.Tensor) and is_lazy(leaf):
+            kind = _lazy_kind(leaf)
+            return f"an input is a lazily {kind}: hand in what {_RESOLVE[kind]}() returns"
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"

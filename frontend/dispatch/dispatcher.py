@@ -22,7 +22,6 @@ from ...reuse.evidence.module_state import module_state, own_hooks
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import UserInput
-from ...reuse.torch_names import is_lazy_zero
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time
@@ -33,7 +32,6 @@ from ..checks.refusals import (
     check_writes,
     model_inside,
     watching_tensor,
-    written_out,
 )
 from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram
@@ -78,15 +76,6 @@ class ModuleEntry:
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
         self._result = _Result(program.output_tree, compiled)
         self._repeated: list[int] | None = None  # the same in every run, so the first run tells
-
-    @property
-    def is_tied_to_inputs(self) -> bool:
-        """Whether the program changes or returns what the caller passed, and not only reads it."""
-        program = self._compiled.captured.program
-        touched = {target for _, target in program.writes} | self._result.inputs
-        return bool(self._switched) or any(
-            isinstance(program.sources[i], UserInput) for i in touched
-        )
 
     @property
     def is_small(self) -> bool:
@@ -156,11 +145,6 @@ class _Result:
                 passed = changed.get(program.outputs[value], passed)
             self._leaves.append((kind, value) if passed is None else ("input", passed))
 
-    @property
-    def inputs(self) -> set[int]:
-        """Positions of inputs that are returned as they are."""
-        return {value for kind, value in self._leaves if kind == "input"}
-
     def build(
         self, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any], call: Arguments
     ) -> Any:
@@ -208,22 +192,6 @@ class Dispatcher(Generic[AnyEntry]):
     def last_report(self) -> CompileReport | None:
         """Returns what the newest compile did; None before the first call."""
         return self._report
-
-    def _fitting(
-        self, leaves: list[Any], tree: torch_pytree.TreeSpec
-    ) -> tuple[AnyEntry | None, list[Any]]:
-        """Returns the program that fits a call, and the flat inputs that it reads.
-
-        They are those given, or copies where one is conjugated or negated only in name: kernels
-        read memory, which such a tensor shares with another.
-        """
-        entry = self._entries.fitting(leaves, tree)
-        if entry is not None:
-            return entry, leaves
-        plain = written_out(leaves)
-        if plain is None:
-            return None, leaves
-        return self._entries.fitting(plain, tree), plain
 
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         """Takes a program that was compiled before, for a call with these flat inputs."""
@@ -456,26 +424,17 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
-        entry, plain = self._fitting(leaves, tree)
-        if plain is not leaves and any(map(is_lazy_zero, leaves)):
-            reason = "an input is a lazy zero, whose results PyTorch lays out in a way of their own"
-            return self._run_eagerly(reason, args, kwargs)
+        entry = self._entries.fitting(leaves, tree)
         if entry is None:
-            found = self._find_or_compile(leaves, plain, tree)
+            found = self._find_or_compile(leaves, tree)
             if isinstance(found, RunEagerly):
                 return self._run_as_told(found, args, kwargs)
             entry = found
-        if plain is not leaves and entry.is_tied_to_inputs:
-            reason = (
-                "an input that the model changes or returns is a lazy conjugate (x.conj()) or a "
-                "lazy negation"
-            )
-            return self._run_eagerly(reason, args, kwargs)
         why_not = entry.why_not((args, kwargs))
         if why_not:
             return self._run_eagerly(why_not, args, kwargs)
         self._eager = None
-        return entry.run(plain, containers, (args, kwargs))
+        return entry.run(leaves, containers, (args, kwargs))
 
     def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._run_eagerly(found.reason, args, kwargs, raised=found.raised)
@@ -487,7 +446,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return result
 
     def _find_or_compile(
-        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
+        self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call with new inputs, or why it runs eagerly."""
         call = CallKind.of(leaves, tree, training=self.model.training)
@@ -499,7 +458,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             return RunEagerly(reason)
         try:
             check_runnable(self.model)
-            entry = self._compile_for(Inputs.of(plain, tree), Goal(train=torch.is_grad_enabled()))
+            entry = self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
         except EffectError as effect:
             return RunEagerly(self._effects.note(self._state(), str(effect)))
         except LazyInlineError as error:
@@ -508,7 +467,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             raised = error.raised if isinstance(error, WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
             return RunEagerly(str(error), call, self._is_lasting(error), raised)
-        self._refusals.note_numbers(call, plain, entry.guard.answers)
+        self._refusals.note_numbers(call, leaves, entry.guard.answers)
         return entry
 
     # ---- where the model runs eagerly ----------------------------------------------------
