@@ -10,6 +10,9 @@ call to call; everything else (classes, names, flags) is its form, which is comp
 that holds anything that is neither has no form. They are known by their class, once the user's code
 has imported transformers; this module alone says its names.
 
+The graphs of PyG (``torch_geometric.data.Data``, its batches and classes derived from it) are
+registered when one is first met: what they hold is what a call is given.
+
 What a call returns may be, or hold, a container that it was given. It is then *known* by its
 number, and is brought up to date in place of being made anew: whoever holds it, or a part of it,
 sees what eager would have left there.
@@ -281,6 +284,40 @@ def held(
             yield from held(forms, value, seen, inner)
 
 
+_GRAPHS_MODULE, _GRAPHS, _STORE = "torch_geometric.data.data", "Data", "_store"
+_STORED, _OF_STORE = "_mapping", ("_mapping", "_parent", "_cached_attr")
+
+
+def _register_graphs(leaves: Sequence[Any]) -> bool:
+    """Registers the classes of PyG's graphs among some leaves; says whether there were any.
+
+    A graph holds its entries in a store, which knows the graph; the store holds what the batch was
+    made of besides.
+    """
+    base = getattr(sys.modules.get(_GRAPHS_MODULE), _GRAPHS, None)
+    found = {type(x) for x in leaves if isinstance(base, type) and isinstance(x, base)}
+    for kind in found:
+        _pytree.register_pytree_node(kind, _graph_apart, functools.partial(_graph_made, kind))
+    return bool(found)
+
+
+def _graph_apart(graph: Any) -> tuple[list[Any], tuple[type, ...]]:
+    store = vars(graph)[_STORE]
+    of_store = {name: value for name, value in vars(store).items() if name not in _OF_STORE}
+    others = {name: value for name, value in vars(graph).items() if name != _STORE}
+    return [dict(vars(store)[_STORED]), of_store, others], (type(store),)
+
+
+def _graph_made(kind: type, held: Iterable[Any], kinds: tuple[type, ...]) -> Any:
+    stored, of_store, others = held
+    new: Any = object.__new__
+    graph, store = new(kind), new(kinds[0])
+    vars(store).update(of_store, **{_STORED: stored})
+    vars(graph).update(others, **{_STORE: store})
+    store._parent = graph  # a weak reference, as it does it
+    return graph
+
+
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _UNNESTED = frozenset({*_TENSORS, bool, int, float, str, type(None)})
 
@@ -348,10 +385,12 @@ def flatten_call(
 def flatten_outer(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     """Returns the leaves of a structure, containers among them, and its shape down to them."""
     classes = cache_classes()
-    if not classes:
-        return _pytree.tree_flatten(tree)
     # A user may have registered a class of containers, and would then be handed a copy.
-    return _pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, classes))
+    is_leaf = (lambda value: isinstance(value, classes)) if classes else None
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf=is_leaf)
+    if _register_graphs(leaves):
+        return _pytree.tree_flatten(tree, is_leaf=is_leaf)
+    return leaves, spec
 
 
 def is_container(value: Any) -> bool:

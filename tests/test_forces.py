@@ -166,6 +166,34 @@ def test_numbers_that_are_others_at_each_call_are_compiled_for_a_few_times() -> 
     assert "numbers that the forward asks" in seen[-1][1]
 
 
+class Structure:
+    """A class of the user's that nobody registered."""
+
+    def __init__(self, num_atoms: int) -> None:
+        self.held = {"atoms": torch.arange(3.0 * num_atoms).reshape(-1, 3)}
+
+
+class OfStructures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, structure: Any) -> Tensor:
+        return self.linear(structure.held["atoms"].sin()).tanh().sum(0)
+
+
+def test_objects_that_hold_tensors_are_compiled_for_a_few_times_and_the_reason_is_said() -> None:
+    model = OfStructures()
+    compiled = lazyinline.compile(model, backend="eager")
+    same, reasons = Structure(9), []
+    for structure in (same, same, *map(Structure, (9, 11, 13, 9)), same):
+        torch.testing.assert_close(compiled(structure), model(structure))
+        reasons.append(compiled.last_report.ran_eagerly)
+    assert list(map(bool, reasons)) == [False] * 4 + [True] * 2 + [False]
+    assert "arguments that hold tensors (Structure) had 3 values" in reasons[4]
+    assert "register" in reasons[4]
+
+
 REFUSED: dict[str, Callable[[Tensor], int]] = {
     "of a float": lambda m: int(m.double().max()) + 1,
     "that it drew": lambda m: int(torch.randint_like(m, 2, 4).max()),

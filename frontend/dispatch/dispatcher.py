@@ -19,6 +19,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
 from ...reuse.evidence.module_state import module_state, own_hooks
+from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import UserInput
@@ -232,6 +233,8 @@ MAX_FLOATS = 32
 """Values of Python floats that one kind of call is compiled for; with others the module runs."""
 MAX_ANSWERS = 4
 """The same of numbers that a forward asks of its inputs, as ``int(batch.max())``."""
+MAX_OBJECTS = 3
+"""The same of objects among the arguments whose tensors stand in a program, being no inputs."""
 _TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
 
 
@@ -301,9 +304,14 @@ class Refusals:
         """
         # A schedule passes another value at each call, and a compile for each would never pay.
         floats = tuple(x.hex() for x in leaves if type(x) is float)
+        objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
+        kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
+        registered = "in tensors, lists and dictionaries, or in a dataclass that is registered "
+        registered += "with torch.export.register_dataclass"
         for what, numbers, most, advice in (
             ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
             ("numbers that the forward asks of its inputs", answers, MAX_ANSWERS, "as a size"),
+            (f"arguments that hold tensors ({kinds})", objects, MAX_OBJECTS, registered),
         ):
             known = self._numbers.pop((call, what), set())
             if numbers:
@@ -524,6 +532,16 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         check_writes(made.compiled.captured.program)
         return ModuleEntry(made, leaves)
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object that is no container of PyTorch's registry has tensors in it."""
+    if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
+        return False
+    table = getattr(value, "__dict__", None)
+    inside = [*table.values()] if isinstance(table, dict) else []
+    inside += value.values() if type(value) is dict else value if type(value) is list else ()
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x, depth - 1) for x in inside)
 
 
 def dispatcher_of(module: Any) -> ModuleDispatcher | None:
