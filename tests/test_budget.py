@@ -38,7 +38,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_358, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (8_037, 29),
-    "backend": (12_796, 46),
+    "backend": (12_801, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -174,9 +174,14 @@ class _Sympy:
 
     def simplify(self, expression: Any) -> Any:
         """Returns a simpler form of an expression."""
-        if is_polynomial(expression):
-            return expression.expand()
-        return self._original.simplify(expression)
+        home = home_of_strides()
+        # Quotients and remainders were simplified where they were made, and stand for themselves.
+        quotients = expression.atoms(home.FloorDiv, home.ModularIndexing)
+        named = {one: self._original.Dummy(integer=True) for one in quotients}
+        plain = expression.xreplace(named) if named else expression
+        if not is_polynomial(plain):
+            return self._original.simplify(expression)
+        return plain.expand().xreplace({name: one for one, name in named.items()})
 
 
 def is_polynomial(expression: Any) -> bool:
