@@ -434,20 +434,9 @@ class ParallelPipeline(Pipeline):
         loss = super().step(*args, **kwargs)
         return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
 
-    def save(self, folder: str | pathlib.Path) -> pathlib.Path:
-        """Refuses: a file of one rank would hold its parts of tensors alone."""
-        raise PlanError(
-            "Stages that are split over a mesh are saved with torch.distributed.checkpoint: "
-            "dcp.save(parallel.state_dict(), checkpoint_id=folder), and dcp.load in the same way."
-        )
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns this rank's part of the model's state, to be saved as :meth:`save` says."""
+        """Returns this rank's part, which ``torch.distributed.checkpoint`` saves and loads."""
         return for_checkpoint(super().state_dict())
-
-    def load(self, folder: str | pathlib.Path) -> None:
-        """Refuses, as :meth:`save` does."""
-        self.save(folder)
 
     def _held(self) -> Sequence[Tensor]:
         return self._tensors

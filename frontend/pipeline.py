@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
+from ..pipeline_parallel.process_groups import GradientSums, Ranks, ranks_of
 from ..pipeline_parallel.stage_derivative import StageDerivative
 from ..pipeline_parallel.steps import Progress, StageCounts, StageDraws, StageSteps
 from ..recompute.planner import Policy
@@ -290,7 +289,12 @@ class Pipeline:
         """Returns this rank's part of the model's state: its parameters and buffers, by name.
 
         The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
-        hold is in each of theirs), so a run may go on with another number of stages.
+        hold is in each of theirs), so a run may go on with another number of stages. Tensors are in
+        the model's own memory: what is loaded into them is loaded.
+
+        Example:
+            >>> dcp.save(pipe.state_dict(), checkpoint_id=folder)
+            >>> dcp.load(pipe.state_dict(), checkpoint_id=folder)
         """
         present = self._held()
         own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
@@ -298,36 +302,6 @@ class Pipeline:
         if self._ranks.rank == 0:  # what no stage uses is kept too
             own |= {id(t) for t in whole.values()} - set(map(id, present))
         return {name: t.detach() for name, t in whole.items() if id(t) in own}
-
-    @door
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies this rank's part out of a whole or a partial state of the model.
-
-        Args:
-            state: tensors by the model's own names; names of other ranks are ignored.
-
-        Raises:
-            PipelineError: if a tensor of this rank is missing or has another shape.
-        """
-        copy_state(self.state_dict(), state)
-
-    @door
-    def save(self, folder: str | pathlib.Path) -> pathlib.Path:
-        """Writes this rank's part to ``folder/stages-K.pt`` (its first stage is K)."""
-        path = pathlib.Path(folder) / f"stages-{self._derived[0].stage.index}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self._ranks.is_first_replica:
-            torch.save(self.state_dict(), path)
-        return path
-
-    @door
-    def load(self, folder: str | pathlib.Path) -> None:
-        """Loads this rank's part from what the ranks of any pipeline of this model saved.
-
-        Raises:
-            PipelineError: if nothing was saved there, or a tensor is missing.
-        """
-        self.load_state_dict(read_parts(folder))
 
     def _own_tensors(self) -> list[ModelTensor]:
         return [s for d in self._derived for s in d.stage.model_tensors]

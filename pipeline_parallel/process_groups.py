@@ -1,11 +1,10 @@
-"""The ranks of a pipeline: who they are, that they agree, what they sum, and what they saved."""
+"""The ranks of a pipeline: who they are, that they agree, and what they sum."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import math
-import pathlib
 import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,45 +61,6 @@ class GradientSums:
             flat.zero_()
 
 
-def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies tensors of the same names.
-
-    Raises:
-        PipelineError: if one is missing or has another shape.
-    """
-    # Tied parameters are one memory: a state that has one name of it has all.
-    found = {t.data_ptr() for n, t in own.items() if n in state}
-    missing = [n for n, t in own.items() if n not in state and t.data_ptr() not in found]
-    if missing:
-        raise PipelineError(f"The state has no {', '.join(missing[:5])} (of {len(missing)}).")
-    own = {n: t for n, t in own.items() if n in state}
-    for name, tensor in own.items():
-        if state[name].shape != tensor.shape:
-            raise PipelineError(
-                f"{name} has the shape {tuple(tensor.shape)}, and in the state "
-                f"{tuple(state[name].shape)}."
-            )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-
-
-def read_parts(folder: str | pathlib.Path) -> dict[str, Tensor]:
-    """Returns all that the ranks of a pipeline saved in a folder.
-
-    Raises:
-        PipelineError: if nothing was saved there.
-    """
-    files = sorted(pathlib.Path(folder).glob("stages-*.pt"))
-    if not files:
-        raise PipelineError(f"There is no stages-*.pt in {folder}.")
-    state: dict[str, Tensor] = {}
-    for path in files:
-        # Mapped and not read: a rank copies its own part out, of files that hold the whole model.
-        state.update(torch.load(path, map_location="cpu", mmap=True))
-    return state
-
-
 PIPELINE_DIM = "pipeline"
 DATA_DIM = "data"
 
@@ -131,11 +91,6 @@ class Ranks:
     def num_ranks(self) -> int:
         """Ranks of one pipeline."""
         return len(self.rows[0])
-
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank's pipeline is the first of those that hold the same stages."""
-        return dist.get_rank() in self.rows[0]
 
     def merged(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns what all ranks of the pipeline hand in, together."""

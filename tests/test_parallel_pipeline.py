@@ -186,8 +186,6 @@ def _saved(folder: pathlib.Path) -> list[str]:
     own = first.layers[3 * (dist.get_rank() // 2)]  # of this rank's stage
     held, pipeline = own.up.weight, pipelined(first, MEGATRON)
     wrong = ["a whole parameter stays"] if held.untyped_storage().nbytes() > 8 else []  # type: ignore[operator]
-    with pytest.raises(lazyinline.PlanError, match=r"dcp\.save"):
-        pipeline.save(folder)
     dcp.save(pipeline.state_dict(), checkpoint_id=folder / "checkpoint")
     lazyinline.parallelize(second, batch(), mesh=mesh_of(fsdp=4), backend="eager")
     state = second.state_dict()

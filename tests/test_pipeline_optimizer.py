@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_pipeline
 import torch
+import torch.distributed.checkpoint as dcp
 from comparing import relative_error
 from ranks import two_replicas
 from test_pipeline import MICRO_BATCHES, make, net_and_batch
@@ -151,11 +152,11 @@ def resume(rank: int, folder: pathlib.Path) -> list[str]:
         optimizer = adamw(model)
         pipe = make(model, args, "1F1B", optimizer=optimizer, backend="inductor")
         if number:
-            pipe.load(folder / "model")
+            dcp.load(pipe.state_dict(), checkpoint_id=folder / "model")
             optimizer.load_state_dict(torch.load(folder / f"optimizer{rank}"))
         else:
             pipe.step(*args)
-            pipe.save(folder / "model")
+            dcp.save(pipe.state_dict(), checkpoint_id=folder / "model")
             torch.save(optimizer.state_dict(), folder / f"optimizer{rank}")
             torch.distributed.barrier()
         losses.append([pipe.step(*args) for _ in range(3)])
