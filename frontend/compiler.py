@@ -232,7 +232,9 @@ class Linker:
     @cached_property
     def facts(self) -> Facts:
         """What is known of the program, which shapes share."""
-        return Facts(self.lowered.captured.program, self.lowered.derivative)
+        found = Facts(self.lowered.captured.program, self.lowered.derivative)
+        vars(found).update(self.lowered.known)
+        return found
 
     @cached_property
     def _described(self) -> CompileReport:
@@ -250,7 +252,8 @@ class Linker:
         lowered = state.symbolic or replace(state, flats={}, request=None)
         watched: tuple[int, ...] = ()
         if lowered.derivative is not None and state.goal.kind != "step":
-            watched = saved_inputs(lowered.programs[PARTS[0]])
+            known = lowered.known.get("watched_inputs")
+            watched = saved_inputs(lowered.programs[PARTS[0]]) if known is None else known
         lowered = replace(
             lowered,
             subject=None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,20 @@ def operator_named(name: str) -> Any:
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops, space), packet, None)
     return getattr(found, overload or "default", None)
+
+
+def operator_as_printed(name: str) -> Any:
+    """Returns the operator of a name such as ``aten.add.Tensor``; None if there is none."""
+    for is_last in (False, True):
+        found: Any = torch.ops
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, OPERATOR_TYPES):
+            return found
+        if is_last or not name.startswith(("prims.", "inductor.")):
+            return None
+        # Inductor adds some as it is imported, which is dear.
+        importlib.import_module("torch._inductor.inductor_prims")
 
 
 def memory_id(tensor: torch.Tensor) -> int:

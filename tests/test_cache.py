@@ -282,7 +282,7 @@ def test_a_pass_of_the_users_own_turns_the_cache_off() -> None:
     with inductor_config.patch(post_grad_custom_pre_pass=lambda graph: None):
         made = compile_cache.CompileCache.of_user("inductor")
         made.begin()
-    assert made._facts is None
+        assert made._facts is None
     assert "a setting of Inductor holds code" in str(made.finish())
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -105,7 +105,7 @@ class CompileCache:
         self._use = CacheUse(str(disk.directory) if disk else "")
         self._backend = backend
         self._target = target
-        self._facts: str | None = None
+        self._known: tuple[str | None] | None = None
         self._contents: dict[Leaf, str | None] = {}
         self._native: torch_native.NativeLibrary | None = None
 
@@ -122,18 +122,28 @@ class CompileCache:
     def begin(self) -> None:
         """Starts a compile: reads the settings anew."""
         self._use = CacheUse(self._use.directory)
-        if self._disk is None:
-            return
-        facts = torch_facts.facts()
-        if facts is None:  # no key can describe a function of the user's
-            self._facts = None
-            self._use.not_kept.append("a setting of Inductor holds code, which no key describes")
-            return
+        self._known = None
+
+    @property
+    def _facts(self) -> str | None:
+        """Digest of what decides, besides a graph, what is made of it; None keeps nothing."""
+        # Found where something asks: Inductor's settings take longer to import than a file to load.
+        if self._known is None:
+            facts = torch_facts.facts() if self._disk is not None else None
+            self._known = (None if facts is None else self._with_own(facts),)
+            if facts is None and self._disk is not None:
+                # No key can describe a function of the user's.
+                self._use.not_kept.append(
+                    "a setting of Inductor holds code, which no key describes"
+                )
+        return self._known[0]
+
+    def _with_own(self, facts: Mapping[str, Any]) -> str:
         # An object is bound to one version of Python: our native library is an extension module.
         own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
         if self._target or torch.cuda.is_initialized():
             own["target"] = [self._target, triton_version()]
-        self._facts = _digest({**facts, **own, "backend": self._backend})
+        return _digest({**facts, **own, "backend": self._backend})
 
     def finish(self) -> CacheUse:
         """Ends a compile; returns what was taken from the cache."""
@@ -214,8 +224,8 @@ class CompileCache:
 
     @property
     def facts(self) -> str:
-        """Digest of what decides, besides a graph, what is made of it here; "" without a cache."""
-        return self._facts or ""
+        """Digest of what decides whether something made elsewhere is right; "" without a cache."""
+        return "" if self._disk is None else self._with_own(torch_facts.machine_facts())
 
     def packed(self, kernels: KernelList) -> tuple[Any, dict[str, bytes]]:
         """Returns the launches of a leaf as JSON holds them, and the objects they need.
@@ -244,7 +254,7 @@ class CompileCache:
     ) -> ArenaPlan:
         """Returns the places of buffers."""
         key = None
-        if self._disk is not None and self._facts is not None:
+        if self._facts is not None:
             arrays = (buffers.birth, buffers.death, buffers.size)
             ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
             # Without the facts: where buffers lie depends on their lives and on our planner alone.
@@ -263,7 +273,7 @@ class CompileCache:
 
     def _found_native(self) -> torch_native.NativeLibrary:
         source = hashlib.sha256(torch_native.native_source().encode()).hexdigest()
-        key = None if self._facts is None else _digest(["native", self._facts, source])
+        key = _digest(["native", self.facts, source]) if self.facts else None
 
         def decode(digest: Any) -> torch_native.NativeLibrary:
             return self._loaded(digest, torch_native.loaded_native)

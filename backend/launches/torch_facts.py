@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import operator
 import os
 import pathlib
@@ -19,6 +18,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...reuse import torch_names
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
 
@@ -66,21 +66,9 @@ def operator_named(name: str) -> Any:
     parts = name.split(".")
     if parts[0] not in _NAMESPACES or not 2 <= len(parts) <= 3:
         raise LookupError(f"{name} is no operator of PyTorch's own")
-    with contextlib.suppress(AttributeError):
-        return _resolved(parts)
-    if parts[0] in ("prims", "inductor"):  # Inductor adds some as it is imported, which is dear
-        importlib.import_module("torch._inductor.inductor_prims")
-        with contextlib.suppress(AttributeError):
-            return _resolved(parts)
-    raise LookupError(f"there is no operator {name}")
-
-
-def _resolved(parts: Sequence[str]) -> Any:
-    found: Any = torch.ops
-    for part in parts:
-        found = getattr(found, part)
-    if not isinstance(found, OPERATOR_TYPES):
-        raise LookupError(f"{'.'.join(parts)} is no operator")
+    found = torch_names.operator_as_printed(name)
+    if found is None:
+        raise LookupError(f"there is no operator {name}")
     return found
 
 
@@ -144,9 +132,13 @@ def facts() -> Mapping[str, Any] | None:
     }
     if any(_runs_python(v) for config in settings.values() for v in config.values()):
         return None
+    return {**machine_facts(), **{name: _sorted(config) for name, config in settings.items()}}
+
+
+def machine_facts() -> Mapping[str, Any]:
+    """Returns what decides whether something that PyTorch made elsewhere is right here."""
     return {
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
-        **{name: _sorted(config) for name, config in settings.items()},
         # Inductor writes the number of threads into kernels that run in parallel.
         "threads": torch.get_num_threads(),
         "cpu": [torch.backends.cpu.get_cpu_capability(), os.environ.get(_VECTORS), cpu_kind()],

@@ -200,7 +200,7 @@ def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
 
 
 def _is_sum(leaf: Leaf) -> bool:
-    if leaf.num_nodes != 1 or leaf.nodes[0].target is not torch.ops.aten.add.Tensor:
+    if leaf.num_nodes != 1 or leaf.first_target is not torch.ops.aten.add.Tensor:
         return False
     return leaf.nodes[0].args == tuple(leaf.entries) and not leaf.nodes[0].kwargs
 

@@ -321,7 +321,7 @@ def _planned_module(
         sources,
         gradients="apart" if has_budget else "overlaid",
         names=list(own.values()),
-        roots=view_roots(program),
+        roots=state.known.get("view_roots") or view_roots(program),
     )
 
 

@@ -138,6 +138,7 @@ class Compilation:
         runs: what runs the parts.
         mesh_plan: what lies where, of a step over a mesh.
         fitting: the policy of recompute that a plan over a mesh needs to fit, if it needs one.
+        known: facts of the program that a file says, by their names in :class:`..compiled.Facts`.
     """
 
     context: Context
@@ -159,6 +160,7 @@ class Compilation:
     runs: Runnable | None = None
     mesh_plan: MeshPlan | None = None
     fitting: PolicyName | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def policy(self) -> Policy:

@@ -32,7 +32,7 @@ from .save import CONSTANTS, MODEL, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
 
-_LOWER_AND_LINK = between(PASSES, "decompose", "link")
+_LOWER_AND_LINK = between(PASSES, "lower", "link")
 
 
 @door
@@ -68,23 +68,30 @@ def load(
     """
     store = open_cache()
     with open_parts(path, store) as parts:
-        opened = _Opened(parts)
+        opened = _Opened(parts, store if trust or parts.is_signed else None)
         model = opened.module(path, state_dict)
         loaded = CompiledModule(model, opened.options, dynamic=False)
-        opened.adopt(loaded, model, store if trust or parts.is_signed else None)
+        opened.adopt(loaded, model)
         return loaded
 
 
 class _Opened:
-    """A file that is being read: its programs first, for they say how tensors are laid out."""
+    """A file that is being read: its programs first, for they say how tensors are laid out.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    Args:
+        parts: of it.
+        store: where its objects may go, if they are trusted.
+    """
+
+    def __init__(self, parts: Parts, store: DiskCache | None) -> None:
+        self._parts, self._store = parts, store
         self._told = told = read_json(parts.read(MODEL))
         self._names = TensorNames(*(told[each.name] for each in fields(TensorNames)))
         self._programs = [
-            read_program(parts, _place(number), one["boundary"], one["output"])
-            for number, one in enumerate(told["programs"])
+            read_program(
+                parts, _place(i), one["boundary"], one["output"], trusted=store is not None
+            )
+            for i, one in enumerate(told["programs"])
         ]
         self._types: dict[str, TensorType] = {}
         for program in self._programs:
@@ -146,34 +153,25 @@ class _Opened:
 
     # ---- programs ------------------------------------------------------------------------
 
-    def adopt(self, loaded: CompiledModule, model: SavedModel, store: DiskCache | None) -> None:
-        """Links each program, and gives it to the module.
-
-        Args:
-            loaded: the module.
-            model: of the file.
-            store: where objects of the file may go, if they are trusted.
-        """
+    def adopt(self, loaded: CompiledModule, model: SavedModel) -> None:
+        """Links each program, and gives it to the module, which is around the model."""
         compiler = Compiler(loaded._lazyinline_calls.options)
-        if store is not None:
-            for name in self._parts.names:
-                if name.startswith("objects/"):
-                    store.put_object(name.partition("/")[2], self._parts.read(name))
+        for name in self._parts.names:
+            if self._store is not None and name.startswith("objects/"):
+                self._store.put_object(name.partition("/")[2], self._parts.read(name))
         # The one used last before it was saved comes first.
         for number in reversed(range(len(self._programs))):
             told, program = self._told["programs"][number], self._programs[number]
             with _modes(told["modes"]):
                 model.set_modes(*told["training"])
-                state = self._linked(compiler, number, model, trusted=store is not None)
+                state = self._linked(compiler, number, model)
                 leaves, tree = _inputs(told["inputs"], program)
                 compiled = Linker.of(compiler, state).result(state)
                 guard = Guard(model, state.captured, leaves, tree, compiled.hold)
             made = CompileResult(guard, compiled.without_tensors(), state.report)
             loaded._lazyinline_calls.adopt(made, leaves)
 
-    def _linked(
-        self, compiler: Compiler, number: int, model: SavedModel, *, trusted: bool
-    ) -> Compilation:
+    def _linked(self, compiler: Compiler, number: int, model: SavedModel) -> Compilation:
         program, told = self._programs[number], self._told["programs"][number]
         context, goal = compiler.context, Goal(train=told["train"] is True)
         report = context.report(train=goal.train)
@@ -191,8 +189,9 @@ class _Opened:
             programs=program.runs,
         )
         with context.cached(report):
-            if trusted:
-                take_made(context, self._parts, _place(number), program.runs)
+            if self._store is not None:
+                known = take_made(context, self._parts, _place(number), program.runs)
+                state = replace(state, known=known)
             return run(_LOWER_AND_LINK, state)
 
     def _bound(self, captured: Program, model: SavedModel) -> tuple[Source, ...]:

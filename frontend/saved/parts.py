@@ -8,8 +8,6 @@ it; else it is made again of the text.
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +16,7 @@ from ...autodiff.derivative import Derivative
 from ...backend.cache.codec import NotCacheableError
 from ...backend.cache.results import plan_data, plan_of
 from ...backend.files.container import Content, Parts, read_json, to_json
-from ...backend.launches.torch_facts import function_name, operator_named
-from ...backend.run.planned import PlannedProgram
+from ...backend.launches.torch_facts import function_name
 from ...reuse.errors import FileError, ParseError
 from ...reuse.ir.parser import parse_program
 from ...reuse.ir.printer import closure_names, text_to_compare
@@ -37,6 +34,7 @@ from ...reuse.ir.program import (
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.ir.verify import verify
 from ..capture.assemble import OutputTree
+from ..compiled import CompiledProgram
 from ..passes.context import Context
 from ..passes.programs import PARTS
 from ..passes.state import Compilation
@@ -44,18 +42,17 @@ from .trees import tree_data, tree_of
 
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
 _CAPTURED = "captured"
-_LATE = re.compile(r"\b(?:prims|inductor)\.\w+\.\w+")
 
 
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def program_parts(state: Compilation, ran: Any) -> Iterator[tuple[str, Content]]:
+def program_parts(compiled: CompiledProgram, state: Compilation) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a compiled program: texts, then what was made of them here.
 
     Args:
-        state: the compile up to link.
-        ran: what runs it.
+        compiled: it.
+        state: its compile up to link.
 
     Raises:
         FileError: if a part of it is no data.
@@ -75,9 +72,13 @@ def program_parts(state: Compilation, ran: Any) -> Iterator[tuple[str, Content]]
                     objects.update(found)
     except (NotCacheableError, OSError):  # then it is made again wherever it is opened
         return
-    plans = ran.plans if isinstance(ran, PlannedProgram) else []
+    plans = list(map(plan_data, compiled.runtime.program.plans))
     if context.cache.facts:
-        made = [context.cache.facts, lists, list(map(plan_data, plans))]
+        # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
+        roots = compiled.facts.view_roots
+        numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
+        known = [numbers, compiled.facts.draws, list(compiled.watched_inputs)]
+        made = [context.cache.facts, lists, plans, known]
         yield "made.json", [to_json(made)]
         yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
@@ -156,7 +157,9 @@ class ReadProgram:
     derivative: Derivative | None
 
 
-def read_program(parts: Parts, place: str, boundary: Any, output: Any) -> ReadProgram:
+def read_program(
+    parts: Parts, place: str, boundary: Any, output: Any, *, trusted: bool
+) -> ReadProgram:
     """Reads a program.
 
     Args:
@@ -164,12 +167,20 @@ def read_program(parts: Parts, place: str, boundary: Any, output: Any) -> ReadPr
         place: where its parts are.
         boundary: from :func:`boundary_data`.
         output: from :func:`output_data`.
+        trusted: read operators when something asks for them: this machine wrote them.
 
     Raises:
         FileError: if it is none, or its texts do not go together.
     """
     names = (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
-    programs = {name: _parsed(parts, f"{place}{name}.txt") for name in names}
+    texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
+    if trusted:
+        programs = {name: parse_program(text, "later") for name, text in texts.items()}
+    else:
+        programs = {
+            name: verify(parse_program(text), "shared" if name == _CAPTURED else "aten")
+            for name, text in texts.items()
+        }
     leaves, spec = tree_of(output)
     captured = replace(
         programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
@@ -182,14 +193,6 @@ def read_program(parts: Parts, place: str, boundary: Any, output: Any) -> ReadPr
     found = Derivative(forward, backward, *(tuple(map(_index, row)) for row in boundary))
     _check_derivative(captured, found)
     return ReadProgram(captured, programs, found)
-
-
-def _parsed(parts: Parts, name: str) -> Program:
-    text = parts.read(name).decode()
-    for operator in set(_LATE.findall(text)):  # those that PyTorch has only once it is asked
-        with contextlib.suppress(LookupError):
-            operator_named(operator)
-    return verify(parse_program(text), "shared" if name.endswith(f"{_CAPTURED}.txt") else "aten")
 
 
 def _index(number: Any) -> int:
@@ -244,18 +247,20 @@ def _check_derivative(captured: Program, found: Derivative) -> None:
             raise FileError("a gradient is of another type than what it belongs to")
 
 
-def take_made(context: Context, parts: Parts, place: str, runs: Mapping[str, Program]) -> str:
+def take_made(
+    context: Context, parts: Parts, place: str, runs: Mapping[str, Program]
+) -> Mapping[str, Any]:
     """Takes over what was made of a program where the file was written: trusted code.
 
     Returns:
-        Why not; "" if it was.
+        What is known of the program; nothing where its file is of another PyTorch or machine.
     """
     name = f"{place}made.json"
     if name not in parts.names:
-        return "the file holds none"
-    facts, lists, plans = read_json(parts.read(name))
+        return {}
+    facts, lists, plans, (roots, draws, watched) = read_json(parts.read(name))
     if facts != context.cache.facts:
-        return "it was saved by another PyTorch, lazyinline or CPU, or with other settings"
+        return {}
     for part, program in runs.items():
         for leaf, leaf_name in closure_names(program).items():
             if isinstance(leaf, Leaf) and leaf_name in lists[part]:
@@ -268,7 +273,8 @@ def take_made(context: Context, parts: Parts, place: str, runs: Mapping[str, Pro
         return answers.pop(0) if fits else make()
 
     context.tools = replace(context.tools, plan=plan)
-    return ""
+    views = [~root if root < 0 else ("root", root) for root in roots]
+    return {"view_roots": views, "draws": draws, "watched_inputs": tuple(watched)}
 
 
 def model_inputs(program: Program) -> list[tuple[int, ModelTensor, TensorType]]:

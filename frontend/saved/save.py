@@ -147,7 +147,7 @@ class _Saved:
             "output": output_data(program.output_tree),
             "boundary": boundary_data(state.derivative),
         }
-        return told, program_parts(state, compiled.runtime.program)
+        return told, program_parts(compiled, state)
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
         """Returns what an input is bound to, under the name that the file has for it."""

@@ -12,16 +12,17 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, get_args
+from functools import cached_property, partial
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..errors import ParseError
-from ..torch_names import OPERATOR_TYPES, module_of, schema_of
+from ..torch_names import OPERATOR_TYPES, module_of, operator_as_printed, schema_of
 from . import program as ir
 from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
@@ -66,13 +67,17 @@ _ARITHMETIC: dict[type, Any] = {
 }
 
 
-def parse_program(text: str) -> ir.Program:
+def parse_program(text: str, bodies: Literal["now", "later"] = "now") -> ir.Program:
     """Returns the program of a text, not verified.
+
+    Args:
+        text: of it.
+        bodies: ``"later"`` reads the operators of a leaf when something asks for them.
 
     Raises:
         ParseError: names the line and shows the place.
     """
-    reader = _Reader(text)
+    reader = _Reader(text, bodies)
     try:
         return reader.program()
     except RecursionError:
@@ -82,8 +87,9 @@ def parse_program(text: str) -> ir.Program:
 class _Reader:
     """Reads one text, a statement on each line."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, bodies: Literal["now", "later"]) -> None:
         self._text = text
+        self._leaf = self._leaf_now if bodies == "now" else self._leaf_later
         self._heads: list[list[str]] = []
         self._structs: dict[str, StructType] = {}
         self._closures: dict[str, ir.Closure] = {}
@@ -351,13 +357,38 @@ class _Reader:
             self._fail(call, f"{word} cannot be given this: {error}")
         return replace(leaf, level="aten") if "aten" in words else leaf
 
-    def _leaf(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf:
+    def _leaf_later(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf:
+        inputs, outputs = self._inputs(tree), self._outputs(tree)
+        if outputs is None:
+            return self._leaf_now(tree, words)
+        leaf = _LeafLater.__new__(_LeafLater)
+        vars(leaf).update(
+            name=self._name(tree.name),
+            input_types=tuple(type_ for _, type_, _ in inputs),
+            output_types=tuple(outputs),
+            input_names=tuple(own for name, type_, _ in inputs for own in _flat_names(name, type_)),
+            **self._said(words),
+            num_nodes=len(tree.body) - 1,
+            first_target=self._first_target(tree.body[0]),
+            read=partial(self._leaf_now, tree, words),
+        )
+        return leaf
+
+    def _first_target(self, line: Any) -> Any:
+        """Returns the operator of a line; None of what has none."""
+        _, call = _without_modes(getattr(line, "value", None))
+        return self._operator(call.func) if isinstance(call, ast.Call) else None
+
+    def _said(self, words: list[str]) -> dict[str, Any]:
+        kernels = next((kind for kind in get_args(ir.Kernels) if kind in words), "backend")
+        return {"level": "aten" if "aten" in words else "composite", "kernels": kernels}
+
+    def _leaf_now(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf:
         graph = torch.fx.Graph()
         nodes: dict[str, torch.fx.Node] = {}
         types = []
         for name, type_, _ in self._inputs(tree):
-            fields = [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))]
-            for own in fields if isinstance(type_, StructType) else [name]:
+            for own in _flat_names(name, type_):
                 nodes[own] = graph.placeholder(f"a{len(nodes)}")
             types.append(type_)
         names = tuple(nodes)
@@ -388,20 +419,13 @@ class _Reader:
             tuple(types),
             tuple(outputs),
             names,
-            "aten" if "aten" in words else "composite",
-            next((kind for kind in get_args(ir.Kernels) if kind in words), "backend"),
+            **self._said(words),
         )
 
     def _node(
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
     ) -> torch.fx.Node:
-        own: list[str] = []
-        # The printer writes modes as calls around the operator.
-        while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
-            if mode != "no_grad" and not mode.startswith("autocast_"):
-                break
-            own.insert(0, mode)
-            tree = tree.args[0]
+        own, tree = _without_modes(tree)
         if not isinstance(tree, ast.Call):
             self._fail(tree, "expected an operator")
         args = tuple(self._operand(arg, nodes) for arg in tree.args)
@@ -424,9 +448,7 @@ class _Reader:
         name = ast.unparse(tree)
         # The printer leaves ``aten.`` and ``.default`` out.
         for full in (f"aten.{name}", f"aten.{name}.default", name):
-            found: Any = torch.ops
-            for part in full.split("."):
-                found = getattr(found, part, None)
+            found = operator_as_printed(full)
             if isinstance(found, OPERATOR_TYPES[0]) and full not in _FORBIDDEN:
                 return found
         if name != "getitem":
@@ -478,6 +500,34 @@ class _Reader:
             as_said = ast.parse(found.replace("[]", ""), mode="eval").body
             if said is not None and ast.dump(said) not in (ast.dump(as_said), _UNTYPED):
                 self._fail(said, f"the operator gives {found}")
+
+
+def _without_modes(tree: Any) -> tuple[list[str], Any]:
+    """Returns the modes that the printer writes as calls around an operator, and what is inside."""
+    modes: list[str] = []
+    while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
+        if mode != "no_grad" and not mode.startswith("autocast_"):
+            break
+        modes.insert(0, mode)
+        tree = tree.args[0]
+    return modes, tree
+
+
+def _flat_names(name: str, type_: Type) -> list[str]:
+    """Returns the names of the tensors of one input."""
+    is_struct = isinstance(type_, StructType)
+    return [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))] if is_struct else [name]
+
+
+class _LeafLater(ir.Leaf):
+    """A leaf whose operators are read when something asks for them."""
+
+    read: Callable[[], ir.Leaf]
+
+    @cached_property
+    def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
+        """The body."""
+        return self.read().module
 
 
 def _is_plain(line: Any) -> bool:

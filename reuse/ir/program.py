@@ -117,11 +117,14 @@ class Leaf:
         return len(self.nodes)
 
     @cached_property
+    def first_target(self) -> Any:
+        """The operator of the first node; None without one."""
+        return next((n.target for n in self.module.graph.nodes if n.op == "call_function"), None)
+
+    @property
     def control(self) -> Control | None:
         """The operator, if it is one that runs other closures."""
-        first = next((n for n in self.module.graph.nodes if n.op == "call_function"), None)
-        target: Any = None if first is None else first.target
-        return target if isinstance(target, Control) else None
+        return self.first_target if isinstance(self.first_target, Control) else None
 
     @property
     def bodies(self) -> tuple[Composite, ...]:

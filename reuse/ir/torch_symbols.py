@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -431,9 +432,12 @@ class ReadSizes:
     """The sizes of a program that is read from text: each symbol is a size of at least two."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode()
         self._environment: Any = None
         self._symbols: dict[str, Any] = {}
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:
+        return FakeTensorMode()  # the first of a process imports Dynamo
 
     def symbol(self, name: str) -> Any:
         """Returns the symbol of a name, such as ``s0``."""

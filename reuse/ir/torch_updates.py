@@ -169,8 +169,7 @@ def update_leaf(
 
 def update_of(leaf: Leaf) -> torch.fx.Node | None:
     """Returns the node of an update; None for any other closure."""
-    node = leaf.nodes[0] if leaf.num_nodes else None
-    return node if node is not None and node.target in IN_PLACE else None
+    return leaf.nodes[0] if leaf.first_target in IN_PLACE else None
 
 
 def results_in_place(leaf: Leaf) -> list[int]:
