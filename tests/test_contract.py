@@ -330,6 +330,36 @@ def test_an_operator_tells_whether_it_has_a_derivative() -> None:
         assert has_own_derivative(plain) and casts_under_autocast(plain)
 
 
+@contract("torch.autograd.function.FunctionCtx", "._forward_cls")
+def test_a_context_tells_whether_pytorch_made_its_function() -> None:
+    """Of an operator whose results are a list, ``apply`` is kept, so that no patch sees it."""
+
+    @torch.library.custom_op("lazyinline_tests::listing", mutates_args=())
+    def listing(x: Tensor) -> list[Tensor]:
+        return [x.sin()]
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(ctx)
+            return x.sin()
+
+    seen: list[Any] = []
+    listing.register_autograd(
+        lambda ctx, gradients: gradients[0] * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: (
+            seen.append(ctx),
+            ctx.save_for_backward(*inputs),
+        )[1],
+    )
+    x = torch.ones(2, requires_grad=True)
+    Own.apply(x)
+    assert torch_tracing.is_context(seen[0])
+    (result,) = listing(x)
+    result.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos()) and not torch_tracing.is_context(seen[1])
+
+
 def test_the_dispatcher_leaves_out_arguments_that_are_as_the_schema_says() -> None:
     seen = []
 

@@ -402,3 +402,50 @@ def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> N
     first, *rest = assert_equals_eager(Counted(), batches=data, note=why).seen
     assert not first
     assert all("a size of" in text and "at test_forces.py" in text for text in rest), rest
+
+
+@torch.library.custom_op("lazyinline_forces::parts", mutates_args=())
+def parts(x: Tensor) -> list[Tensor]:
+    return [x.sin(), x.cos()]
+
+
+@torch.library.custom_op("lazyinline_forces::slopes", mutates_args=())
+def slopes(sine: Tensor, cosine: Tensor, x: Tensor) -> Tensor:
+    return sine * x.cos() - cosine * x.sin()
+
+
+def slopes_of_slopes(ctx: Any, along: Tensor) -> tuple[Tensor, ...]:
+    sine, cosine, x = ctx.saved_tensors
+    return along * x.cos(), -along * x.sin(), -along * (sine * x.sin() + cosine * x.cos())
+
+
+def keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+parts.register_fake(lambda x: [torch.empty_like(x), torch.empty_like(x)])
+slopes.register_fake(lambda sine, cosine, x: torch.empty_like(x))
+parts.register_autograd(
+    lambda ctx, along: slopes(*along, *ctx.saved_tensors), setup_context=keep_inputs
+)
+slopes.register_autograd(slopes_of_slopes, setup_context=keep_inputs)
+
+
+class OfParts(nn.Module):
+    """Operators of a package, with derivatives of two orders and lists of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        sine, cosine = parts(self.linear(x).tanh())
+        energy = (sine * cosine.square()).sum()
+        return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_operators_with_lists_of_results_are_differentiated_twice() -> None:
+    given = [(torch.randn(num, 3, dtype=torch.float64),) for num in (4, 5)]
+    told = assert_equals_eager(OfParts().double(), batches=given, dynamic=True).told
+    assert not told.ran_eagerly and told.num_compiles == 1

@@ -167,8 +167,14 @@ def untraced_numbers() -> AbstractContextManager[Any]:
 
 
 def is_context(value: Any) -> bool:
-    """Whether a value is the context of a ``torch.autograd.Function`` that is being applied."""
-    return isinstance(value, FunctionCtx)
+    """Whether a value is the context of a ``torch.autograd.Function`` that is being applied.
+
+    Those that PyTorch makes of custom operators do not count: the operators inside are recorded.
+    """
+    if not isinstance(value, FunctionCtx):
+        return False
+    function = getattr(type(value), "_forward_cls", None)
+    return not getattr(function, "__module__", "").startswith("torch._")
 
 
 class Tracer:
