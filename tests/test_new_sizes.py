@@ -209,3 +209,21 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     for forgets in (lambda: n / 2, lambda: float(n), lambda: n & 3, lambda: 1 << n):
         with pytest.raises(PlanError):
             forgets()
+
+
+def test_what_no_program_can_take_is_not_taken_for_a_new_size() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain, called = copy.deepcopy(model), []
+    compiled = lazyinline.compile(model, dynamic=True, backend="eager")
+    rows = torch.randn(20, 3, dtype=torch.float64)
+    for num in (5, 6):
+        assert_close(compiled(rows[:num]), plain(rows[:num]))
+    negative = torch._neg_view(rows[:7])  # type: ignore[attr-defined]
+    assert_close(compiled(negative), plain(negative))
+    for one in (model, plain):
+        one[0].register_forward_hook(lambda module, given, result: 2 * result)
+    assert_close(compiled(rows[:9]), plain(rows[:9]))
+    for one in (model, plain):
+        one[2].register_full_backward_hook(lambda module, *gradients: called.append(module))
+        (compiled if one is model else one)(rows[:10]).sum().backward()
+    assert called == [model[2], plain[2]]

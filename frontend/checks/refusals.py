@@ -376,7 +376,19 @@ def check_batch_is_kept(program: Program) -> None:
 
 
 def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Says which tensor of a call no program can take as it is, or returns nothing.
+    """Says which tensor of a call or a model no program can take as it is, or returns nothing."""
+    if why := watching_input(model, leaves):
+        return why
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if why := why_watched((tensor,)):
+            return f"{name} is {why}"
+        if tensor.is_nested:
+            return f"{name} is a nested tensor, which says no sizes"
+    return ""
+
+
+def watching_input(model: nn.Module, leaves: Sequence[Any]) -> str:
+    """Says which input no program can take as it is, or returns nothing.
 
     It is of a class that sees each operator, has no memory of its own, or a cache holds it that
     cannot be taken apart.
@@ -395,11 +407,6 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if why := why_watched((tensor,)):
-            return f"{name} is {why}"
-        if tensor.is_nested:
-            return f"{name} is a nested tensor, which says no sizes"
     return ""
 
 

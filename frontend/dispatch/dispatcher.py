@@ -32,6 +32,7 @@ from ..checks.refusals import (
     check_runnable,
     check_writes,
     model_inside,
+    watching_input,
     watching_tensor,
 )
 from ..checks.torch_state import mode_around
@@ -214,11 +215,22 @@ class Dispatcher(Generic[AnyEntry]):
                 whole = Inputs.of(inputs.given, inputs.tree)
                 self._entries.warn_if_many(own_model(self._subject), whole)
                 made = self._shapes.note(compiled, report, inputs)
-            entry = self._entry(made, inputs.leaves)
-            if self._entries.add(entry):  # most of what the compiler keeps has no user any more
-                self._compiler = Compiler(self._compiler.options)
-            self._report = made.report
-            return entry
+            return self._kept(made, inputs)
+
+    def _linked_for(self, inputs: Inputs) -> AnyEntry | None:
+        """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
+        if not self._shapes.has_symbols:
+            return None
+        with one_at_a_time():
+            made = self._shapes.linked(inputs)
+            return None if made is None else self._kept(made, inputs)
+
+    def _kept(self, made: CompileResult, inputs: Inputs) -> AnyEntry:
+        entry = self._entry(made, inputs.leaves)
+        if self._entries.add(entry):  # most of what the compiler keeps has no user any more
+            self._compiler = Compiler(self._compiler.options)
+        self._report = made.report
+        return entry
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> AnyEntry:
         """Makes what runs a program; the first call for it has these flat inputs."""
@@ -457,6 +469,11 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call with new inputs, or why it runs eagerly."""
+        if not watching_input(self.model, leaves):
+            # What a guard accepts but for sizes is asked no more than a call of seen sizes is.
+            linked = self._linked_for(Inputs.of(leaves, tree))
+            if linked is not None:
+                return linked
         call = CallKind.of(leaves, tree, training=self.model.training)
         reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
         if not reason:  # what was refused without hooks is not asked for its hooks at each call

@@ -31,6 +31,7 @@ from ...reuse.process import ProcessLock
 from ..capture.regions import shapes_of
 from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS, way_of, wrapped_parts
 from ..compiler import Compiler
+from ..guards.guard import Inputs
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import CompileReport, PartRecord
@@ -101,6 +102,9 @@ class PartDispatcher(ModuleDispatcher):
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         why = getattr(self._thread, "why_alone", "")
         return partial(self._run_alone, why) if why else self._run
+
+    def _linked_for(self, inputs: Inputs) -> ModuleEntry | None:
+        return None if len(self.entries) >= MAX_PROGRAMS else super()._linked_for(inputs)
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
         if len(self.entries) >= MAX_PROGRAMS:

@@ -160,12 +160,20 @@ def with_backward(state: State, values: Values) -> State:
     """Returns a state with numbers in what its backward takes and returns, which runs."""
     if state.derivative is None or state.goal.kind == "step":
         return replace(state, values=values)
-    backward = _signature(state.derivative.backward, values)
+    backward = _signature(state.derivative.backward, values, num_open=1)
     return replace(state, values=values, derivative=replace(state.derivative, backward=backward))
 
 
-def _signature(closure: Closure, values: Values) -> Composite:
-    """Returns a closure of the same types, for those who ask for types only."""
-    inputs = tuple(Value(type_at(t, values)) for t in closure.input_types)
+def _signature(closure: Closure, values: Values, num_open: int = 0) -> Composite:
+    """Returns a closure of the same types, for those who ask for types only.
+
+    Args:
+        closure: of symbolic types.
+        values: of the symbols.
+        num_open: first inputs that keep their symbols, as what was saved: nobody asks for those.
+    """
+    types = closure.input_types
+    numbers = (*types[:num_open], *(type_at(t, values) for t in types[num_open:]))
+    inputs = tuple(map(Value, numbers))
     outputs = tuple(Value(type_at(t, values)) for t in closure.output_types)
     return Composite(closure.name, Program(inputs, (), outputs))

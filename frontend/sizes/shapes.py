@@ -85,15 +85,27 @@ class ShapeCache:
         self._num_compiles = self._num_links = 0
         self._why_static = self._why_numbers = ""
 
-    def symbolic(self, inputs: Inputs, goal: Goal) -> CompileResult | None:
-        """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
+    @property
+    def has_symbols(self) -> bool:
+        """Whether something may be linked for further sizes."""
+        return any(compile_.linker is not None for compile_ in self._compiles)
+
+    def linked(self, inputs: Inputs) -> CompileResult | None:
+        """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
         self._why_static = ""
-        fitting = self._fitting(inputs)
-        for compile_, guard in fitting:
+        for compile_, guard in self._fitting(inputs):
             made = self._linked(compile_, guard, inputs)
             if made is not None:
                 self._num_links += 1
                 return self._counted(made)
+        return None
+
+    def symbolic(self, inputs: Inputs, goal: Goal) -> CompileResult | None:
+        """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
+        made = self.linked(inputs)
+        if made is not None:
+            return made
+        fitting = self._fitting(inputs)
         # What failed with symbols once fails again, and each try is a whole compile.
         alike = [c for c, _ in fitting]
         self._why_static = next((c.why_static for c in alike if c.why_static), "")
