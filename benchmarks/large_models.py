@@ -181,7 +181,7 @@ def bench_large(name: str, say: Callable[[str], None], **options: Any) -> list[L
     gpu = whole.compiled.gpu
     assert gpu is not None
     # What is left there for activations, gradients, scratch and cuBLAS.
-    left = Budget(saved_bytes=max(gpu.target.memory_bytes - gpu.given_bytes, 0))
+    left = Budget(saved_bytes=max(gpu.target.usable_bytes - gpu.given_bytes, 0))
     return [whole, _compiled(name, say, compile_with, left)]
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
 from ..backend.gpu.roofline import Prediction, predict
-from ..backend.gpu.targets import Target
+from ..backend.gpu.targets import CONTEXT_BYTES, MARGIN, Target
 from ..backend.kernels.lower import BackendName, InductorBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList
 from ..backend.link.layout import Layout
@@ -377,8 +377,8 @@ class GpuRecord:
 
     @property
     def fits(self) -> bool:
-        """Says if the GPU has that much memory."""
-        return self.peak_bytes <= self.target.memory_bytes
+        """Says if the GPU has that much memory besides its context, and a margin."""
+        return self.peak_bytes <= self.target.usable_bytes
 
     def lines(self) -> Iterator[str]:
         """Yields what a report says."""
@@ -398,10 +398,13 @@ class GpuRecord:
             bytes_text(size)
             for size in (
                 *(self.peak_bytes, self.given_bytes, self.arena_bytes, self.workspace_bytes),
-                target.memory_bytes,
+                target.usable_bytes,
             )
         )
-        yield f"  memory {held}, {verdict} {limit}:"
+        yield (
+            f"  memory {held}, {verdict} {limit}: of {bytes_text(target.memory_bytes)}, as PyTorch "
+            f"reports it, {bytes_text(CONTEXT_BYTES)} are CUDA's context, {MARGIN:.0%} a margin"
+        )
         yield f"    parameters and inputs {given}, arena {arena}, cuBLAS {cublas}"
         if self.allocating:
             yield (
@@ -409,7 +412,8 @@ class GpuRecord:
                 f"{', '.join(self.allocating)}"
             )
         yield (
-            f"  predicted {cost.seconds * 1e3:.3g} ms at least, by the roofline: "
+            f"  predicted {cost.seconds * 1e3:.3g} ms at least, by the roofline, and "
+            f"{predicted.expected_s * 1e3:.3g} ms as such kernels usually run: "
             f"{cost.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
             f"{bytes_text(cost.moved_bytes)} moved"
         )

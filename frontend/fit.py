@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from ..backend.gpu.roofline import predict
-from ..backend.gpu.targets import GIB, Target, target_named
+from ..backend.gpu.targets import CONTEXT_BYTES, GIB, Target, target_named
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.plan import PipelinePlan, make_plan
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ..pipeline_parallel.mesh.layouts import Axis
     from ..pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
 
-CONTEXT_BYTES = 500 * 2**20
-"""Memory of a CUDA context, about: PyTorch counts it nowhere, ``nvidia-smi`` shows it."""
 NCCL_BYTES = 2 * 32 * 4 * 2**20
 """Memory of NCCL for a group of ranks, about: 32 channels (``NCCL_MAX_NCHANNELS``), each with a
 buffer of 4 MiB (``NCCL_BUFFSIZE``) to each of two neighbours. (NCCL's guide, environment variables)
@@ -146,7 +144,7 @@ def fit(
         mesh: size of each dimension, by its name.
         target: the GPU of a rank, ``"cuda:sm_90"``.
         plan: see :func:`parallelize`.
-        memory_bytes_per_rank: instead of the memory of the GPU.
+        memory_bytes_per_rank: instead of the memory of the GPU, less a margin.
         micro_batches: parts of the batch.
         schedule: of stages; see :func:`parallelize`.
         num_stages: of a pipeline, a multiple of its ranks; one for each where it is left out.
@@ -241,7 +239,8 @@ class _Offline:
 
     @property
     def limit_bytes(self) -> int:
-        return self.memory_bytes or self.target.memory_bytes
+        # The context is among what is counted.
+        return self.memory_bytes or self.target.usable_bytes + CONTEXT_BYTES
 
     def found(self) -> Iterator[Fit]:
         """Yields a plan that is found to fit, with recompute where that is faster, if one is."""

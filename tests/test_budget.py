@@ -28,17 +28,17 @@ from link_tree import ROOT
 # numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230),
 # stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
 # (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
-# files of one idea (frontend +55, backend +22), a GPU (frontend +18, backend +125),
+# files of one idea (frontend +55, backend +22), a GPU (frontend +22, reuse +14, backend +205),
 # gradients ahead of losses (frontend +281, autodiff +9),
 # compiled programs as files (frontend +986, reuse +102, backend +409), other forms of programs
 # (frontend +110, reuse +600).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (27_753, 109),
-    "reuse": (8_935, 32),
+    "frontend": (27_757, 109),
+    "reuse": (8_949, 32),
     "autodiff": (6_358, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (7_992, 29),
-    "backend": (12_775, 46),
+    "backend": (12_855, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -65,6 +65,18 @@ def test_attention_of_a_cpu_multiplies_as_that_of_a_gpu() -> None:
     assert ProgramCosts(OperatorCosts()).program(made.backward).flops == 5 * product
 
 
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(128, 128), (96, 128), (128, 96), (1, 8)])
+def test_causal_attention_computes_the_pairs_that_it_looks_at(
+    num_queries: int, num_keys: int
+) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    shapes = (2, 4, num_queries, 16), (2, 4, num_keys, 16), (2, 4, num_keys, 16)
+    pairs = int(torch.ones(num_queries, num_keys).tril().sum())
+    assert cost_of(attention, *shapes).flops == 2 * 2 * 2 * 4 * pairs * 16
+
+
 def test_an_operator_takes_the_longer_of_two_times() -> None:
     rates = Rates(flops_per_s=10.0, bytes_per_s=2.0, half_flops_per_s=40.0)
     assert rates.seconds(100, 8) == 10.0

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import lazyinline
-from lazyinline.backend.gpu.targets import GIB, target_named
+from lazyinline.backend.gpu.targets import CONTEXT_BYTES, GIB, target_named
 from lazyinline.frontend import commands
 from lazyinline.frontend import fit as fitting
 from lazyinline.frontend.fit import Fit
@@ -28,6 +28,7 @@ from lazyinline.pipeline_parallel.mesh.traffic import RankMemory, ShardedStep
 from lazyinline_command.main import main
 
 TARGET = "cuda:sm_90"
+LIMIT_BYTES = target_named(TARGET).usable_bytes + CONTEXT_BYTES
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -65,8 +66,9 @@ def test_a_rank_is_counted_offline_and_nothing_of_the_process_stays_changed() ->
     assert found.fits and found.instead is None
     # Attention is computed on a rank's rows, of three layers and two parts; cuBLAS has the rest.
     row, sums = 64 * 32 * 2, 2 * 64 * 4
+    summed = 128 * 32 * 4  # a gradient of queries, in single precision and whole blocks
     assert not found.step.layouts.whole
-    assert held.launches - 32 * 2**20 <= 6 * (row + sums) + 3 * row + 1024
+    assert held.launches - 32 * 2**20 <= 6 * (row + sums) + 3 * row + summed + 1024
     assert found.seconds > 0
     assert max(map(len, str(found).splitlines())) <= 100
 
@@ -75,7 +77,7 @@ def as_if(gib: float, seconds: float, way: str) -> Fit:
     """What would be said of a step that holds so much; nothing is compiled."""
     memory = RankMemory(int(gib * GIB), 0, 0, 0, 0)
     step = ShardedStep(MeshPlan((("fsdp", 2),), held_bytes=int(gib * GIB)), (), memory)
-    return Fit(target_named(TARGET), 80 * GIB, way, {"fsdp": 2}, step, memory, seconds)
+    return Fit(target_named(TARGET), LIMIT_BYTES, way, {"fsdp": 2}, step, memory, seconds)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +90,9 @@ def test_where_a_step_does_not_fit_the_fastest_that_does_is_named(
         if plan != "auto":
             gib = {None: 90, "selective": 70, "full": 50}[recompute]
             return as_if(gib, 2.5, f"given {recompute}")
-        if auto_s is None or room_bytes not in (None, 80 * GIB):
+        if auto_s is None or room_bytes not in (None, LIMIT_BYTES):
             raise lazyinline.PlanError("nothing fits")
-        return as_if(81 if room_bytes is None else 80, auto_s, f"auto {recompute}")
+        return as_if(81 if room_bytes is None else 77, auto_s, f"auto {recompute}")
 
     monkeypatch.setattr(fitting._Offline, "fit", compiled)
     model, args = decoder()

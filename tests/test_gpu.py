@@ -177,7 +177,11 @@ def assert_is_machine_code(report: lazyinline.CompileReport, target: str) -> Non
     assert gpu.num_built == gpu.num_kernels > 10
     assert gpu.code_bytes > 1000 * gpu.num_kernels
     assert gpu.fits
+    assert gpu.target.usable_bytes < gpu.target.memory_bytes - 2**29, "CUDA's context and a margin"
+    predicted = gpu.prediction
+    assert predicted.cost.seconds <= predicted.expected_s < 10 * predicted.cost.seconds
     assert f"for {target}" in str(report)
+    assert "ms as such kernels usually run" in str(report)
 
 
 def assert_memory_is_told(report: lazyinline.CompileReport, args: tuple[Any, ...]) -> None:
@@ -244,6 +248,8 @@ def test_a_page_shows_what_a_gpu_will_hold() -> None:
     rows = {row[0]: row[2:] for row in page["predicted"]["rows"]}
     assert rows["time on cuda:sm_90, at least"] == (gpu.prediction.cost.seconds, None)
     assert rows["all memory on cuda:sm_90, parameters too"] == (gpu.peak_bytes, None)
+    assert rows["time on cuda:sm_90, expected"] == (gpu.prediction.expected_s, None)
+    assert gpu.prediction.expected_s > 1.2 * gpu.prediction.cost.seconds
 
 
 @pytest.mark.sweep

@@ -251,13 +251,13 @@ class Work:
             self._watch(patch, name)
 
     def _watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        original = getattr(lower.torch_recorder, name)
+        original = getattr(lower, name)
 
         def recording(leaf: Leaf, *rest: Any) -> Any:
             self.recorded.append(leaf)
             return original(leaf, *rest)
 
-        patch.setattr(lower.torch_recorder, name, recording)
+        patch.setattr(lower, name, recording)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

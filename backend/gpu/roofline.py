@@ -1,7 +1,8 @@
 """Predicts the least time that a GPU needs, by the roofline of :mod:`...reuse.ir.costs`.
 
 No program reaches the peak rates of a GPU, so this is a lower bound, predicted and not measured. A
-launch never takes less than it takes to start.
+launch never takes less than it takes to start. What is expected is more: each kind of kernel
+usually reaches a share of the peak, and a product wastes what its last wave of tiles leaves idle.
 
 By the same prediction some launches of a closure are on a second stream. Which are, and what waits
 for what, is found once per closure, and link copies it to each of its calls. The second stream
@@ -31,6 +32,8 @@ from .targets import Target
 from .torch_triton import TritonKernel, read_only_arguments
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
+_MEMORY_SHARE = 0.85  # of its peak that memory reaches in kernels that mostly move bytes
+_PRODUCT_SHARE = 0.75  # of its peak that a product reaches in the tiles that it fills
 _PRODUCTS: Mapping[Any, Any] = {
     torch.mm: torch.ops.aten.mm,
     torch.addmm: torch.ops.aten.addmm,
@@ -46,12 +49,14 @@ class Prediction:
     Attributes:
         cost: of all launches, one after the other.
         product_s: of those that compute longer than they move bytes.
+        expected_s: what all usually take, by the shares of the peaks that their kernels reach.
         num_launches: of the program.
         num_triton: those that are Inductor's kernels; the rest are PyTorch's.
     """
 
     cost: Cost
     product_s: float
+    expected_s: float
     num_launches: int
     num_triton: int
 
@@ -69,21 +74,23 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
         lists: the launches of each closure, and how often the program calls it.
         target: the GPU.
     """
-    total, product_s, num_launches, num_triton = Cost(), 0.0, 0, 0
+    total, product_s, expected_s, num_launches, num_triton = Cost(), 0.0, 0.0, 0, 0
     for kernels, num_calls in lists:
         for launch in kernels.launches:
-            cost = launch_cost(launch, target)
+            one = launch_cost(launch, target)
+            expected = expected_seconds(launch, one, target)
             if len({kernels.buffers[view.buffer].device for view in launch.views()}) > 1:
-                copied_s = cost.moved_bytes / 2 / target.rates.host_bytes_per_s
-                cost = replace(cost, seconds=max(cost.seconds, copied_s))
-            cost = cost.times(num_calls)
+                copied_s = one.moved_bytes / 2 / target.rates.host_bytes_per_s
+                one = replace(one, seconds=max(one.seconds, copied_s))
+            cost = one.times(num_calls)
             total += cost
+            expected_s += max(one.seconds, expected) * num_calls
             # Above both the time to move bytes and the time to start, a launch computes.
             moved_s = target.rates.seconds(0, cost.moved_bytes)
             product_s += cost.seconds if cost.seconds > max(moved_s, num_calls * _LEAST_S) else 0.0
             num_launches += num_calls
             num_triton += num_calls * isinstance(launch.function, TritonKernel)
-    return Prediction(total, product_s, num_launches, num_triton)
+    return Prediction(total, product_s, expected_s, num_launches, num_triton)
 
 
 def launch_cost(launch: Launch, target: Target) -> Cost:
@@ -96,8 +103,38 @@ def launch_cost(launch: Launch, target: Target) -> Cost:
     # Inductor launches ``torch.mm``; FLOPs are known of operators.
     operator = _PRODUCTS.get(launch.function, launch.function)
     flops = flops_of(operator, _as_meta(launch.args), named, _as_meta(results))
-    dtype = next((v.dtype for v in views if v.dtype.is_floating_point), torch.float32)
-    return Cost(flops, moved, max(target.rates.seconds(flops, moved, dtype), _LEAST_S))
+    return Cost(flops, moved, max(target.rates.seconds(flops, moved, _dtype_of(launch)), _LEAST_S))
+
+
+def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
+    """Returns what a launch usually takes, if its memory is not the host's.
+
+    Args:
+        launch: on the GPU.
+        cost: what it costs at least.
+        target: the GPU.
+    """
+    computed_s = target.rates.seconds(cost.flops, 0, _dtype_of(launch))
+    moved_s = target.rates.seconds(0, cost.moved_bytes)
+    return max(computed_s / _share_of_peak(launch, target), moved_s / _MEMORY_SHARE, _LEAST_S)
+
+
+def _share_of_peak(launch: Launch, target: Target) -> float:
+    """Returns which share of the peak rate of products a kernel usually reaches."""
+    for kernel in ("cudnn", "flash", "efficient"):
+        if f"{kernel}_attention" in launch.name:
+            return float(getattr(target, kernel))
+    if not is_product(launch):
+        return 1.0
+    num_waves = _num_blocks(launch) / target.num_multiprocessors
+    # A product of few tiles is split along its sum, too, which wins about half of what it leaves.
+    return _PRODUCT_SHARE * max(num_waves / max(math.ceil(num_waves), 1), 0.5)
+
+
+def _dtype_of(launch: Launch) -> torch.dtype:
+    """Returns the precision that a launch computes in."""
+    dtypes = (view.dtype for view in launch.views())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def _as_meta(value: Any) -> Any:
@@ -291,11 +328,14 @@ def _take(spare: list[float], beside: Sequence[int], seconds: float) -> None:
 
 def _share(launch: Launch, target: Target) -> float:
     """Returns which part of the GPU's multiprocessors a launch keeps busy."""
-    if is_product(launch):
-        result = dict(launch.kwargs).get("out")
-        shape = result.shape if result is not None else ()
-        tiles = [-(-size // _TILE) for size in shape[-2:]]
-        num_blocks: float = math.prod(shape[:-2]) * math.prod(tiles)
-    else:
-        num_blocks = max((math.prod(v.shape) for v in launch.views()), default=0) / _THREADS
-    return min(1.0, num_blocks / target.num_multiprocessors)
+    return min(1.0, _num_blocks(launch) / target.num_multiprocessors)
+
+
+def _num_blocks(launch: Launch) -> float:
+    """Returns how many multiprocessors a launch would keep busy."""
+    if not is_product(launch):
+        return max((math.prod(v.shape) for v in launch.views()), default=0) / _THREADS
+    result = dict(launch.kwargs).get("out")
+    shape = result.shape if result is not None else ()
+    tiles = [-(-size // _TILE) for size in shape[-2:]]
+    return math.prod(shape[:-2]) * math.prod(tiles)

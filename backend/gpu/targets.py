@@ -14,6 +14,10 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Rates
 
 GIB = 2**30
+CONTEXT_BYTES = int(0.6 * GIB)
+"""CUDA's context, and the modules of PyTorch's kernels that a training step loads, about: PyTorch
+counts it nowhere, ``nvidia-smi`` shows it."""
+MARGIN = 0.02
 PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second to the host, one way, over 16 lanes: half of what the data sheets give as the
 sum of both ways (64 GB/s of the A100, 128 GB/s of the H100 and the B200)."""
@@ -31,12 +35,14 @@ class Target:
         board: the board that the numbers are of.
         capability: its compute capability, major and minor.
         num_multiprocessors: streaming multiprocessors.
-        memory_bytes: of its memory, as PyTorch reports it.
+        memory_bytes: of its memory, as PyTorch reports it: less than the board's name says.
         rates: at most, of its memory and of matrix products.
         shared_memory_bytes: most that one block may ask for.
         l2_bytes: its second-level cache.
         workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream that runs products.
-        source: where the numbers are from.
+        flash, efficient, cudnn: shares of the peak that these kernels of attention usually reach.
+        source: where the numbers are from. Those of memory stand in PyTorch's messages where it is
+            short; shares are of published measurements, about, until one is taken here.
     """
 
     name: str
@@ -48,7 +54,19 @@ class Target:
     shared_memory_bytes: int
     l2_bytes: int
     workspace_bytes: int
+    flash: float
+    efficient: float
+    cudnn: float
     source: str
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a program may plan with: less CUDA's context, its modules, and a margin.
+
+        The margin is for what no plan knows: pieces of 2 and 20 MiB that PyTorch's allocator takes,
+        the first choice among ways to launch a kernel, the batches of a loader.
+        """
+        return int((self.memory_bytes - CONTEXT_BYTES) * (1 - MARGIN))
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +80,7 @@ TARGETS = (
         board="NVIDIA A100 SXM 80GB",
         capability=(8, 0),
         num_multiprocessors=108,
-        memory_bytes=80 * GIB,
+        memory_bytes=int(79.15 * GIB),
         rates=Rates(
             19.5e12,
             2.039e12,
@@ -73,6 +91,9 @@ TARGETS = (
         shared_memory_bytes=166912,
         l2_bytes=40 * 2**20,
         workspace_bytes=8519680,
+        flash=0.55,
+        efficient=0.3,
+        cudnn=0.55,
         source="NVIDIA A100 Tensor Core GPU data sheet, June 2021",
     ),
     Target(
@@ -80,7 +101,7 @@ TARGETS = (
         board="NVIDIA H100 SXM",
         capability=(9, 0),
         num_multiprocessors=132,
-        memory_bytes=80 * GIB,
+        memory_bytes=int(79.11 * GIB),
         rates=Rates(
             66.9e12,
             3.35e12,
@@ -91,6 +112,9 @@ TARGETS = (
         shared_memory_bytes=232448,
         l2_bytes=50 * 2**20,
         workspace_bytes=32 * 2**20,
+        flash=0.37,
+        efficient=0.16,
+        cudnn=0.55,
         source="NVIDIA H100 Tensor Core GPU Architecture white paper, table 2",
     ),
     Target(
@@ -98,13 +122,16 @@ TARGETS = (
         board="NVIDIA B200 SXM",
         capability=(10, 0),
         num_multiprocessors=148,
-        memory_bytes=180 * GIB,
+        memory_bytes=int(178.35 * GIB),
         rates=Rates(
             75e12, 8e12, half_flops_per_s=2250e12, tf32_flops_per_s=1125e12, host_bytes_per_s=PCIE_5
         ),
         shared_memory_bytes=232448,
         l2_bytes=126 * 2**20,
         workspace_bytes=32 * 2**20,
+        flash=0.16,
+        efficient=0.07,
+        cudnn=0.5,
         source="NVIDIA DGX B200 data sheet, per GPU",
     ),
 )

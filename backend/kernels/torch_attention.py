@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -142,6 +142,9 @@ def _plain(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.
 # ---- scratch of the fused kernel on a CPU ------------------------------------------------------
 
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_ON_GPU = tuple(
+    f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
+)
 _KEY_BLOCK = 512
 _PACKED_WIDTH = 64
 _PACKED_HEADS = 4  # and more
@@ -152,21 +155,31 @@ def scratch_bytes(launch: Launch) -> int:
     """Returns what a launch allocates and frees while it runs, at most; 0 if nothing is known.
 
     The sizes are those of PyTorch's FlashAttentionKernel.cpp (torch 2.11 to 2.15), for a CPU that
-    needs most: those with matrix units work on packed keys and values.
+    needs most: those with matrix units work on packed keys and values. Of a GPU's kernels only what
+    gradients are added up in is known, from their sources; it was never measured.
     """
     name = launch.name.removeprefix("aten.").partition(".")[0]
     views = [view for view in launch.args if isinstance(view, View)]
-    if not name.startswith(_ON_CPU) or not views:  # an estimated launch has no operands
+    if not views or not name.startswith((_ON_CPU, *_ON_GPU)):  # an estimated one has no operands
         return 0
     # A size that varies counts as the largest that there is room for.
     views = [
         replace(v, shape=tuple(map(int, v.shape)), stride=tuple(map(int, v.stride))) for v in views
     ]
+    if name in _ON_GPU:
+        # Gradients are added up in single precision, of whole blocks of 128 tokens.
+        summed = views[1:4] if "efficient" in name else views[1:2]
+        return sum(4 * _num_padded(v.shape) for v in summed if _is_reduced(v.dtype))
     if name == _ON_CPU:
         query, key = views[:2]
         return _forward_scratch_bytes(query, key)
     gradient, query, key = views[:3]
     return _backward_scratch_bytes(gradient, query, key)
+
+
+def _num_padded(shape: Sequence[int]) -> int:
+    *outer, tokens, width = shape
+    return math.prod(outer) * -(-tokens // 128) * 128 * width
 
 
 def _forward_scratch_bytes(query: View, key: View) -> int:

@@ -219,7 +219,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
     yield tile(
         f"Memory on {where}",
         bytes_text(gpu.peak_bytes),
-        f"{fits} {bytes_text(gpu.target.memory_bytes)}: parameters and inputs "
+        f"{fits} {bytes_text(gpu.target.usable_bytes)}: parameters and inputs "
         f"{bytes_text(gpu.given_bytes)}, arena {bytes_text(gpu.arena_bytes)}, "
         f"outside {bytes_text(gpu.outside_bytes + gpu.workspace_bytes)}",
         good=gpu.fits,

@@ -365,6 +365,7 @@ def compile_rows(record: CompileRecord) -> Iterator[Row]:
         name = record.gpu.target.name
         yield f"all memory on {name}, parameters too", "bytes", record.gpu.peak_bytes, None
         yield f"time on {name}, at least", "s", record.gpu.prediction.cost.seconds, None
+        yield f"time on {name}, expected", "s", record.gpu.prediction.expected_s, None
     yield from recompute_rows(record)
 
 

@@ -4,7 +4,7 @@ An operator takes the longer of two times (the roofline): that of its FLOPs at t
 device's matrix products, and that of the bytes that it reads and writes at the rate of its memory.
 Only the ratios of such seconds are relied on: to choose what is computed again, where a model is
 cut into stages. FLOPs are those of matrix products, convolutions and
-attention, by PyTorch's own table.
+attention, by PyTorch's own table; of causal attention those that a fused kernel computes.
 
 Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 """
@@ -12,6 +12,7 @@ Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ..torch_names import matmul_precision, operator_schema
+from ..torch_names import matmul_precision, operator_schema, schema_of
 from .operators import is_elementwise, is_mutable, is_view
 from .program import Closure, Composite, Leaf, Program
 from .types import TensorType
@@ -100,6 +101,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     from torch.utils.flop_counter import FlopCounterMode, flop_registry  # it imports Triton
 
     packet = getattr(operator, "overloadpacket", None)
+    share = _share_of_pairs(operator, args, kwargs) if packet and _is_attention(packet) else 1
     formula = flop_registry.get(packet or operator)
     if formula is None and packet and _is_attention(packet):
         # PyTorch's table lacks the attention of a CPU, which multiplies what a GPU's does.
@@ -108,12 +110,24 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
         formula = next(f for op, f in flop_registry.items() if str(op).endswith(like))
         args, kwargs = args[: 3 + is_backward], {}
     if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
+        return round(int(formula(*args, **kwargs, out_val=result)) * share)
     if not packet or is_mutable(operator) or not operator.has_kernel_for_dispatch_key(_COMPOSITE):
         return 0
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         operator(*args, **kwargs)  # linear, einsum: what it consists of is counted
     return int(counter.get_total_flops())
+
+
+def _share_of_pairs(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Returns which part of all queries with all keys an attention computes: causal, about half."""
+    names = [argument.name for argument in schema_of(operator).arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("is_causal"):
+        return 1.0
+    num_queries, num_keys = (int(given[name].shape[-2]) for name in ("query", "key"))
+    triangle = min(num_queries, num_keys)
+    pairs = triangle * (triangle + 1) / 2 + (num_queries - triangle) * num_keys
+    return pairs / max(num_queries * num_keys, 1)
 
 
 def _is_attention(operator: Any) -> bool:
