@@ -103,3 +103,12 @@ def test_random_operators_in_a_row_draw_as_eager_from_one_seed(layout: str, plac
 )
 def test_a_random_operator_draws_as_eager_from_one_seed(draw: str, layout: str, place: str) -> None:
     assert_draws_as_eager(Drawing(place, draw), layout)
+
+
+def test_dropout_of_nothing_trains() -> None:
+    # PyTorch's kernel gives a mask of another type there than its fake kernel says.
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)), torch.ones(0, 4)
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    compiled(x.requires_grad_()).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 4)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
