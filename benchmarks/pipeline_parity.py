@@ -133,7 +133,7 @@ def losses_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack([getattr(o, "loss", o) for o in outputs]).mean()
 
 
-def compare(name: str, schedule: str, backend: str) -> dict[str, Any]:
+def compare(name: str, schedule: str, backend: str, split: str = "auto") -> dict[str, Any]:
     """Trains three steps both ways on this rank; returns the largest errors of all ranks."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
@@ -147,6 +147,7 @@ def compare(name: str, schedule: str, backend: str) -> dict[str, Any]:
         num_stages=ranks if schedule in SINGLE else 2 * ranks,
         micro_batches=MICRO_BATCHES,
         schedule=schedule,
+        split=split,
         backend=backend,
     )
     parameters = dict(pipe.named_parameters())

@@ -26,7 +26,7 @@ from lazyinline.frontend.page.page import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.passes.rank import RankCompilation, parts_of, started
+from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.report import CompileReport
@@ -159,7 +159,7 @@ def compile_rank(
     number = rank_number(rank, stages)
     context = Context(options)
     subject = Subject(LossModel(model, None), args, {})
-    state = started(context, subject, table, number, None, CPU)
+    state = started(context, subject, table, number, Splitting("auto", None), CPU)
     with context.cached(state.report):
         state = run(passes, state)
     num_parameters = sum(p.numel() for p in model.parameters())

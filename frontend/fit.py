@@ -30,7 +30,7 @@ from .parallel import stage_dimension, stages_on_mesh, step_on_mesh
 from .passes.context import Context
 from .passes.link import launched
 from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, sharded_step
-from .passes.rank import RankCompilation, part_name, parts_of, started
+from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
 from .passes.stages import of_rank
 from .passes.state import Subject, between, run, step_goal
 
@@ -124,6 +124,7 @@ def fit(
     micro_batches: int = 1,
     schedule: str = "1F1B",
     num_stages: int | None = None,
+    split: Split = "auto",
     recompute: PolicyName | None = None,
     optimizer_tensors: int = 2,
     loss_fn: LossFunction | None = None,
@@ -148,6 +149,7 @@ def fit(
         micro_batches: parts of the batch.
         schedule: of stages; see :func:`parallelize`.
         num_stages: of a pipeline, a multiple of its ranks; one for each where it is left out.
+        split: how the model is cut into stages: ``"auto"``, ``"even"`` or ``"marked"``.
         recompute: ``"selective"`` or ``"full"``.
         optimizer_tensors: of a parameter's size that the optimizer holds: two of AdamW's with
             ``fused=True``, none of SGD's.
@@ -191,6 +193,7 @@ def fit(
         links,
         schedule_name(schedule),
         num_stages,
+        Splitting(split),
     )
     asked = offline.fit(plan, recompute)
     if asked.fits:
@@ -236,6 +239,7 @@ class _Offline:
     links: Links | None
     schedule: str
     num_stages: int | None
+    splitting: Splitting
 
     @property
     def limit_bytes(self) -> int:
@@ -309,7 +313,7 @@ class _Offline:
             transfer_bytes_per_s=axis.bytes_per_s,
             transfer_latency_s=axis.latency_s,
         )
-        state = started(context, self.subject, table, 0, None, rates, on_mesh)
+        state = started(context, self.subject, table, 0, self.splitting, rates, on_mesh)
         with state.context.cached(state.report):
             state = run(between(PASSES, last="shard"), state)
             # Kernels are kept by closure, so those of equal blocks are made for the first rank.

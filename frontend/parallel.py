@@ -44,6 +44,7 @@ from .page.write import write_page
 from .passes.context import Context
 from .passes.mesh import sharded_step
 from .passes.programs import PARTS, tensor_name
+from .passes.rank import Split, Splitting
 from .passes.state import (
     Compilation,
     Goal,
@@ -74,6 +75,7 @@ def parallelize(
     micro_batches: int = 1,
     schedule: str = "1F1B",
     num_stages: int | None = None,
+    split: Split = "auto",
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     reuse: Reuse = "auto",
@@ -107,6 +109,7 @@ def parallelize(
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         schedule: with a pipeline, in which order stages run, as in :func:`.pipeline`.
         num_stages: with a pipeline, a multiple of its ranks; one for each where it is left out.
+        split: with a pipeline, ``"auto"``, ``"even"`` or ``"marked"``, as in :func:`.pipeline`.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
@@ -155,8 +158,10 @@ def parallelize(
     ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
     name, num_ranks = schedule_name(schedule), ranks.num_ranks
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
-    asked = AskedPipeline(whole, batch, Context(options), ranks, table, on_mesh=on_mesh)
-    return ParallelPipeline(asked)
+    splitting = Splitting(split)
+    return ParallelPipeline(
+        AskedPipeline(whole, batch, Context(options), ranks, table, splitting, on_mesh)
+    )
 
 
 def for_checkpoint(state: _State) -> _State:

@@ -38,6 +38,8 @@ from .passes.programs import PARTS, tensor_name
 from .passes.rank import (
     UPDATE,
     RankCompilation,
+    Split,
+    Splitting,
     model_places,
     started,
     sum_names,
@@ -60,6 +62,7 @@ def pipeline(
     num_stages: int,
     micro_batches: int,
     schedule: str = "1F1B",
+    split: Split = "auto",
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,
@@ -83,13 +86,15 @@ def pipeline(
         schedule: ``"GPipe"``, ``"1F1B"`` (one stage per rank), ``"Interleaved1F1B"``,
             ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``
             (two stages per rank).
+        split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
+            :func:`.marks.stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"full"`` or ``"selective"`` computes forward again in the backward; modules
             may also be marked one by one (``lazyinline.recompute``). A ``Budget`` bounds what a
             step holds on each rank (``step_peak_bytes``); where memory is not planned, what one
             micro-batch saves.
-        memory_bytes_per_rank: what a rank may hold, parameters and gradients included: the fastest
-            split within it is found, and what is computed again to keep it.
+        memory_bytes_per_rank: what a rank may hold, parameters and gradients included; ``"auto"``
+            finds the fastest split within it, and what is computed again to keep it.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
@@ -123,8 +128,9 @@ def pipeline(
     settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     context = Context(settings)
     batch = Batch((args, kwargs or {}), micro_batches)
-    whole, limit = LossModel(model, loss_fn), memory_bytes_per_rank
-    return Pipeline(AskedPipeline(whole, batch, context, ranks, table, limit), update)
+    splitting = Splitting(split, memory_bytes_per_rank)
+    whole = LossModel(model, loss_fn)
+    return Pipeline(AskedPipeline(whole, batch, context, ranks, table, splitting), update)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class AskedPipeline:
         context: options, and what compiles have in common.
         ranks: of the pipeline.
         table: which rank does what, and when.
-        memory_bytes_per_rank: what a rank may hold.
+        splitting: how the model is cut into stages.
         on_mesh: the mesh that stages are split over, if they are.
     """
 
@@ -146,7 +152,7 @@ class AskedPipeline:
     context: Context
     ranks: Ranks
     table: ActionTable
-    memory_bytes_per_rank: int | None = None
+    splitting: Splitting
     on_mesh: OnMesh | None = None
 
 
@@ -160,8 +166,7 @@ class Pipeline:
         args, kwargs = self._batch.first_micro_batch()
         rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs)
-        limit, on_mesh = asked.memory_bytes_per_rank, asked.on_mesh
-        state = started(context, subject, table, ranks.rank, limit, rates, on_mesh)
+        state = started(context, subject, table, ranks.rank, asked.splitting, rates, asked.on_mesh)
         state = replace(state, has_replicas=ranks.data_group is not None)
         self.last_report = state.report
         state = run(between(PASSES, "capture", "derive"), state)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..autodiff.derivative import Differentiator, Request
 from ..reuse.errors import PipelineError
 from ..reuse.ir.costs import Cost, ProgramCosts
-from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Value
+from ..reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value, count_calls
 from .actions import ActionTable
 from .cut import Colors, Stage, cut_program, stages_in
 
@@ -120,6 +120,48 @@ class CallCosts:
 
 Path = tuple[int, ...]
 """A call by its position in the program, then in the composite that it calls, and so on."""
+
+# A closure of fewer operators is glue: it goes with its neighbours and is no layer.
+_GLUE_NODES = 8
+
+
+def color_evenly(program: Program, num_stages: int) -> Colors:
+    """Gives each stage the same number of layers: of calls on closures that are called often.
+
+    Raises:
+        PipelineError: if there are fewer layers than stages.
+    """
+    layers = _layers(program, num_stages)
+    if len(layers) < num_stages:
+        raise PipelineError(
+            f"The model has {len(layers)} block(s) to spread and num_stages={num_stages}. Use "
+            "fewer stages, or mark the repeated layer class with lazy_inline so that it is "
+            "recognised."
+        )
+    bounds = [layers[len(layers) * s // num_stages] for s in range(1, num_stages)]
+    return color_by_bounds(program, bounds)
+
+
+def _layers(program: Program, num_stages: int) -> list[Path]:
+    """Places of the layers; composites are looked into only where there are too few."""
+    counts = count_calls(program)
+    opened: set[Path] = set()
+    while True:
+        units = units_of(program, opened)
+        # What is called once is no layer, however large it is: an embedding, a head.
+        layers = [p for p, c in units if counts[c.closure] > 1 and _size(c.closure) >= _GLUE_NODES]
+        if len(layers) >= num_stages:
+            return layers
+        shut = [p for p, c in units if isinstance(c.closure, Composite)]
+        if not shut:
+            return [p for p, c in units if _size(c.closure) > 0]
+        opened.update(shut)
+
+
+def _size(closure: Closure) -> int:
+    if isinstance(closure, Composite):
+        return closure.program.num_nodes_if_inlined()
+    return closure.num_nodes
 
 
 def units_of(program: Program, opened: set[Path]) -> list[tuple[Path, Call]]:

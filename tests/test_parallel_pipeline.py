@@ -306,3 +306,5 @@ def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
         noisy.norm = Noisy(16).double()
         with pytest.raises(lazyinline.PlanError, match="draws random numbers"):
             pipelined(noisy)
+        with pytest.raises(lazyinline.PipelineError, match="split='half' is unknown"):
+            pipelined(tiny(), split="half")

@@ -244,6 +244,7 @@ def test_wrong_options_and_a_changed_model_are_told(alone: None) -> None:
     for schedule, options, said in (
         ("2F2B", {}, "unknown; there are"),
         ("ZBVZeroBubble", {"micro_batches": 3}, "cannot be split into 3"),
+        ("ZBVZeroBubble", {"split": "best"}, "split='best'"),
     ):
         with pytest.raises(PipelineError, match=said):
             make(model, args, schedule, **options)

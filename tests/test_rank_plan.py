@@ -16,7 +16,7 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
-from lazyinline.frontend.passes.rank import started
+from lazyinline.frontend.passes.rank import Splitting, started
 from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action, ActionTable
 from lazyinline.pipeline_parallel.plan import simulate
@@ -117,7 +117,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
         model, args = llama(8, hidden=32, num_heads=2, vocab=50, seq=8)
     subject = Subject(LossModel(model, None), args, {})
     table = table_of(schedule, 2, micro_batches)
-    state = started(context, subject, table, rank, None, CPU)
+    state = started(context, subject, table, rank, Splitting("even", None), CPU)
     made = run(ESTIMATED, state).runs
     assert isinstance(made, RankProgram)
     return made.plan

@@ -25,7 +25,7 @@ from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, 
 from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
-from .rank import RankCompilation, colors_of, part_name, parts_of
+from .rank import RankCompilation, Splitting, colors_of, part_name, parts_of
 from .recompute import choose_recompute
 from .recompute_choice import ProgramPeaks
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
@@ -89,15 +89,16 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
 def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, float | None]:
     """Cuts a model into stages by what its pieces cost a rank, and says what a step takes."""
     assert state.subject is not None and state.mesh_plan is not None
+    splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
     program, sharder = state.programs[PARTS[0]], _sharder(state, state.mesh_plan)
     pieces = partial(_pieces, state, sharder)
     asked = partial(colors_of, state.subject.model, program, table=state.table, costs=state.costs)
     try:
-        colors, seconds = asked(on_mesh.memory_bytes_per_rank, pieces=pieces)
+        colors, seconds = asked(splitting, pieces=pieces)
     except NoSplitError:
         raise
     except LazyInlineError:  # a piece alone may be what no stage can be: by the whole calls, then
-        colors, seconds = asked(state.memory_bytes_per_rank)
+        colors, seconds = asked(state.splitting)
     return replace(state, colors=colors, sharder=sharder), seconds
 
 

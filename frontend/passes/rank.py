@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -33,11 +33,13 @@ from ...pipeline_parallel.coloring import (
     Pieces,
     color_balanced,
     color_by_marks,
+    color_evenly,
 )
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import PipelinePlan
 from ...pipeline_parallel.rank_order import Boundaries, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
@@ -48,23 +50,42 @@ from .context import Context
 from .link import changed_buffer, hindrance, launches
 from .state import Compilation, Goal, OnMesh, Subject, Unplanned
 
+Split: TypeAlias = Literal["auto", "even", "marked"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a model is split into stages."""
+
+    split: Split
+    memory_bytes_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise PipelineError(f"split={self.split!r} is unknown; there are {SPLITS}.")
+
 
 def colors_of(
     model: nn.Module,
     program: Program,
-    memory_bytes_per_rank: int | None,
+    splitting: Splitting,
     table: ActionTable,
     costs: CallCosts,
     pieces: Pieces | None = None,
 ) -> tuple[Colors, float | None]:
-    """Returns the stage of each call: by marks if there are any, else balanced by seconds.
+    """Returns the stage of each call: by marks if there are any, else as asked.
 
-    And the seconds of a step, where they are balanced.
+    And the seconds of a step, where stages are balanced by them.
     """
     marks = _marks(model, program)
     if marks:
         return color_by_marks(program, marks, table.num_stages), None
-    return color_balanced(program, costs, table, memory_bytes_per_rank, pieces)
+    if splitting.split == "marked":
+        raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
+    if splitting.split == "even":
+        return color_evenly(program, table.num_stages), None
+    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank, pieces)
 
 
 def _marks(model: nn.Module, program: Program) -> dict[str, int]:
@@ -114,7 +135,7 @@ class RankCompilation(Compilation):
     Attributes:
         table: what each rank does.
         rank: which one this is.
-        memory_bytes_per_rank: the budget that decides how it is cut and what is computed again.
+        splitting: how the program is cut into stages.
         costs: predicts what calls take.
         rates: of the device.
         withheld_bytes: what a plan that did not fit was short of.
@@ -131,7 +152,7 @@ class RankCompilation(Compilation):
 
     table: ActionTable
     rank: int
-    memory_bytes_per_rank: int | None
+    splitting: Splitting
     costs: CallCosts
     rates: Rates
     withheld_bytes: int = 0
@@ -162,18 +183,25 @@ class RankCompilation(Compilation):
         assert self.predicted is not None
         return self.predicted
 
+    @property
+    def memory_bytes_per_rank(self) -> int | None:
+        """Returns the budget of a rank in bytes, if it decides what is computed again."""
+        splitting = self.splitting
+        return splitting.memory_bytes_per_rank if splitting.split == "auto" else None
+
 
 def started(
     context: Context,
     subject: Subject,
     table: ActionTable,
     rank: int,
-    memory_bytes_per_rank: int | None,
+    splitting: Splitting,
     rates: Rates,
     on_mesh: OnMesh | None = None,
 ) -> RankCompilation:
     """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
-    trade_offs = None if memory_bytes_per_rank is None else context.recompute.trade_offs
+    bounded = splitting.memory_bytes_per_rank is not None
+    trade_offs = context.recompute.trade_offs if bounded else None
     # Each operator counts by itself, also where the backend fuses: that is nearer to the time of a
     # layer compared with the head (measured on five decoders), and a cut needs only that ratio.
     of_mesh = None if on_mesh is None else on_mesh.costs
@@ -185,7 +213,7 @@ def started(
         subject=subject,
         table=table,
         rank=rank,
-        memory_bytes_per_rank=memory_bytes_per_rank,
+        splitting=splitting,
         costs=CallCosts(context.differentiator, costs, trade_offs),
         rates=rates,
     )

@@ -162,7 +162,7 @@ def split(state: RankCompilation) -> RankCompilation:
     assert state.subject is not None
     model, colors = state.subject.model, state.colors
     if colors is None:
-        colors, _ = colors_of(model, program, state.memory_bytes_per_rank, table, state.costs)
+        colors, _ = colors_of(model, program, state.splitting, table, state.costs)
     stages = tuple(cut_program(program, colors, table.num_stages))
     programs = {f"stage {stage.index}": stage.program for stage in stages}
     return replace(state, stages=stages, programs=programs)
