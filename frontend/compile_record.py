@@ -155,6 +155,8 @@ class CompileRecord:
         why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
+        fused_boundaries: how many boundaries of which blocks are fused, or why none is, where that
+            was asked for.
         nothing_shared: what repeats although nothing is shared, and what to do; else empty.
         decisions: for each block instance, whether it shares, and if not, why.
         gpu: what is known of a program for a GPU that is not here.
@@ -201,6 +203,7 @@ class CompileRecord:
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     nothing_shared: str = ""
+    fused_boundaries: list[str] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
     gpu: GpuRecord | None = None
 
@@ -246,6 +249,8 @@ class CompileRecord:
             yield f"what the forward leaves in {', '.join(self.left_out)} is not left by a step"
         yield from (f"no Taylor rule, forward mode nested: {one}" for one in self.nested_forward)
         yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
+        if self.fused_boundaries:
+            yield f"boundaries fused: {', '.join(self.fused_boundaries)}"
         yield from map(str, self.devices)
         if self.devices:
             yield (

@@ -42,7 +42,7 @@ from .dispatch.torch_slot import (
     in_slot,
     slot_filled,
 )
-from .options import Fallback, Options
+from .options import Boundaries, Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
 
@@ -66,6 +66,7 @@ def compile(
     in_place: Literal[False] = ...,
     fallback: Fallback = ...,
     target: str | None = ...,
+    boundaries: Boundaries = ...,
 ) -> CompiledModule: ...
 @overload
 def compile(
@@ -78,6 +79,7 @@ def compile(
     in_place: Literal[True],
     fallback: Fallback = ...,
     target: str | None = ...,
+    boundaries: Boundaries = ...,
 ) -> Model: ...
 
 
@@ -92,6 +94,7 @@ def compile(
     in_place: bool = False,
     fallback: Fallback = "eager",
     target: str | None = None,
+    boundaries: Boundaries = "kept",
 ) -> nn.Module:
     """Returns a drop-in replacement for a model that runs a compiled program.
 
@@ -119,6 +122,9 @@ def compile(
             which would not hold in a module that runs eagerly.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here, for the
             shapes of each call: the report has the plan, and the call itself raises PlanError.
+        boundaries: ``"fused"`` lets kernels fuse from the end of a block into the start of the
+            next, where equal blocks stand in a row: one or two launches a block fewer. Reports and
+            profiles then show a block's body, and seams between blocks.
 
     Calls run eagerly, and the report says why, where a forward does more than compute (``print``),
     where a module has a backward hook and gradients are wanted, and under ``torch.func``
@@ -139,7 +145,7 @@ def compile(
     _check_model(module, fallback)
     if target is not None:  # on a GPU that is not here nothing can run eagerly, nor a second time
         fallback, dynamic = "error", False
-    options = Options(reuse, backend, recompute, "disk", fallback, target)
+    options = Options(reuse, backend, recompute, "disk", fallback, target, boundaries)
     if in_place:
         return _compiled_in_place(module, options, dynamic)
     for _, part in wrapped_parts(module):

@@ -11,6 +11,9 @@ from ..recompute.planner import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
 from .capture.blocks import REUSE_CHOICES, Reuse
 
+Boundaries = Literal["kept", "fused"]
+BOUNDARY_CHOICES: tuple[str, ...] = get_args(Boundaries)
+
 Fallback = Literal["eager", "error"]
 FALLBACK_CHOICES: tuple[str, ...] = get_args(Fallback)
 
@@ -31,13 +34,25 @@ class Options:
     target: str | None = None
     """A GPU that need not be here; None for the device that a model is on."""
 
+    boundaries: Boundaries = "kept"
+    """``"fused"`` lets kernels fuse from the end of a block into the start of the next."""
+
     def __post_init__(self) -> None:
         if self.fallback not in FALLBACK_CHOICES:
             raise PlanError(f"fallback={self.fallback!r} is unknown; there are {FALLBACK_CHOICES}.")
+        if self.boundaries not in BOUNDARY_CHOICES:
+            raise PlanError(
+                f"boundaries={self.boundaries!r} is unknown; there are {BOUNDARY_CHOICES}."
+            )
         check_policy(self.recompute)
         if self.reuse not in REUSE_CHOICES:
             raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
         backend_named(self.backend, self.target)
+        if self.recompute in POLICIES and self.boundaries == "fused":
+            raise PlanError(
+                f"recompute={self.recompute!r} is decided for each block, and boundaries='fused' "
+                "leaves none whole: leave boundaries as they are, or use a Budget."
+            )
         if self.recompute in POLICIES and self.reuse == "off":
             raise PlanError(
                 f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "

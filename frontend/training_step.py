@@ -42,7 +42,7 @@ from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
 from .guards.guard import Inputs
 from .loss import LossFunction, LossModel
-from .options import Batching, Options
+from .options import Batching, Boundaries, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
@@ -60,6 +60,7 @@ def compile_step(
     order: Order = "forward_first",
     dynamic: bool | None = None,
     target: str | None = None,
+    boundaries: Boundaries = "kept",
     optimizer: torch.optim.Optimizer | None = None,
     max_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -94,6 +95,7 @@ def compile_step(
             in several sizes.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here: the report
             has the plan, and the step itself raises PlanError.
+        boundaries: ``"fused"`` lets kernels fuse across blocks, see :func:`compile`.
         optimizer: updates the parameters in each step. SGD, Adam and AdamW do so inside the
             program, by PyTorch's fused kernels: each parameter as soon as its gradient is complete,
             whose memory is free from then on, so that ``.grad`` is None afterwards. What cannot be
@@ -122,6 +124,7 @@ def compile_step(
         recompute=recompute,
         cache="disk",
         target=target,
+        boundaries=boundaries,
     )
     update = step_optimizer(optimizer, max_norm, scaler, target)
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic, update)

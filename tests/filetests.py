@@ -108,7 +108,10 @@ class FileTest:
 def started(program: Program, kind: GoalKind, options: Mapping[str, str]) -> Compilation:
     """Returns what is known of a program as if a model had just been captured."""
     recompute: Any = options.get("recompute") or None
-    compiler = Compiler(Options(backend="eager", recompute=recompute, cache="off"))
+    boundaries: Any = "fused" if "rotate" in options else "kept"
+    compiler = Compiler(
+        Options(backend="eager", recompute=recompute, cache="off", boundaries=boundaries)
+    )
     batching = Batching(int(options.get("repeat") or 1))
     goal = Goal(kind, train="autodiff" in options, batching=batching)
     state = compiler.started(Subject(nn.Identity(), (), {}), goal)

@@ -2,7 +2,7 @@
 
 state             a goal; what is known of one compile between two passes; a pass; the runner
 context           what a compiler keeps per closure, from compile to compile
-programs         capture, autodiff, repeat, decompose, lower; gradients, as programs too
+programs         capture, rotate, autodiff, repeat, decompose, lower; gradients, as programs too
 link              link, and the plan of memory, or why there is none
 many_shapes       one link for many shapes: the same program with other numbers in it
 mesh              the step, or the stages, of one rank of a device mesh, in local shapes

@@ -32,6 +32,7 @@ from ...reuse.ir.program import (
     walk_closures,
     wants_gradient,
 )
+from ...reuse.ir.rotate import rotate, seams_of
 from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.assemble import OutputTree
 from ..capture.capture import capture_model
@@ -116,6 +117,26 @@ def derive(state: State) -> State:
         ) from error
     state.report.nested_forward = list(map(str, fallbacks))
     state.report.modes = list(modes)
+    seen = replace(state.captured, program=program)
+    return replace(state, seen=seen, programs={PARTS[0]: program})
+
+
+@compile_pass(
+    "rotate",
+    goals=("module", "step"),
+    wanted=lambda state: state.context.options.boundaries == "fused",
+)
+def fuse_boundaries(state: State) -> State:
+    """Makes the end of a block and the start of the next one closure (where asked for)."""
+    program = rotate(state.programs[PARTS[0]])
+    state.report.fused_boundaries = [
+        f"{num} of {name}" for name, num in seams_of(program).items()
+    ] or [
+        "none: it takes three equal blocks in a row, without marks, that hand one tensor on and "
+        "begin and end with what kernels can fuse"
+    ]
+    if state.captured.sizes is None:
+        program = state.context.known(program)
     seen = replace(state.captured, program=program)
     return replace(state, seen=seen, programs={PARTS[0]: program})
 

@@ -13,6 +13,7 @@ rewrite        each different leaf rewritten once; programs without struct value
 fx_form        a program as a module of torch.fx that runs by itself; blocks in a tree of modules
 exported_form  a captured program as torch.export has it, and back
 networkx_form  a program as graphs of networkx, read off its text, and back
+rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
 size_tape      numbers that remember how they were computed from sizes
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs
