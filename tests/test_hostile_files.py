@@ -1,0 +1,331 @@
+"""Files that are damaged or forged: always a sentence, or a program; nothing is run or written.
+
+A forger knows the format: digests are made again after parts were changed, so that only what reads
+a part can notice. No machine's key signs that, so operators are checked one by one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pathlib
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Net, batch
+
+import lazyinline
+
+Parts = dict[str, bytes]
+
+
+def written(parts: Parts, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Returns a file of these parts, with digests that are right."""
+    rest = {name: content for name, content in parts.items() if name != "manifest.json"}
+    manifest = json.loads(parts["manifest.json"])
+    manifest["parts"] = {
+        name: "" if name.endswith(".safetensors") else hashlib.sha256(content).hexdigest()
+        for name, content in rest.items()
+    }
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", compression) as archive:
+        for name, content in {"manifest.json": json.dumps(manifest).encode(), **rest}.items():
+            archive.writestr(name, content)
+    return target.getvalue()
+
+
+# ---- what is done to the bytes of a file ---------------------------------------------------------
+
+
+def cut_off(content: bytes, random: Random) -> bytes:
+    return content[: random.randrange(len(content))]
+
+
+def flipped(content: bytes, random: Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(random.choice((1, 1, 8))):
+        changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def overwritten(content: bytes, random: Random) -> bytes:
+    start, length = random.randrange(len(content)), random.randrange(1, 40)
+    return content[:start] + random.randbytes(length) + content[start + length :]
+
+
+def sizes_changed(content: bytes, random: Random) -> bytes:
+    """Says another size of a part, in its header or in the directory at the end."""
+    places = [m.start() for m in re.finditer(rb"PK\x01\x02|PK\x03\x04", content)]
+    start = random.choice(places)
+    offset = start + (20 if content[start + 2] == 1 else 18) + random.choice((0, 4))
+    size = random.choice((0, 1, 2**31, 2**32 - 1, random.randrange(2**20)))
+    return content[:offset] + struct.pack("<I", size) + content[offset + 4 :]
+
+
+OF_BYTES: tuple[Callable[[bytes, Random], bytes], ...] = (
+    cut_off,
+    flipped,
+    overwritten,
+    sizes_changed,
+)
+
+
+# ---- what a forger does to its parts -------------------------------------------------------------
+
+ODD: tuple[Any, ...] = (-1, 2**63, 2**200, 1e308, "", "../x", None, [], {}, [[]], True, "grad")
+
+
+def swapped(parts: Parts, random: Random) -> None:
+    one, other = random.sample(sorted(parts.keys() - {"manifest.json"}), 2)
+    parts[one], parts[other] = parts[other], parts[one]
+
+
+def renamed(parts: Parts, random: Random) -> None:
+    name = random.choice(sorted(parts.keys() - {"manifest.json"}))
+    odd = (
+        "../../evil",
+        "/tmp/evil",
+        "..\\evil",
+        "C:evil",
+        "a//b",
+        "objects/x",
+        "x\x00y",
+        "\u202e",
+    )
+    parts[random.choice(odd)] = parts.pop(name)
+
+
+def left_out(parts: Parts, random: Random) -> None:
+    del parts[random.choice(sorted(parts.keys() - {"manifest.json"}))]
+
+
+def json_changed(parts: Parts, random: Random) -> None:
+    name = random.choice([n for n in parts if n.endswith(".json")])
+    found = json.loads(parts[name])
+    place: Any = found
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = random.choice(keys)
+        inner = place[key]
+        if not isinstance(inner, (dict, list)) or not inner or random.random() < 0.15:
+            place[key] = random.choice(ODD)
+            break
+        place = inner
+    parts[name] = json.dumps(found).encode()
+
+
+def json_nested(parts: Parts, random: Random) -> None:
+    depth = random.choice((10**3, 10**5, 10**6))
+    parts["model.json"] = random.choice((b"[", b'{"a":')) * depth
+
+
+def text_changed(parts: Parts, random: Random) -> None:
+    name = random.choice([n for n in parts if n.endswith(".txt")])
+    words = re.split(r"(\W+)", parts[name].decode())
+    index = random.randrange(len(words))
+    odd = (
+        "2**9",
+        "999999999999",
+        "f64",
+        "eval",
+        "__import__('os')",
+        "from_file",
+        "%x",
+        "call",
+        "}",
+    )
+    words[index] = random.choice((*odd, random.choice(words), "(" * 500, "-" * 3000))
+    parts[name] = "".join(words).encode()
+
+
+def size_changed(parts: Parts, random: Random) -> None:
+    """Says another size, wherever it stands in all texts: they agree with each other."""
+    number, other = random.choice(("3", "4", "8")), random.choice(("5", "0", "1099511627776"))
+    for name in [n for n in parts if n.endswith(".txt")]:
+        changed = re.sub(rf"(?<=[\[,]){number}(?=[\],])", other, parts[name].decode())
+        parts[name] = changed.encode()
+
+
+def header_changed(parts: Parts, random: Random) -> None:
+    name = random.choice(("weights.safetensors", "constants.safetensors"))
+    content = parts[name]
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    if random.random() < 0.3 or not header:
+        odd = random.choice((0, length + 8, 10**8, 2**62, 2**64 - 1))
+        parts[name] = odd.to_bytes(8, "little") + content[8:]
+        return
+    said = header[random.choice(sorted(header))]
+    key = random.choice(sorted(said))
+    said[key] = random.choice((*ODD, [0, 4], [2**62, 2**62], [-4, 4], "F64", "I8", [1] * 70))
+    text = json.dumps(header).encode()
+    parts[name] = len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+OF_PARTS: tuple[Callable[[Parts, Random], None], ...] = (
+    swapped,
+    renamed,
+    left_out,
+    json_changed,
+    json_changed,
+    json_nested,
+    text_changed,
+    text_changed,
+    size_changed,
+    header_changed,
+)
+
+
+def damaged(content: bytes, random: Random) -> bytes:
+    """Returns a file to which one thing was done."""
+    ways: tuple[Any, ...] = (*OF_BYTES, *OF_PARTS)
+    way = random.choice(ways)
+    if way in OF_BYTES:
+        return bytes(way(content, random))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    way(parts, random)
+    return written(parts)
+
+
+# ---- who looks on --------------------------------------------------------------------------------
+
+_SEEN: list[str] = []
+_WATCHING: list[bool] = []
+
+
+def _look(event: str, args: tuple[Any, ...]) -> None:
+    if not _WATCHING:
+        return
+    if event in ("subprocess.Popen", "os.system", "pickle.find_class", "socket.connect", "os.exec"):
+        _SEEN.append(f"{event} {args}")
+    if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
+        if not args[0].startswith(os.environ["LAZYINLINE_CACHE_DIR"]):
+            _SEEN.append(f"open {args}")
+
+
+sys.addaudithook(_look)
+
+
+@pytest.fixture
+def nothing_is_done() -> Iterator[None]:
+    """Sees to it that no process is started, nothing unpickled, no file written by its name."""
+    _SEEN.clear()
+    _WATCHING.append(True)
+    yield
+    _WATCHING.clear()
+    assert not _SEEN
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of a small model, in training and in inference."""
+    compiled = lazyinline.compile(Net(Block, 1), backend="eager")
+    compiled(batch(), 2.0)
+    with torch.no_grad():
+        compiled(batch(), 2.0)
+    path = tmp_path_factory.mktemp("sound") / "model.lz"
+    lazyinline.save(compiled, path)
+    return path.read_bytes()
+
+
+def opened(content: bytes, path: pathlib.Path) -> str:
+    """Opens a file; returns the sentence that it is refused with, or nothing."""
+    path.write_bytes(content)
+    before = sorted(path.parent.iterdir())
+    try:
+        lazyinline.load(path)
+        said = ""
+    except lazyinline.FileError as error:
+        said = str(error)
+        assert said.endswith(".") and "\n" not in said and str(path) in said, said
+    assert sorted(path.parent.iterdir()) == before
+    return said
+
+
+def refused(sound: bytes, path: pathlib.Path, seeds: range) -> int:
+    """Returns how many damaged files were refused; the others are sound programs."""
+    _WATCHING.clear()  # of what the test itself writes nothing is noted
+    number = 0
+    for seed in seeds:
+        content = damaged(sound, Random(seed))
+        path.write_bytes(content)
+        _WATCHING.append(True)
+        try:
+            lazyinline.load(path)
+        except lazyinline.FileError as error:
+            said = str(error)
+            assert said.endswith(".") and "\n" not in said, (seed, said)
+            number += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        finally:
+            _WATCHING.clear()
+    return number
+
+
+def test_a_damaged_or_forged_file_is_refused_in_a_sentence(
+    sound: bytes, tmp_path: pathlib.Path, nothing_is_done: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    assert refused(sound, tmp_path / "model.lz", range(300)) > 200
+
+
+@pytest.mark.sweep
+def test_ten_thousand_files_are_refused_in_a_sentence(
+    sound: bytes, tmp_path: pathlib.Path, nothing_is_done: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    assert refused(sound, tmp_path / "model.lz", range(300, 10_300)) > 7_000
+
+
+def test_what_is_compressed_is_refused_before_it_grows(
+    sound: bytes, tmp_path: pathlib.Path
+) -> None:
+    with zipfile.ZipFile(io.BytesIO(sound)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["model.json"] = b" " * 10**8
+    content = written(parts, zipfile.ZIP_DEFLATED)
+    assert len(content) < 10**6
+    assert "compressed" in opened(content, tmp_path / "model.lz")
+
+
+def test_parts_that_lie_over_one_another_are_refused(sound: bytes, tmp_path: pathlib.Path) -> None:
+    target = io.BytesIO(sound)
+    with zipfile.ZipFile(target, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("model.json", b"{}")
+    assert "over one another" in opened(target.getvalue(), tmp_path / "model.lz")
+
+
+@pytest.mark.parametrize("make", ["folder", "missing", "empty", "text"])
+def test_what_is_no_file_of_ours_is_refused(make: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "model.lz"
+    if make == "folder":
+        path.mkdir()
+    elif make != "missing":
+        path.write_text("" if make == "empty" else "hello", encoding="utf-8")
+    with pytest.raises(lazyinline.FileError, match=r"model\.lz.*\.$"):
+        lazyinline.load(path)
+
+
+def test_a_forged_signature_makes_nothing_trusted(
+    sound: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(io.BytesIO(sound)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(parts["manifest.json"])
+    parts["manifest.json"] = json.dumps(manifest | {"signature": "0" * 64}).encode()
+    # Operators of a file that is trusted are not read yet: this one would not be noticed.
+    name = "programs/0/forward.txt"
+    parts[name] = parts[name].replace(b"tanh", b"sinh", 1)
+    parts[name] = re.sub(rb"addmm\(", b"addmm_(", parts[name])
+    assert opened(written(parts), tmp_path / "model.lz")
