@@ -167,6 +167,7 @@ class CompiledStep:
     runner: PlannedProgram
     saved_bytes: Callable[[], int]
     linker: Relinking | None = None
+    lowered: Any = None
 
     @property
     def hold(self) -> Hold | None:

@@ -278,7 +278,8 @@ class Linker:
             assert isinstance(state.runs, PlannedProgram)
             assert derivative is not None
             saved = partial(type_at, derivative.saved_type, state.values or Values())
-            return CompiledStep(captured, state.step, state.runs, lambda: saved().num_bytes, linker)
+            step, saved_bytes = state.step, lambda: saved().num_bytes
+            return CompiledStep(captured, step, state.runs, saved_bytes, linker, self.lowered)
         assert isinstance(state.runs, Runtime)
         return CompiledProgram(
             captured,

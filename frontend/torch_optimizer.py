@@ -16,8 +16,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ..autodiff.training_program import UpdateGroup, Updates
+from ..backend.cache.codec import decode_value, encode_value
 from ..backend.launches.torch_native import Hold
-from ..reuse.errors import PlanError
+from ..reuse.errors import FileError, PlanError
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
 from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
 from ..reuse.ir.types import TensorType, reach
@@ -260,6 +261,56 @@ def step_optimizer(
     if max_norm is not None or scaler is not None:
         raise PlanError("max_norm= and scaler= say how optimizer= updates; pass the optimizer too.")
     return None
+
+
+# ---- in a file -----------------------------------------------------------------------------------
+
+_SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
+
+
+def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
+    """Returns an optimizer without its state, as JSON holds it.
+
+    Args:
+        optimizer: it.
+        names: of the model's tensors, by ``id``.
+
+    Raises:
+        FileError: for another than SGD, Adam and AdamW, or where something of the user's is in it.
+    """
+    if optimizer is None:
+        return None
+    if why := optimizer.why_after:
+        raise FileError(f"A step with its optimizer behind it cannot be saved: {why}.")
+    groups = [
+        [
+            [names[id(p)] for p in group["params"]],
+            {n: encode_value(v) for n, v in group.items() if n not in ("params", "initial_lr")},
+        ]
+        for group in optimizer.optimizer.param_groups
+    ]
+    return [type(optimizer.optimizer).__name__, groups]
+
+
+def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor]) -> Optimizer:
+    """Returns the optimizer that :func:`optimizer_data` wrote; ``tensors`` are by name."""
+    kind, groups = data
+    made = [
+        {"params": list(map(tensors, names)), **{n: decode_value(v) for n, v in told.items()}}
+        for names, told in groups
+    ]
+    return _SAVED[kind](made)
+
+
+def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of an optimizer's state, by ``exp_avg/<parameter>``."""
+    state = optimizer.optimizer.state
+    return {
+        f"{name}/{names[id(parameter)]}": tensor
+        for parameter, held in state.items()
+        for name, tensor in held.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 class StateFacts:

@@ -182,6 +182,21 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         self._lock = ProcessLock(threading.Lock)
 
     @property
+    def model(self) -> nn.Module:
+        """The model, whose parameters it trains."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, if it has one."""
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        """The model, its loss function, the options, batching, dynamic, and the optimizer."""
+        return self._made_of
+
+    @property
     def stats(self) -> StepStats | None:
         """Returns the sizes of the step used last; None before the first step."""
         first = self._entries.first
@@ -327,7 +342,7 @@ class _StepEntry:
         # No mode of the caller's changes what is copied outside native launches.
         self._move = native.move if native and runner.is_native else None
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
-        self._compiled = compiled
+        self.compiled = self._compiled = compiled
         self._staging: list[tuple[int, _Staging]] = []
         self._batch: list[torch.Tensor] = []
         count = len(compiled.step.batch)

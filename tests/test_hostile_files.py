@@ -208,9 +208,9 @@ def _look(event: str, args: tuple[Any, ...]) -> None:
         return
     if event in ("subprocess.Popen", "os.system", "pickle.find_class", "socket.connect", "os.exec"):
         _SEEN.append(f"{event} {args}")
-    if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
-        if not args[0].startswith(os.environ["LAZYINLINE_CACHE_DIR"]):
-            _SEEN.append(f"open {args}")
+    is_write = event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR)
+    if is_write and not args[0].startswith(os.environ["LAZYINLINE_CACHE_DIR"]):
+        _SEEN.append(f"open {args}")
 
 
 sys.addaudithook(_look)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import FileError
-from lazyinline.frontend.compiled_module import CompiledModule
 
 
 def compiled_for(model: nn.Module, *args: Any, backend: str = "eager", **kwargs: Any) -> Any:
@@ -33,7 +32,7 @@ def compiled_for(model: nn.Module, *args: Any, backend: str = "eager", **kwargs:
     return compiled
 
 
-def reloaded(compiled: Any, folder: pathlib.Path, **options: Any) -> CompiledModule:
+def reloaded(compiled: Any, folder: pathlib.Path, **options: Any) -> Any:
     """Saves and loads; saved again, the file has the same bytes."""
     path, again = folder / "model.lz", folder / "again.lz"
     lazyinline.save(compiled, path, **options)
@@ -342,3 +341,66 @@ def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: pathlib.Pat
             parts = [e for e in archive.infolist() if e.filename != "weights.safetensors"]
         sizes.append(sum(part.file_size for part in parts))
     assert sizes[1] - sizes[0] <= 4 * 2000
+
+
+# ---- training steps ------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(BatchNormBlock)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x), y)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "none": lambda parameters: None,
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loaded_step_goes_on_as_the_compiled_one(
+    optimizer: str, micro_batches: int, tmp_path: pathlib.Path
+) -> None:
+    model, x, y = Loss(), batch(4), batch(4, 2)
+    step = lazyinline.compile_step(
+        model,
+        optimizer=OPTIMIZERS[optimizer](model.parameters()),
+        micro_batches=micro_batches,
+        backend="eager",
+    )
+    step(x, y)
+    loaded: Any = reloaded(step, tmp_path)
+    for _ in range(2):
+        assert torch.equal(loaded(x, y), step(x, y))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor), name
+    found, expected = gradients(loaded.model), gradients(model)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] is None) == (grad is None)
+        assert grad is None or torch.equal(found[name], grad)
+    assert (loaded.optimizer is None) == (optimizer == "none")
+
+
+def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: pathlib.Path) -> None:
+    model = Loss()
+    step = lazyinline.compile_step(
+        model, optimizer=torch.optim.Adagrad(model.parameters()), backend="eager"
+    )
+    step(batch(4), batch(4, 2))
+    with pytest.raises(FileError, match="Adagrad has no fused update"):
+        lazyinline.save(step, tmp_path / "model.lz")
+
+
+def test_sizes_that_vary_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    compiled = lazyinline.compile(Net(), backend="eager", dynamic=True)
+    with torch.no_grad():
+        compiled(batch())
+    with pytest.raises(FileError, match="Sizes of this program are symbols"):
+        lazyinline.save(compiled, tmp_path / "model.lz")

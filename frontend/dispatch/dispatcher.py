@@ -195,6 +195,16 @@ class Dispatcher(Generic[AnyEntry]):
         """Returns what the newest compile did; None before the first call."""
         return self._report
 
+    @property
+    def programs(self) -> KeptPrograms[AnyEntry]:
+        """The programs there are."""
+        return self._entries
+
+    @property
+    def subject(self) -> nn.Module:
+        """What is compiled; of a step, the model with its loss."""
+        return self._subject
+
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         """Takes a program that was compiled before, for a call with these flat inputs."""
         self._entries.add(self._entry(made, leaves))

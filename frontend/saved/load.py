@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...backend.cache.codec import decode_value
 from ...backend.files.container import Parts, open_parts, read_json
@@ -23,12 +24,15 @@ from ...reuse.ir.types import TensorType
 from ..capture.regions import CapturedModel
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker
+from ..dispatch.dispatcher import Dispatcher
 from ..guards.guard import Guard
-from ..options import Options
-from ..passes.state import Compilation, Goal, between, run
+from ..options import Batching, Options
+from ..passes.state import Compilation, Goal, between, run, step_goal
 from ..sizes.shapes import CompileResult
+from ..torch_optimizer import StepOptimizer, optimizer_of
+from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made
-from .save import CONSTANTS, MODEL, WEIGHTS, beside
+from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
 
@@ -41,7 +45,7 @@ def load(
     *,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     trust: bool = False,
-) -> CompiledModule:
+) -> CompiledModule | TrainingStep:
     """Opens a file that :func:`save` wrote. The model's source code is not needed.
 
     Every byte is checked before it is used: each part against its digest, programs operator by
@@ -56,7 +60,8 @@ def load(
             code: say so only of a file that you would run.
 
     Returns:
-        A module: it is called, trained and asked for its ``state_dict`` like the compiled model.
+        A module: it is called, trained and asked for its ``state_dict`` like the compiled model. Of
+        a step a step, whose ``model`` and ``optimizer`` are the file's.
 
     Raises:
         FileError: if the file is damaged or is none of these; the message is one sentence.
@@ -70,9 +75,7 @@ def load(
     with open_parts(path, store) as parts:
         opened = _Opened(parts, store if trust or parts.is_signed else None)
         model = opened.module(path, state_dict)
-        loaded = CompiledModule(model, opened.options, dynamic=False)
-        opened.adopt(loaded, model)
-        return loaded
+        return opened.adopted(model)
 
 
 class _Opened:
@@ -87,10 +90,14 @@ class _Opened:
         self._parts, self._store = parts, store
         self._told = told = read_json(parts.read(MODEL))
         self._names = TensorNames(*(told[each.name] for each in fields(TensorNames)))
+        self._batching = None if told["batching"] is None else Batching(*told["batching"])
+        settings = None
+        if self._batching is not None:
+            # Of a stand-in for each tensor: programs are read before there are any.
+            update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1)))
+            settings = [] if update is None else [one.settings for one in update.groups()]
         self._programs = [
-            read_program(
-                parts, _place(i), one["boundary"], one["output"], trusted=store is not None
-            )
+            read_program(parts, _place(i), one, settings, trusted=store is not None)
             for i, one in enumerate(told["programs"])
         ]
         self._types: dict[str, TensorType] = {}
@@ -153,27 +160,55 @@ class _Opened:
 
     # ---- programs ------------------------------------------------------------------------
 
-    def adopt(self, loaded: CompiledModule, model: SavedModel) -> None:
-        """Links each program, and gives it to the module, which is around the model."""
-        compiler = Compiler(loaded._lazyinline_calls.options)
+    def adopted(self, model: SavedModel) -> CompiledModule | TrainingStep:
+        """Returns a module or a step around the model, with each program linked."""
+        compiler = Compiler(self.options)
         for name in self._parts.names:
             if self._store is not None and name.startswith("objects/"):
                 self._store.put_object(name.partition("/")[2], self._parts.read(name))
+        loaded: CompiledModule | TrainingStep
+        if self._batching is None:
+            loaded = CompiledModule(model, self.options, dynamic=False)
+            calls: Dispatcher[Any] = loaded._lazyinline_calls
+        else:
+            update = self._optimizer(model.tensor)
+            if update is not None:
+                self._put_state(update, model)
+            loaded = calls = TrainingStep(model, None, self.options, self._batching, False, update)
         # The one used last before it was saved comes first.
         for number in reversed(range(len(self._programs))):
             told, program = self._told["programs"][number], self._programs[number]
             with _modes(told["modes"]):
                 model.set_modes(*told["training"])
+                calls.subject.training = model.training
                 state = self._linked(compiler, number, model)
                 leaves, tree = _inputs(told["inputs"], program)
                 compiled = Linker.of(compiler, state).result(state)
-                guard = Guard(model, state.captured, leaves, tree, compiled.hold)
-            made = CompileResult(guard, compiled.without_tensors(), state.report)
-            loaded._lazyinline_calls.adopt(made, leaves)
+                guard = Guard(calls.subject, state.captured, leaves, tree, compiled.hold)
+            calls.adopt(CompileResult(guard, compiled.without_tensors(), state.report), leaves)
+        return loaded
+
+    def _optimizer(self, tensors: Callable[[str], torch.Tensor]) -> StepOptimizer | None:
+        if self._told["optimizer"] is None:
+            return None
+        made = StepOptimizer(optimizer_of(self._told["optimizer"], tensors))
+        made.groups()
+        return made
+
+    def _put_state(self, update: StepOptimizer, model: SavedModel) -> None:
+        for name, tensor in self._read(STATE).items():
+            kind, _, own = name.partition("/")
+            parameter = model.tensor(own)
+            if kind != "step" and tensor.shape != parameter.shape:
+                raise FileError(f"{name} is of another shape than its parameter")
+            held = tensor if kind == "step" else torch.empty_like(parameter.detach()).copy_(tensor)
+            update.optimizer.state[parameter][kind] = held
 
     def _linked(self, compiler: Compiler, number: int, model: SavedModel) -> Compilation:
         program, told = self._programs[number], self._told["programs"][number]
         context, goal = compiler.context, Goal(train=told["train"] is True)
+        if self._batching is not None:
+            goal = step_goal(self._batching)
         report = context.report(train=goal.train)
         report.model = model.class_name
         captured = replace(program.captured, sources=self._bound(program.captured, model))
@@ -186,6 +221,7 @@ class _Opened:
             goal=goal,
             seen=seen,
             derivative=program.derivative,
+            composed=program.step,
             programs=program.runs,
         )
         with context.cached(report):
@@ -225,10 +261,13 @@ def _inputs(data: Any, program: ReadProgram) -> tuple[list[Any], torch_pytree.Tr
         else:
             tensors.append(tensors[first])
         leaves.append(tensors[-1])
+    count = len(program.step.batch) if program.step is not None else 1
     pairs = zip(program.captured.sources, program.captured.inputs, strict=True)
     for source, value in pairs:
         if isinstance(source, UserInput):
             found = tensors[source.index]
+            if count > 1:
+                found = torch.empty_like(found).tensor_split(count)[0]
             if TensorType.of(found) != value.type:
                 raise FileError(f"the input {source.name} is of another type than programs take")
     return leaves, tree

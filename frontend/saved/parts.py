@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ...autodiff.derivative import Derivative
+from ...autodiff.training_program import StepProgram, Updates
 from ...backend.cache.codec import NotCacheableError
 from ...backend.cache.results import plan_data, plan_of
 from ...backend.files.container import Content, Parts, read_json, to_json
@@ -27,27 +30,30 @@ from ...reuse.ir.program import (
     Leaf,
     ModelTensor,
     Program,
+    UserInput,
     Value,
     tensor_type,
     walk_closures,
 )
+from ...reuse.ir.torch_updates import IN_PLACE, STATE
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.ir.verify import verify
 from ..capture.assemble import OutputTree
-from ..compiled import CompiledProgram
+from ..compiled import Compiled, CompiledStep
 from ..passes.context import Context
 from ..passes.programs import PARTS
 from ..passes.state import Compilation
 from .trees import tree_data, tree_of
 
+_STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
-_CAPTURED = "captured"
+_CAPTURED, STEP = "captured", "step"
 
 
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def program_parts(compiled: CompiledProgram, state: Compilation) -> Iterator[tuple[str, Content]]:
+def program_parts(compiled: Compiled, state: Compilation) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a compiled program: texts, then what was made of them here.
 
     Args:
@@ -72,13 +78,17 @@ def program_parts(compiled: CompiledProgram, state: Compilation) -> Iterator[tup
                     objects.update(found)
     except (NotCacheableError, OSError):  # then it is made again wherever it is opened
         return
-    plans = list(map(plan_data, compiled.runtime.program.plans))
     if context.cache.facts:
-        # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
-        roots = compiled.facts.view_roots
-        numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
-        known = [numbers, compiled.facts.draws, list(compiled.watched_inputs)]
-        made = [context.cache.facts, lists, plans, known]
+        known: Any = None
+        if isinstance(compiled, CompiledStep):
+            program = compiled.runner
+        else:
+            program = compiled.runtime.program
+            # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
+            roots = compiled.facts.view_roots
+            numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
+            known = [numbers, compiled.facts.draws, list(compiled.watched_inputs)]
+        made = [context.cache.facts, lists, list(map(plan_data, program.plans)), known]
         yield "made.json", [to_json(made)]
         yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
@@ -91,19 +101,22 @@ def _text(program: Program) -> bytes:
     """
     for closure in walk_closures(program):
         for node in closure.nodes if isinstance(closure, Leaf) else ():
-            if function_name(node.target) is None and not isinstance(node.target, Control):
+            is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
+            if function_name(node.target) is None and not is_ours:
                 raise FileError(
                     f"@{closure.name} calls {node.target}, which is no operator of PyTorch's own: "
                     "a file holds no code, so a program with it cannot be saved."
                 )
     text = text_to_compare(program)
-    try:
-        same = text_to_compare(parse_program(text)) == text
-    except ParseError as error:
-        raise FileError(f"This program has no text that can be read again: {error}") from error
-    if not same:
-        raise FileError("This program has no text that says all of it.")
-    return text.encode()
+    for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
+        try:
+            again = text_to_compare(parse_program(text))
+        except ParseError as error:
+            raise FileError(f"This program has no text that can be read again: {error}") from error
+        if again == text:
+            return text.encode()
+        text = again
+    raise FileError("This program has no text that says all of it.")
 
 
 def _plainly_named(program: Program) -> Program:
@@ -119,8 +132,13 @@ def _plainly_named(program: Program) -> Program:
     return Program(tuple(named[v] for v in program.inputs), tuple(calls), outputs)
 
 
-def boundary_data(derivative: Derivative | None) -> Any:
-    """Returns what crosses from a forward to its backward, as JSON holds it."""
+def boundary_data(state: Compilation) -> Any:
+    """Returns what crosses from a forward to its backward, or into a step, as JSON holds it."""
+    derivative, step = state.derivative, state.composed
+    if step is not None:
+        updates = step.updates
+        of_updates = [updates.state, updates.parameters, updates.num_results]
+        return [step.batch, step.gradients, step.writes, of_updates]
     if derivative is None:
         return None
     if derivative.offloaded:
@@ -154,25 +172,33 @@ class ReadProgram:
 
     captured: Program
     runs: Mapping[str, Program]
-    derivative: Derivative | None
+    derivative: Derivative | None = None
+    step: StepProgram | None = None
 
 
 def read_program(
-    parts: Parts, place: str, boundary: Any, output: Any, *, trusted: bool
+    parts: Parts,
+    place: str,
+    told: Mapping[str, Any],
+    settings: Sequence[TensorType] | None,
+    *,
+    trusted: bool,
 ) -> ReadProgram:
     """Reads a program.
 
     Args:
         parts: of the file.
         place: where its parts are.
-        boundary: from :func:`boundary_data`.
-        output: from :func:`output_data`.
+        told: what the file says of it.
+        settings: of a training step, the types of the numbers of its optimizer.
         trusted: read operators when something asks for them: this machine wrote them.
 
     Raises:
         FileError: if it is none, or its texts do not go together.
     """
-    names = (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
+    boundary = told["boundary"]
+    is_step = settings is not None
+    names = (_CAPTURED, STEP) if is_step else (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
     texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
     if trusted:
         programs = {name: parse_program(text, "later") for name, text in texts.items()}
@@ -181,14 +207,17 @@ def read_program(
             name: verify(parse_program(text), "shared" if name == _CAPTURED else "aten")
             for name, text in texts.items()
         }
-    leaves, spec = tree_of(output)
+    leaves, spec = tree_of(told["output"])
     captured = replace(
         programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
     )
     _check_leaves(captured)
+    if settings is not None:
+        step = _step(captured, programs[STEP], settings, boundary)
+        return ReadProgram(captured, programs, _halves(step.program), step)
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
-        return ReadProgram(captured, programs, None)
+        return ReadProgram(captured, programs)
     forward, backward = (Composite(f"main.{n}", p) for n, p in programs.items())
     found = Derivative(forward, backward, *(tuple(map(_index, row)) for row in boundary))
     _check_derivative(captured, found)
@@ -247,6 +276,53 @@ def _check_derivative(captured: Program, found: Derivative) -> None:
             raise FileError("a gradient is of another type than what it belongs to")
 
 
+def _halves(step: Program) -> Derivative:
+    """Returns the closures that a step calls, each first for one micro-batch."""
+    one = step.calls[0].closure
+    if not isinstance(one, Composite) or not isinstance(one.output_types[-1], StructType):
+        raise FileError("a step begins with no forward")
+    return Derivative(one, one, (), (), (), ())
+
+
+def _step(
+    captured: Program, program: Program, settings: Sequence[TensorType], boundary: Any
+) -> StepProgram:
+    """Returns a step, where all that it says of its inputs and outputs is so."""
+    batch, gradients, writes, (state, parameters, num_results) = boundary
+    model = tuple(s for s in captured.sources if isinstance(s, ModelTensor))
+    updates = Updates(
+        tuple((_index(i), str(name)) for i, name in state),
+        tuple(map(_index, parameters)),
+        _index(num_results),
+    )
+    found = StepProgram(
+        program,
+        tuple(tuple(map(_index, row)) for row in batch),
+        model,
+        tuple(map(_index, gradients)),
+        tuple(map(_index, writes)),
+        updates,
+    )
+    inputs, outputs = _types(program)
+    own = [type_ for _, _, type_ in model_inputs(captured)]
+    given = {
+        s.index: v.type
+        for s, v in zip(captured.sources, captured.inputs, strict=True)
+        if isinstance(s, UserInput)
+    }
+    expected = [*(given[i] for row in batch for i in row), *own]
+    count = TensorType(torch.float32, (), (), torch.device("cpu"))
+    states = [count if name == "step" else own[index] for index, name in state]
+    _check_types("a step", inputs, [*expected, *states, *settings, outputs[0]])
+    results = len(batch) + len(gradients) + len(writes) + num_results
+    if len(outputs) != results or not {name for _, name in state} <= _STATE:
+        raise FileError("a step returns another number of results")
+    for output, index in zip(outputs[len(batch) :], (*gradients, *writes), strict=False):
+        if (output.shape, output.dtype) != (own[index].shape, own[index].dtype):
+            raise FileError("a gradient is of another type than what it belongs to")
+    return found
+
+
 def take_made(
     context: Context, parts: Parts, place: str, runs: Mapping[str, Program]
 ) -> Mapping[str, Any]:
@@ -258,7 +334,7 @@ def take_made(
     name = f"{place}made.json"
     if name not in parts.names:
         return {}
-    facts, lists, plans, (roots, draws, watched) = read_json(parts.read(name))
+    facts, lists, plans, known = read_json(parts.read(name))
     if facts != context.cache.facts:
         return {}
     for part, program in runs.items():
@@ -273,6 +349,9 @@ def take_made(
         return answers.pop(0) if fits else make()
 
     context.tools = replace(context.tools, plan=plan)
+    if known is None:
+        return {}
+    roots, draws, watched = known
     views = [~root if root < 0 else ("root", root) for root in roots]
     return {"view_roots": views, "draws": draws, "watched_inputs": tuple(watched)}
 

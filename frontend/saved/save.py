@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from ...backend.cache.codec import NotCacheableError, encode_value
 from ...backend.files.container import Content, to_json, write_parts
@@ -16,15 +17,19 @@ from ...backend.files.torch_store import open_cache
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
-from ..dispatch.dispatcher import ModuleEntry, dispatcher_of
+from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
+from ..options import Batching, Options
+from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
+from ..training_step import TrainingStep
 from .parts import boundary_data, output_data, program_parts
 from .saved_model import TensorNames
 from .trees import tree_data
 
 Weights = Literal["inside", "beside", "none"]
 WEIGHTS, CONSTANTS, MODEL = "weights.safetensors", "constants.safetensors", "model.json"
+STATE = "optimizer.safetensors"
 
 
 def beside(path: str | os.PathLike[str]) -> str:
@@ -41,8 +46,9 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     same calls, gives the same bytes.
 
     Args:
-        compiled: what :func:`compile` returned, or the model that was compiled in place; it has
-            been called in each way that the file shall be called in.
+        compiled: what :func:`compile` or :func:`compile_step` returned, or the model that was
+            compiled in place; it has been called in each way that the file shall be called in. A
+            step's file has its optimizer's state, too.
         path: the file, which is replaced if it is there.
         weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
             them to :func:`load`.
@@ -60,12 +66,15 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     """
     if weights not in get_args(Weights):
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
-    calls = dispatcher_of(compiled)
-    if not isinstance(calls, ModelDispatcher):
+    if isinstance(compiled, TrainingStep):
+        saved = _Saved(compiled, *compiled.made_of)
+    elif isinstance(calls := dispatcher_of(compiled), ModelDispatcher):
+        saved = _Saved(calls, calls.model, None, calls.options)
+    else:
         raise FileError(
-            f"save takes what lazyinline.compile returned, and this is a {type(compiled).__name__}."
+            "save takes what lazyinline.compile or compile_step returned, and this is a "
+            f"{type(compiled).__name__}."
         )
-    saved = _Saved(calls)
     parts = dict(saved.parts(weights))
     if weights == "beside":
         with open(beside(path), "wb") as file:
@@ -75,14 +84,24 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
 
 
 class _Saved:
-    """A compiled model on its way into a file."""
+    """A compiled model or step on its way into a file."""
 
-    def __init__(self, calls: ModelDispatcher) -> None:
-        self._calls = calls
-        self._names, self._tensors = TensorNames.of(calls.model)
+    def __init__(
+        self,
+        calls: ModelDispatcher | TrainingStep,
+        model: nn.Module,
+        loss_fn: Any,
+        options: Options,
+        batching: Batching | None = None,
+        dynamic: bool | None = None,
+        optimizer: StepOptimizer | None = None,
+    ) -> None:
+        self._model, self._options, self._subject = model, options, calls.subject
+        self._batching, self._optimizer = batching, optimizer
+        self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
         self._constants: dict[int, torch.Tensor] = {}
-        self._entries = [entry for entry in calls.entries if entry.guard.rebind()]
+        self._entries = [entry for entry in calls.programs if entry.guard.rebind()]
         if not self._entries:
             report = calls.last_report
             eager = report.ran_eagerly if report is not None else ""
@@ -106,12 +125,12 @@ class _Saved:
             for name, content in parts:
                 shared = name.startswith("objects/")
                 found[name if shared else f"programs/{number}/{name}"] = content
-        options = self._calls.options
-        model = getattr(self._calls.model, "class_name", type(self._calls.model).__name__)
         told = {
-            "class": model,
+            "class": getattr(self._model, "class_name", type(self._model).__name__),
             "weights": weights,
-            "options": [options.backend, options.reuse],
+            "options": [self._options.backend, self._options.reuse],
+            "batching": None if self._batching is None else astuple(self._batching),
+            "optimizer": optimizer_data(self._optimizer, self._by_id),
             **asdict(self._names),
             "programs": programs,
         }
@@ -123,13 +142,20 @@ class _Saved:
         yield CONSTANTS, pieces_of(constants)
         if weights == "inside":
             yield WEIGHTS, pieces_of(self.weights())
+        if self._optimizer is not None:
+            yield STATE, pieces_of(optimizer_state(self._optimizer, self._by_id))
 
-    def _program(self, entry: ModuleEntry) -> tuple[Any, Iterator[tuple[str, Content]]]:
+    def _program(self, entry: Any) -> tuple[Any, Iterator[tuple[str, Content]]]:
         compiled, guard = entry.compiled, entry.guard
         if guard.answers:
             raise FileError(
                 "The forward asks its inputs for numbers (int(batch.max())), and a file holds no "
                 "code that could ask again."
+            )
+        if compiled.lowered.captured.sizes is not None:
+            raise FileError(
+                "Sizes of this program are symbols, which a file does not say yet: compile with "
+                "dynamic=False, and call it for each shape that the file shall have."
             )
         program = compiled.captured.program
         own = iter(guard.tensors)
@@ -142,10 +168,10 @@ class _Saved:
         told = {
             "train": state.goal.train,
             "modes": [grad, inference, encode_value(autocast)],
-            "training": guard.training_of(self._calls.model),
+            "training": guard.training_of(self._subject),
             "inputs": _input_data(guard),
             "output": output_data(program.output_tree),
-            "boundary": boundary_data(state.derivative),
+            "boundary": boundary_data(state),
         }
         return told, program_parts(compiled, state)
 
