@@ -5,13 +5,18 @@
 A SchNet and a PaiNN, 61 atoms and some 1,100 edges, in a number that never comes twice, Adam. Each
 row is a process of its own with cold caches; CPU time, one thread:
 
-    first, second  the first two sizes with their compiles, seconds, C++ compiler included
+    first, next    the first size, and the next three, with their compiles: CPU seconds, C++
+                   compiler included
     new            each further size, milliseconds (median, less one step)
     step, eager    of a size that was seen, milliseconds, minima in turns; ratio: eager's over ours
-    error          of the parameters after all steps against eager, relative (norm over norm)
+    error          of the parameters after all steps against eager, relative (norm over norm); of
+                   ways that do not train, of what they return
 
 Ways: ``step`` is `lazyinline.compile_step`; ``natural`` is `lazyinline.compile` of the energy, the
-gradient taken outside; both with ``dynamic=True``. ``flag`` is `torch.compile` of energy and forces
+gradient taken outside; both with ``dynamic=True``. ``md`` is the same without training: forces of
+each step, and the error is theirs. ``rows`` and ``vmap`` are Hessians of 30 of the atoms by
+`lazyinline.func.hessian`, beside `torch.autograd.functional.hessian` and `torch.func.hessian` of
+the eager model; of one size. ``flag`` is `torch.compile` of energy and forces
 with `torch._dynamo.config.trace_autograd_ops`, which is off by default; ``make_fx`` is what
 DeePMD-kit and NequIP do: `make_fx` with symbols, then `torch.compile` of the graph.
 """
@@ -35,8 +40,9 @@ import torch
 from measurement import Stopwatch, kept_environment
 from torch import Tensor, nn
 
-WAYS = ("eager", "step", "natural", "flag", "make_fx")
-ATOMS, CUTOFF, WIDTH, RADIAL = 61, 5.0, 64, 20
+WAYS = ("eager", "step", "natural", "md", "rows", "vmap", "flag", "make_fx")
+HESSIANS = {"rows": torch.autograd.functional.hessian, "vmap": torch.func.hessian}
+ATOMS, SMALL, CUTOFF, WIDTH, RADIAL = 61, 30, 5.0, 64, 20
 Graph = tuple[Tensor, Tensor, Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -158,8 +164,39 @@ def traced(model: nn.Module, data: Graph) -> Callable[..., Any]:
     return lambda *data: compiled(list(model.parameters()), *data)
 
 
+def dynamics(energy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a step of molecular dynamics: the forces."""
+
+    def step(kinds: Tensor, positions: Tensor, edges: Tensor) -> Tensor:
+        positions = positions.detach().requires_grad_()
+        return -torch.autograd.grad(energy(kinds, positions, edges), positions)[0]
+
+    return step
+
+
+def small(data: Graph) -> Graph:
+    """Returns the part of a graph between its first atoms."""
+    kinds, positions, edges = data
+    return kinds[:SMALL], positions[:SMALL], edges[:, (edges < SMALL).all(0)]
+
+
+def modes(model: nn.Module, way: str, data: Graph) -> tuple[Any, Any]:
+    """Returns what computes a Hessian compiled, and eagerly."""
+    from lazyinline import func
+
+    kinds, _, edges = small(data)
+
+    def energy(flat: Tensor) -> Tensor:
+        return model(kinds, flat.reshape(-1, 3), edges)  # type: ignore[no-any-return]
+
+    own, other = func.hessian(energy), HESSIANS[way]
+    plain = other(energy) if way == "vmap" else lambda flat: other(energy, flat)
+    flat = (small(data)[1].flatten(),)
+    return lambda *_: own(*flat).dense(), lambda *_: plain(*flat)
+
+
 def made(way: str, model: nn.Module, data: Graph) -> Any:
-    """Returns one way's training step."""
+    """Returns one way's step."""
     optimizer, plain = torch.optim.Adam(model.parameters(), 1e-4, fused=True), Forces(model)
     if way == "eager":
         return by_backward(plain, optimizer)
@@ -170,6 +207,8 @@ def made(way: str, model: nn.Module, data: Graph) -> Any:
         return by_backward(torch.compile(plain, dynamic=True), optimizer)
     import lazyinline
 
+    if way == "md":
+        return dynamics(lazyinline.compile(model, dynamic=True))
     if way == "step":
         return lazyinline.compile_step(plain, loss_fn=loss_of, optimizer=optimizer, dynamic=True)
     return by_backward(Forces(lazyinline.compile(model, dynamic=True)), optimizer)
@@ -181,28 +220,36 @@ def measured(way: str, kind: str, layers: int, sizes: int, rounds: int) -> dict[
     torch.set_num_threads(1)
     eager = Potential(KINDS[kind], layers)
     model = copy.deepcopy(eager)
-    beside, watches = made("eager", eager, graph(0)), []
-    step: Any = None
-    for seed in range(sizes):
-        beside(*graph(seed))
+    if way in HESSIANS:
+        step, beside = modes(model, way, graph(0))
+        sizes, seeds = 2, [0] * 2
+    else:
+        beside = dynamics(eager) if way == "md" else made("eager", eager, graph(0))
+        step, seeds = None, list(range(sizes))
+    watches = []
+    for seed in seeds:
+        wanted = beside(*graph(seed))
         watches.append(Stopwatch())
         with watches[-1].running():
             step = step or made(way, model, graph(seed))
-            step(*graph(seed))
+            found = step(*graph(seed))
     times: dict[str, list[float]] = {"own": [], "eager": []}
     for _ in range(rounds):
         for name, run in (("eager", beside), ("own", step)):
             begun = time.process_time()
-            run(*graph(sizes - 1))
+            run(*graph(seeds[-1]))
             times[name].append(1e3 * (time.process_time() - begun))
     own, other = (min(times[name]) for name in ("own", "eager"))
-    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    pairs = [(found, wanted)]
+    if wanted is None:
+        pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
     error = max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
-    new = statistics.median(1e3 * one.cpu_s for one in watches[2:]) - own
-    first, second = (one.cpu_s for one in watches[:2])
+    further = [1e3 * one.cpu_s for one in watches[4:]]
+    new = statistics.median(further) - own if further else math.nan
+    first, *then = (one.cpu_s for one in watches[:4])
     return {
         "first": first,
-        "second": second,
+        "next": sum(then),
         "new": new,
         "step": own,
         "eager": other,
@@ -222,9 +269,7 @@ def row(way: str, kind: str, layers: int, rest: list[str]) -> str:
     if done.returncode:
         return f"{start} fails: {(done.stderr.strip().splitlines() or [''])[-1][:90]}"
     r = json.loads(done.stdout.strip().splitlines()[-1])
-    cells = (
-        f"{r['first']:7.1f} {r['second']:7.2f} {r['new']:7.1f} {r['step']:7.1f} {r['eager']:7.1f}"
-    )
+    cells = f"{r['first']:7.1f} {r['next']:7.2f} {r['new']:7.1f} {r['step']:7.1f} {r['eager']:7.1f}"
     return f"{start} {cells} {r['eager'] / r['step']:6.2f} {r['error']:8.1e}"
 
 
@@ -233,7 +278,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--layers", type=int, nargs="*", default=[3, 12])
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS[1:])
-    parser.add_argument("--sizes", type=int, default=6)
+    parser.add_argument("--sizes", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -242,7 +287,7 @@ def main() -> None:
         print(json.dumps(measured(*one, options.sizes, options.rounds)))
         return
     rest = ["--sizes", str(options.sizes), "--rounds", str(options.rounds)]
-    print("model   layers way        first  second     new    step   eager  ratio    error")
+    print("model   layers way        first    next     new    step   eager  ratio    error")
     for kind, layers, way in itertools.product(options.models, options.layers, options.ways):
         print(row(way, kind, layers, rest), flush=True)
 

@@ -33,7 +33,7 @@ from link_tree import ROOT
 # compiled programs as files (frontend +1,163, reuse +102, backend +409), other forms of programs
 # (frontend +110, reuse +600).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_074, 109),
+    "frontend": (28_077, 109),
     "reuse": (9_283, 33),
     "autodiff": (6_358, 22),
     "recompute": (1_201, 6),

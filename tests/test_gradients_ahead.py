@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline.frontend.autograd.gradients import Ahead
@@ -134,7 +135,25 @@ def left(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
     return [energy(model, pos, edges)]
 
 
-OTHERS = (changed, dynamics, energies, weighted, parameters, hessian, third, twice, left)
+def checkpointed(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Runs the forward again for its backward, which counts what it saves."""
+    found = checkpoint(energy, model, pos, edges, use_reentrant=False)
+    slope = slope_of(found, pos)
+    return [found, slope]
+
+
+OTHERS = (
+    checkpointed,
+    changed,
+    dynamics,
+    energies,
+    weighted,
+    parameters,
+    hessian,
+    third,
+    twice,
+    left,
+)
 
 
 def assert_as_eager(model: nn.Module, uses: Sequence[Use], **options: Any) -> None:

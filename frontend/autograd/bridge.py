@@ -16,6 +16,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
+from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
 from .gradients import FirstBackward, Gradients
 from .torch_engine import (
@@ -215,7 +216,10 @@ class Bridge:
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""
-        ahead = self.gradients.ahead() if self._facts.habit.expected is not None else None
+        # A checkpoint counts what is saved: a second run of a forward has to save as much.
+        if self._facts.habit.expected is None or autograd_mode_around():
+            return self.run_alone(inputs)
+        ahead = self.gradients.ahead()
         return self.run_alone(inputs) if ahead is None else ahead.run(inputs)
 
     def run_alone(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
