@@ -1,12 +1,15 @@
-"""Everything that must hold on a GPU, in one command and under eight minutes.
+"""Everything that must hold on a GPU, in parts of under four minutes, each a process of its own.
 
-    python benchmarks/gpu.py                        # on the first GPU
-    python benchmarks/gpu.py --json build/gpu.json
-    python benchmarks/gpu.py --device cpu --small   # tries the script itself, where there is none
+    python benchmarks/gpu.py                             # all parts, one after the other
+    python benchmarks/gpu.py --only facts hazards        # also: ceilings numbers memory times
+    python benchmarks/gpu.py --json build/gpu.jsonl      # also into a file, line by line
+    python benchmarks/gpu.py --device cpu --small        # tries the script itself, without a GPU
 
-Ten families beside eager under one seed; then two decoders: seconds to compile, time of a step in
-turns, and the memory that the allocator counts beside the plan. What fails is said, and the rest
-goes on; the exit status is 1 then.
+It needs no network and no installation: PyTorch 2.11 or later with Triton, numpy, pytest, and
+transformers for the families. One line of JSON per finding is printed as soon as it is there, so
+that what is killed has told what it found: ``{"part": ..., "what": ..., "ok": true, ...}``. What
+does not get its turn within a part's limit is told as skipped. The exit status is 1 if something
+does not hold.
 """
 
 from __future__ import annotations
@@ -14,25 +17,37 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib.util
 import json
+import pathlib
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
-from decoders import Decoder, DecoderBlock, llama
 from torch import nn
-from zoo import ASKED, Family, scalar
 
-import lazyinline
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+if importlib.util.find_spec("lazyinline") is None:  # to install it would need a network
+    from link_tree import make_link_tree
+
+    sys.path.insert(0, str(make_link_tree()))
+
+from decoders import Decoder, DecoderBlock, llama  # noqa: E402
+
+import lazyinline  # noqa: E402
 
 TOLERANCE = 1e-4  # products in float32; what adds up in another order differs by less
 NUM_FAMILIES = 10
+LIMIT_S = 225.0
+PARTS = ("facts", "ceilings", "hazards", "numbers", "memory", "times")
 PROBLEMS: dict[str, dict[str, int]] = {
     "24 layers, hidden 1024, seq 1024": {
         "num_layers": 24,
@@ -50,32 +65,206 @@ SMALL: dict[str, dict[str, int]] = {
 Step = Callable[[], object]
 
 
-@dataclass
 class Findings:
-    """All that was found.
+    """Tells what is found, a line of JSON each.
+
+    Args:
+        part: that runs now.
+        limit_s: of its time; what comes later is skipped.
+        file: where lines are added, too.
 
     Attributes:
-        machine: the device, and PyTorch.
-        errors: largest relative error of each family, or what went wrong.
-        rows: for each problem and way: first call, step, memory.
-        failures: what does not hold.
+        num_failed: of what was tried so far.
     """
 
-    machine: str
-    errors: dict[str, float | str] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, part: str, limit_s: float, file: pathlib.Path | None) -> None:
+        self._part, self.num_failed = part, 0
+        self._end = time.monotonic() + limit_s
+        self._file = file
 
-    def tried(self, what: str, function: Callable[[], None]) -> None:
-        """Runs a part; if it fails, that is a finding, and the rest goes on."""
+    def say(self, what: str, *, ok: bool = True, **numbers: Any) -> None:
+        """Tells one."""
+        self.num_failed += not ok
+        line = json.dumps({"part": self._part, "what": what, "ok": ok, **numbers}, default=str)
+        print(line, flush=True)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def tried(self, what: str, function: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Runs one thing; an error is a finding, and the rest goes on."""
+        if time.monotonic() > self._end:
+            self.say(what, ok=False, skipped="the part's time is over")
+            return
+        start = time.monotonic()
         try:
-            function()
+            numbers = dict(function() or {})
         except Exception as error:
             traceback.print_exc(limit=-4)
-            self.failures.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            numbers = {"ok": False, "error": reason}
+        self.say(what, seconds=round(time.monotonic() - start, 2), **numbers)
 
 
-# ---- equal to eager --------------------------------------------------------------------------
+# ---- facts, and what this board reaches ------------------------------------------------------
+
+
+def facts(findings: Findings, device: torch.device) -> None:
+    """Tells what is here."""
+    findings.say("versions", torch=torch.__version__, cuda=torch.version.cuda, python=sys.version)
+    if device.type != "cuda":
+        return
+    told = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    findings.say(
+        "device",
+        name=told.name,
+        capability=[told.major, told.minor],
+        multiprocessors=told.multi_processor_count,
+        total_bytes=told.total_memory,
+        free_bytes_with_a_context=free,
+        context_bytes=total - free,
+        cudnn=torch.backends.cudnn.version(),
+        devices=torch.cuda.device_count(),
+    )
+    if shutil.which("nvidia-smi"):
+        findings.say("nvidia-smi", text=subprocess.getoutput("nvidia-smi -q -d CLOCK,POWER")[:2000])
+    findings.tried("attention that PyTorch chooses", lambda: chosen_attention(device))
+    x = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated(device)
+    y = x @ x
+    grown = torch.cuda.memory_allocated(device) - before - y.numel() * y.element_size()
+    findings.say("memory that cuBLAS works in", bytes=grown)
+
+
+def chosen_attention(device: torch.device) -> dict[str, Any]:
+    """Returns the operators that a profiler sees for causal attention, plain and grouped."""
+    found = {}
+    for name, num_keys in (("plain", 16), ("grouped", 4)):
+        q = torch.randn(2, 16, 1024, 64, device=device, dtype=torch.bfloat16)
+        k = torch.randn(2, num_keys, 1024, 64, device=device, dtype=torch.bfloat16)
+        with torch.profiler.profile() as profile:
+            nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        found[name] = [e.key for e in profile.key_averages() if "_attention" in e.key]
+    return found
+
+
+def ceilings(findings: Findings, device: torch.device) -> None:
+    """Measures what this board copies and multiplies, for the shares of peaks in roofline.py."""
+    is_cuda = device.type == "cuda"
+    x = torch.empty(2**28 if is_cuda else 2**20, device=device)
+    y, size = torch.empty_like(x), 8192 if is_cuda else 256
+
+    def copied() -> dict[str, float]:
+        seconds = min(timed_ms(lambda: y.copy_(x), device) for _ in range(10)) / 1e3
+        return {"bytes_per_s": 2 * x.numel() * 4 / seconds}
+
+    findings.tried("copy", copied)
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(size, size, device=device).to(dtype)
+
+        def multiplied(a: torch.Tensor = a) -> dict[str, float]:
+            seconds = min(timed_ms(lambda: a @ a, device) for _ in range(10)) / 1e3
+            return {"flops_per_s": 2 * size**3 / seconds}
+
+        findings.tried(f"product in {dtype}", multiplied)
+
+
+# ---- hazards, numbers, memory: the cases of pytest -m gpu ------------------------------------
+
+
+def cases(findings: Findings, functions: tuple[Any, ...]) -> None:
+    """Runs cases of the tests."""
+    for case in functions:
+        findings.tried(case.__name__.removeprefix("test_").replace("_", " "), case)
+
+
+def hazards(findings: Findings, device: torch.device) -> None:
+    """Runs what would go wrong first, then a small step under NVIDIA's sanitizer, if it is here."""
+    import test_on_gpu
+
+    if device.type != "cuda":
+        cases(findings, test_on_gpu.HAZARDS[:1])
+        return
+    cases(findings, test_on_gpu.HAZARDS)
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        findings.say("compute-sanitizer", ok=False, skipped="it is not installed")
+        return
+    for check in ("memcheck", "initcheck"):
+        findings.tried(f"compute-sanitizer {check}", functools.partial(sanitized, tool, check))
+
+
+def sanitized(tool: str, check: str) -> dict[str, Any]:
+    """Runs a small step under a tool of NVIDIA's."""
+    command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, __file__]
+    done = subprocess.run(
+        [*command, "--only", "step"], capture_output=True, text=True, timeout=100, check=False
+    )
+    return {"ok": done.returncode == 0, "rc": done.returncode, "tail": done.stdout[-1500:]}
+
+
+def small_step(findings: Findings, device: torch.device) -> None:
+    """Runs three steps of two small layers: for a sanitizer."""
+
+    def three() -> None:
+        model, args = llama(**SMALL["small"])
+        step = lazyinline.compile_step(model.to(device))
+        for _ in range(3):
+            step(*(on(device, arg) for arg in args))
+
+    findings.tried("three steps", three)
+
+
+def numbers(findings: Findings, device: torch.device, count: int) -> None:
+    """Compares cases, then families of the zoo, with eager."""
+    import test_on_gpu
+
+    cases(findings, test_on_gpu.NUMBERS[: None if device.type == "cuda" else 2])
+    from zoo import ASKED  # which needs transformers
+
+    for family in ASKED[:count]:
+
+        def compare(family: Any = family) -> dict[str, Any]:
+            error = family_error(family, device)
+            return {"ok": error < TOLERANCE, "error": error}
+
+        findings.tried(family.name, compare)
+
+
+def memory(findings: Findings, device: torch.device) -> None:
+    """Compares what is held with what is planned, in a process that did nothing before."""
+    import test_on_gpu
+
+    if device.type != "cuda":
+        return
+    cases(findings, test_on_gpu.MEMORY)
+    for problem, sizes in PROBLEMS.items():
+        findings.tried(problem, functools.partial(held_memory, sizes, device))
+
+
+def held_memory(sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+    """Returns what the allocator and the driver count for a captured step, and what is planned."""
+    torch.cuda.empty_cache()
+    before, free_before = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    way = ways(sizes, device)["lazyinline.compile_step"]()
+    for _ in range(3):
+        way.step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated(device) - before
+    taken = free_before - torch.cuda.mem_get_info(device)[0]
+    segments = torch.cuda.memory_snapshot()
+    private = sum(s["total_size"] for s in segments if s.get("segment_pool_id", (0, 0)) != (0, 0))
+    planned = way.planned()
+    assert planned is not None, "memory is not planned"
+    # The graph's own pool holds what launches allocate and cuBLAS's memory, in pieces of 2 MiB.
+    return {
+        "ok": held <= 1.02 * planned + 2**21 and taken <= 1.05 * planned + 2**26,
+        "planned_bytes": planned,
+        "allocated_bytes": held,
+        "private_pool_bytes": private,
+        "taken_from_driver_bytes": taken,
+    }
 
 
 def on(device: torch.device, value: Any) -> Any:
@@ -85,8 +274,11 @@ def on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def family_error(family: Family, device: torch.device) -> float:
+def family_error(family: Any, device: torch.device) -> float:
     """Returns the largest relative error of loss and gradients in two training steps."""
+    import transformers
+    from zoo import scalar
+
     model, inputs = family.build()
     model, inputs = model.to(device).train(), on(device, inputs)
     reference = copy.deepcopy(model)
@@ -116,20 +308,7 @@ def relative_error(
     return float((found - expected).norm() / max(expected.norm(), 1e-3 * scale))
 
 
-def check_families(findings: Findings, device: torch.device, count: int) -> None:
-    """Compares the zoo's first families with eager."""
-    for family in ASKED[:count]:
-
-        def compare(family: Family = family) -> None:
-            error = findings.errors[family.name] = family_error(family, device)
-            print(f"  {family.name:<16}{error:.1e}", flush=True)
-            if not error < TOLERANCE:
-                findings.failures.append(f"{family.name} differs from eager by {error:.1e}")
-
-        findings.tried(family.name, compare)
-
-
-# ---- time and memory -------------------------------------------------------------------------
+# ---- times -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,7 +317,6 @@ class Way:
 
     step: Step
     planned: Callable[[], int | None] = lambda: None
-    first_s: float = 0.0
     ms: list[float] = field(default_factory=list)
 
 
@@ -214,108 +392,110 @@ def timed_ms(step: Step, device: torch.device) -> float:
     return begin.elapsed_time(end)
 
 
-def measure(
-    findings: Findings, problem: str, sizes: Mapping[str, int], device: torch.device, rounds: int
+def times(
+    findings: Findings, problems: Mapping[str, Mapping[str, int]], device: torch.device
 ) -> None:
-    """Compiles every way, times them in turns, then counts the memory of each."""
-    torch.compiler.reset()
-    found: dict[str, Way] = {}
-    for name, make in ways(sizes, device).items():
+    """Times all ways in turns, then traces a step beside what is predicted for it."""
+    for problem, sizes in problems.items():
+        torch.compiler.reset()
+        found: dict[str, Way] = {}
+        for name, make in ways(sizes, device).items():
 
-        def start(name: str = name, make: Callable[[], Way] = make) -> None:
-            way = make()
-            begin = time.perf_counter()
-            way.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            way.first_s = time.perf_counter() - begin
-            for _ in range(3):
+            def start(
+                name: str = name, make: Callable[[], Way] = make, found: dict[str, Way] = found
+            ) -> dict[str, Any]:
+                way = make()
+                begin = time.perf_counter()
                 way.step()
-            found[name] = way
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                first_s = time.perf_counter() - begin
+                for _ in range(3):
+                    way.step()
+                found[name] = way
+                return {"first_s": first_s}
 
-        findings.tried(f"{problem}, {name}", start)
-    for _ in range(rounds):
-        for way in found.values():
-            way.ms.append(timed_ms(way.step, device))
-    for name, way in found.items():
-        row = {
-            "problem": problem,
-            "way": name,
-            "first_s": way.first_s,
-            "min_ms": min(way.ms),
-            "median_ms": statistics.median(way.ms),
-        }
-        findings.rows.append(row)
-        print(
-            f"  {name:<26}first {way.first_s:>7.1f} s   step {row['min_ms']:>9.3f} min "
-            f"{row['median_ms']:>9.3f} median ms",
-            flush=True,
-        )
-    judge_times(findings, problem, found)
-    if device.type == "cuda":
-        findings.tried(f"{problem}, memory", lambda: check_memory(findings, problem, sizes, device))
+            findings.tried(f"{problem}, {name}, first call", start)
+        for _ in range(20 if device.type == "cuda" else 2):
+            for way in found.values():
+                way.ms.append(timed_ms(way.step, device))
+        best = min((min(w.ms) for n, w in found.items() if "lazyinline" not in n), default=0.0)
+        for name, way in found.items():
+            row = {"min_ms": min(way.ms), "median_ms": statistics.median(way.ms)}
+            # Two runs of one program differ by as much.
+            is_slow = name == "lazyinline.compile_step" and min(way.ms) > 1.02 * best
+            findings.say(f"{problem}, {name}", ok=not is_slow or device.type != "cuda", **row)
+        if (ours := found.get("lazyinline.compile_step")) is not None:
+            traced = functools.partial(kernels_of, ours.step, sizes, device)
+            findings.tried(f"{problem}, kernels", traced)
 
 
-def judge_times(findings: Findings, problem: str, found: Mapping[str, Way]) -> None:
-    """Says if a step is slower than the best of the others."""
-    others = [min(way.ms) for name, way in found.items() if not name.startswith("lazyinline")]
-    ours = found.get("lazyinline.compile_step")
-    if ours is not None and others and min(ours.ms) > 1.02 * min(others):
-        findings.failures.append(
-            f"{problem}: a step takes {min(ours.ms):.3f} ms, the best other {min(others):.3f}"
-        )
+def kernels_of(step: Step, sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+    """Returns the time of each kernel of a step, and what is predicted for all of them."""
+    with torch.profiler.profile() as profile:
+        step()
+    rows = {
+        e.key: (e.count, getattr(e, "self_device_time_total", 0.0)) for e in profile.key_averages()
+    }
+    largest = dict(sorted(rows.items(), key=lambda row: -row[1][1])[:25])
+    total = sum(us for _, us in rows.values())
+    return {"us": total, **predicted(sizes, device), "count_and_us_by_kernel": largest}
 
 
-def check_memory(
-    findings: Findings, problem: str, sizes: Mapping[str, int], device: torch.device
-) -> None:
-    """Compares what the allocator counts at a step's peak with the plan; nothing else is there."""
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    way = ways(sizes, device)["lazyinline.compile_step"]()
-    for _ in range(2):
-        way.step()
-    torch.cuda.reset_peak_memory_stats(device)
-    way.step()
-    held, planned = torch.cuda.max_memory_allocated(device) - before, way.planned()
-    if planned is None:
-        findings.failures.append(f"{problem}: memory is not planned")
-        return
-    print(f"  memory: planned {planned / 2**20:.1f} MiB, counted {held / 2**20:.1f}", flush=True)
-    findings.rows.append({"problem": problem, "planned_bytes": planned, "held_bytes": held})
-    if abs(held - planned) > 0.02 * planned:
-        findings.failures.append(f"{problem}: planned {planned} bytes, counted {held}")
+def predicted(sizes: Mapping[str, int], device: torch.device) -> dict[str, Any]:
+    """Returns what is predicted for the same step on the target that this GPU is."""
+    if device.type != "cuda":
+        return {}
+    major, minor = torch.cuda.get_device_capability(device)
+    model, args = llama(**sizes)
+    step = lazyinline.compile_step(model.to(torch.bfloat16), target=f"cuda:sm_{major}{minor}")
+    try:
+        step(*args)
+    except lazyinline.PlanError as error:
+        if step.last_report is None or step.last_report.gpu is None:
+            return {"not_predicted": str(error)}
+    told = step.last_report.gpu.prediction
+    return {"least_us": told.cost.seconds * 1e6, "expected_us": told.expected_s * 1e6}
 
 
 def main() -> None:
-    """Prints what was found; exits with 1 if something does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Runs the parts that are asked for, each in a process of its own if there are several."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="default: the first GPU")
     parser.add_argument("--small", action="store_true", help="to try the script itself")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json")
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=(*PARTS, "step"))
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a part")
+    parser.add_argument("--json", type=pathlib.Path, help="a file that lines are added to")
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             sys.exit("There is no GPU here. --device cpu --small tries the script itself.")
         device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    findings = Findings(f"{name}, PyTorch {torch.__version__}")
-    print(findings.machine, flush=True)
+    if len(options.only) > 1:
+        sys.exit(any([run_apart(part, options) for part in options.only]))
+    (part,) = options.only
+    findings = Findings(part, options.limit, options.json)
     lazyinline.lazy_inline(DecoderBlock)
-    start = time.perf_counter()
-    check_families(findings, device, 2 if options.small else NUM_FAMILIES)
-    for problem, sizes in (SMALL if options.small else PROBLEMS).items():
-        print(problem, flush=True)
-        measure(findings, problem, sizes, device, 2 if options.small else options.rounds)
-    print(f"{time.perf_counter() - start:.0f} s")
-    print("\n".join(["all holds"] if not findings.failures else findings.failures))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(asdict(findings), file, indent=2)
-    sys.exit(bool(findings.failures))
+    parts: dict[str, Callable[[], None]] = {
+        "facts": lambda: facts(findings, device),
+        "ceilings": lambda: ceilings(findings, device),
+        "hazards": lambda: hazards(findings, device),
+        "numbers": lambda: numbers(findings, device, 1 if options.small else NUM_FAMILIES),
+        "memory": lambda: memory(findings, device),
+        "times": lambda: times(findings, SMALL if options.small else PROBLEMS, device),
+        "step": lambda: small_step(findings, device),
+    }
+    parts[part]()
+    sys.exit(findings.num_failed > 0)
+
+
+def run_apart(part: str, options: argparse.Namespace) -> int:
+    """Runs one part; returns its status."""
+    command = [sys.executable, __file__, "--only", part, "--limit", str(options.limit)]
+    command += ["--device", options.device, *["--small"] * options.small]
+    command += ["--json", str(options.json)] if options.json else []
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import decoders as models
+import gpu
 import pytest
+import test_on_gpu
 import torch
 from models import Around
 from stream_orders import move_to
@@ -336,3 +340,36 @@ def test_what_would_measure_on_a_gpu_that_is_not_here_is_refused_by_name(name: s
     refused = pytest.raises(lazyinline.PlanError, match=f"Inductor's {name}")
     with config.patch({name: True}), refused:
         step(torch.randn(2, 4))
+
+
+# ---- what is tried where there is a GPU ------------------------------------------------------
+
+
+def test_each_finding_is_a_line_as_soon_as_it_is_there(tmp_path: pathlib.Path) -> None:
+    lines = tmp_path / "gpu.jsonl"
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    findings = gpu.Findings("hazards", 60.0, lines)
+    findings.tried("one", lambda: {"error": 1e-7})
+    findings.tried("two", fails)
+    gpu.Findings("times", -1.0, lines).tried("three", fails)
+    gpu.facts(gpu.Findings("facts", 60.0, lines), torch.device("cpu"))
+    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(one["part"], one["ok"]) for one in told] == [
+        ("hazards", True),
+        ("hazards", False),
+        ("times", False),
+        ("facts", True),
+    ]
+    assert told[1]["error"] == "RuntimeError: no such kernel"
+    assert "time is over" in told[2]["skipped"]
+    assert findings.num_failed == 1
+
+
+def test_twenty_cases_decide_on_a_gpu() -> None:
+    listed = (*test_on_gpu.HAZARDS, *test_on_gpu.NUMBERS, *test_on_gpu.MEMORY)
+    here = [f for name, f in vars(test_on_gpu).items() if name.startswith("test_")]
+    assert list(listed) == here
+    assert len(here) + 2 >= 20, "with those of a step without a plan"
