@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
-from lazyinline.frontend.tracing.torch_operators import kernels_own_rules
+from lazyinline.reuse.ir.torch_fake_rules import kernels_own_rules
 
 pytestmark = pytest.mark.smoke
 

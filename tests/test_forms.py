@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import lazyinline
-from lazyinline import ExportError, Program
+from lazyinline import CaptureError, ExportError, Program
+from lazyinline.reuse import torch_pytree
+from lazyinline.reuse.errors import ParseError
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.printer import text_to_compare
+from lazyinline.reuse.ir.program import UserInput
 from lazyinline.reuse.ir.types import StructType, Type
 
 
@@ -33,7 +36,8 @@ def leaves_of(result: Any) -> list[Any]:
 
 
 def tensors(values: Any) -> list[Tensor]:
-    return [x for x in leaves_of(values) if isinstance(x, Tensor)]
+    found, _ = torch_pytree.flatten(values)
+    return list({id(x): x for x in found if isinstance(x, Tensor)}.values())
 
 
 def reloaded(exported: ExportedProgram) -> ExportedProgram:
@@ -103,7 +107,8 @@ def assert_comes_back(
     """Asserts that a model's program comes back from each form, which computes what eager does."""
     program = lazyinline.capture(model, args, kwargs, train=train)
     assert_same_text(Program.from_networkx(program.to_networkx()), program)
-    given = tensors((args, kwargs or {}))
+    flat = leaves_of((args, dict(kwargs or {})))
+    given = [flat[s.index] for s in program.sources if isinstance(s, UserInput)]
     with torch.set_grad_enabled(train):
         seed_all()
         expected = copy.deepcopy(model)(*args, **(kwargs or {}))
@@ -135,7 +140,16 @@ def test_a_program_comes_back_from_each_form_which_computes_what_eager_does(
 @pytest.mark.parametrize("train", [False, True])
 def test_programs_of_families_come_back(family: zoo.Family, train: bool) -> None:
     model, inputs = family.build()
-    assert_comes_back(model.train(train), (), inputs, train=train)
+    model.train(train)(**inputs)  # some note at their first call what they are asked for
+    if train and family.name == "Wav2Vec2":
+        with pytest.raises(CaptureError, match="needs the value of a tensor"):
+            lazyinline.capture(model, (), inputs, train=True)
+    # Its text cannot be read: an operator is a Python function, or its layout depends on gradients.
+    elif family.name == "Bloom" or (train and family.name == "Swin"):
+        with pytest.raises(ParseError, match=r"no operator 'GeLUFunction'|the operator gives"):
+            assert_comes_back(model, (), inputs, train=train)
+    else:
+        assert_comes_back(model, (), inputs, train=train)
 
 
 def decoder() -> nn.Module:
@@ -197,6 +211,23 @@ def test_sizes_that_vary_are_symbols_with_their_conditions() -> None:
     for form in (module, again.module()):
         with pytest.raises(AssertionError):
             form(sequences(17))
+
+
+def test_an_export_checks_what_it_was_exported_for() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return F.dropout(x * scale, 0.5, self.training)
+
+    exported = torch.export.export(Scaled().eval(), (batch(), 2.0))
+    compiled = lazyinline.compile(exported, backend="eager")
+    assert_close(compiled(batch(), 2.0), 2 * batch(), 0)
+    with pytest.raises(AssertionError, match=r"scale == 2\.0"):
+        compiled(batch(), 3.0)
+    with pytest.raises(NotImplementedError):  # the mode stands in the graph
+        compiled.train()
+    exported.example_inputs = None
+    with pytest.raises(CaptureError, match="has no example_inputs"):
+        lazyinline.compile(exported)
 
 
 def test_a_module_of_a_program_refuses_inputs_of_another_type() -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.utils.weak
 
 from ...reuse.errors import CaptureError, CompileInterrupted
+from ...reuse.ir.torch_fake_rules import kernels_own_rules
 from ..effects.effects import EffectError, OnEffects
-from ..tracing.torch_operators import kernels_own_rules
 from ..tracing.torch_settings import plain_autograd
 
 _LOCK = threading.RLock()

@@ -30,6 +30,11 @@ def module_of_exported(exported: ExportedProgram) -> nn.Module:
         CaptureError: if it holds what no program can say.
     """
     module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
+    if not hasattr(module, "_guards_fn"):
+        raise CaptureError(
+            "This exported program has no example_inputs, without which PyTorch makes no check of "
+            "its inputs: set them."
+        )
     for node in module.graph.find_nodes(op="call_module"):
         node.meta.pop("nn_module_stack", None)  # what checks the inputs is no part of a block
     try:
@@ -39,6 +44,7 @@ def module_of_exported(exported: ExportedProgram) -> nn.Module:
     made = outlined(graph.module, graph.calls)
     made.graph.set_codegen(module.graph._codegen)  # which takes and gives what the model does
     made.recompile()
+    vars(made).update(train=module.train, eval=module.eval)  # refuse: the mode stands in the graph
     return made
 
 
@@ -48,12 +54,11 @@ def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
     if read is not None:
         spec = torch_pytree.flatten(exported.call_spec.out_spec.unflatten(range(len(read[1]))))[1]
         return replace(read[0], output_tree=OutputTree(read[1], spec))
-    if exported.example_inputs is None:
-        raise CaptureError("This exported program has no example_inputs: set them.")
+    model = module_of_exported(exported)
     leaves, spec = torch_pytree.flatten(exported.example_inputs)
     leaves = [_plain(leaf) for leaf in leaves]
     args, kwargs = torch_pytree.unflatten(leaves, spec)
-    subject = Subject(module_of_exported(exported), args, kwargs, effects="undo")
+    subject = Subject(model, args, kwargs, effects="undo")
     given = set(exported.graph_signature.user_inputs)
     inputs = exported.graph.find_nodes(op="placeholder")
     names = tuple(size_names(node) for node in inputs if node.name in given)

@@ -16,6 +16,7 @@ networkx_form  a program as graphs of networkx, read off its text, and back
 rotate         the end of a block and the start of the next as one closure
 constants      closures that differ in Python numbers only become one, with the same bits
 size_tape      numbers that remember how they were computed from sizes
+torch_fake_rules  adapter: rules for fake tensors where a kernel takes more than PyTorch's own
 torch_symbols  adapter: sizes that are expressions of symbols, in graphs
 torch_updates  adapter: an optimizer's update as an operator, by PyTorch's fused kernels
 """

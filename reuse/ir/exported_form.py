@@ -6,18 +6,21 @@ its graph in what PyTorch saves, and is taken only while the graph is the one it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 from torch.export import Dim, ExportedProgram
 
-from ..errors import ExportError
+from ..errors import ExportError, ParseError
+from ..torch_pytree import has_containers
 from . import program as ir
 from .fx_form import digest_of, tensor_names, to_fx, with_tensors
 from .leaf import stamp_of
 from .parser import parse_program
 from .printer import text_to_compare
+from .torch_fake_rules import kernels_own_rules
 from .torch_symbols import Values, environment_of, symbols_of, tensor_type_at, value_of
 from .types import TensorType, reach
 
@@ -26,6 +29,9 @@ _SAID = "lazyinline"  # key in what PyTorch saves of a graph for others
 
 def to_exported(program: ir.Program) -> ExportedProgram:
     """Returns what ``torch.export`` makes of a program; see :meth:`Program.to_exported`."""
+    tree, count = program.output_tree, len(program.outputs)
+    if tree is not None and has_containers(tree.spec):
+        tree, program = None, replace(program, output_tree=None)
     leaves = [closure for closure in program.closures if isinstance(closure, ir.Leaf)]
     controls = [f"@{leaf.name} is control flow" for leaf in leaves if leaf.control is not None]
     for reason in [*controls, *["it was not captured"] * (not program.sources)]:
@@ -37,11 +43,14 @@ def to_exported(program: ir.Program) -> ExportedProgram:
     module = to_fx(program)
     # Where all of it ran without gradients, so does the export: no operator has to say it then.
     stamps = [stamp_of(node) for leaf in leaves for node in leaf.nodes]
-    with torch.set_grad_enabled(any(stamp.grad_enabled for stamp in stamps)):
+    with kernels_own_rules(), torch.set_grad_enabled(any(s.grad_enabled for s in stamps)):
         made = tuple(_zeros(tensor_type_at(type_, values)) for type_ in types)
-        exported = torch.export.export(module, made, dynamic_shapes=tuple(varying))
+        try:
+            exported = torch.export.export(module, made, dynamic_shapes=tuple(varying))
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ExportError(f"torch.export cannot take this program: {reason}") from error
     if not values:  # a text does not hold what was taken for granted of sizes
-        tree, count = program.output_tree, len(program.outputs)
         exported.graph_module.meta.setdefault("custom", {})[_SAID] = {
             "text": text_to_compare(program),
             "graph": digest_of(exported.graph_module),
@@ -75,7 +84,11 @@ def program_in(exported: ExportedProgram) -> tuple[ir.Program, Any] | None:
     if said is None or said["graph"] != digest_of(exported.graph_module):
         return None
     held = {**exported.constants, **exported.state_dict}
-    program = with_tensors(parse_program(said["text"]), [held[name] for name in said["tensors"]])
+    try:
+        read = parse_program(said["text"])
+    except ParseError:  # of an operator that is a Python function of the user's
+        return None
+    program = with_tensors(read, [held[name] for name in said["tensors"]])
     for source, value in zip(program.sources, program.inputs, strict=True):
         if isinstance(source, ir.ModelTensor) and TensorType.of(source.tensor) != value.type:
             return None

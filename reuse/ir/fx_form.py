@@ -166,7 +166,8 @@ def from_fx(module: torch.fx.GraphModule) -> ir.Program:
             f"{type(module).__name__} is not, or no longer, what to_fx made. Its program is "
             "lazyinline.capture(module, inputs)."
         )
-    return with_tensors(program, [_held(module, name) for name in tensor_names(module)])
+    names = tensor_names(module)
+    return with_tensors(program, [operator.attrgetter(name)(module) for name in names])
 
 
 def tensor_names(module: torch.fx.GraphModule) -> list[str]:
@@ -182,11 +183,6 @@ def with_tensors(program: ir.Program, tensors: Iterable[torch.Tensor]) -> ir.Pro
         for s in program.sources
     ]
     return replace(program, sources=tuple(sources))
-
-
-def _held(module: nn.Module, name: str) -> torch.Tensor:
-    found: torch.Tensor = operator.attrgetter(name)(module)
-    return found
 
 
 def digest_of(root: nn.Module) -> str:
@@ -345,14 +341,10 @@ class _Body:
         return computing_node(expression, nodes, self._graph)
 
     def place(self, call: ir.Call, name: str, module: nn.Module) -> str:
-        """Returns where the root holds a closure; at a path of the user's in a block."""
+        """Returns where a block of a closure stands: where the user's module does."""
         key = call.path, call.closure
         if key not in self._placed:
-            if call.path:
-                self._placed[key] = self._places.put(_path(call.path), name, module)
-            else:
-                self._placed[key] = free_name(self._root, name)
-                self._root.add_module(self._placed[key], module)
+            self._placed[key] = self._places.put(_path(call.path or name), name, module)
         return self._placed[key]
 
     def output(self) -> None:

@@ -27,6 +27,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..errors import CaptureError
 from ..torch_names import module_of
+from .torch_fake_rules import kernels_own_rules
 from .types import StructType, TensorType, Type
 
 
@@ -472,5 +473,5 @@ class ReadSizes:
         """Within it operators run on fake tensors, and keep the symbols in their sizes."""
         # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
         python = nullcontext() if self._environment is None else enable_python_dispatcher()
-        with self._mode, python:
+        with self._mode, python, kernels_own_rules():
             yield

@@ -1,0 +1,52 @@
+"""Adapter: rules for fake tensors where a kernel takes more than PyTorch's own rule allows.
+
+What is added states the layout of the result, as the kernel makes it; the kernel itself goes on
+checking its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_impls import op_implementations_dict
+
+_ROW_BYTES = 16  # rows of a grouped product start at multiples of this
+
+
+@contextmanager
+def kernels_own_rules() -> Iterator[None]:
+    """Adds the rule inside, where PyTorch has none of its own."""
+    operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+    if operator is None or operator in op_implementations_dict:
+        yield
+        return
+    op_implementations_dict[operator] = _grouped_mm
+    try:
+        yield
+    finally:
+        op_implementations_dict.pop(operator, None)
+
+
+def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Product by groups of rows: PyTorch's rule knows bfloat16 only, and no padding of rows."""
+    a, b = args[:2]
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    others = [*args[3:], *(kwargs.get(name) for name in ("bias", "out_dtype"))]
+    if a.dtype not in _kinds(a.device) or b.dtype != a.dtype or any(x is not None for x in others):
+        return NotImplemented
+    groups = (offsets.shape[0],) if (a.dim(), b.dim()) == (2, 2) else ()
+    groups = (a.shape[0],) if (a.dim(), b.dim()) == (3, 3) else groups
+    shape = (*groups, a.shape[-2], b.shape[-1])
+    multiple = _ROW_BYTES // a.element_size()
+    row = (shape[-1] + multiple - 1) // multiple * multiple
+    strides = (shape[-2] * row, row, 1)[-len(shape) :]
+    with fake_mode:
+        return torch.empty_strided(shape, strides, dtype=a.dtype, device=a.device)
+
+
+def _kinds(device: torch.device) -> tuple[torch.dtype, ...]:
+    known = () if device.type == "cuda" else (torch.bfloat16,)  # a GPU's layout is PyTorch's rule
+    return (torch.float32, torch.float16, *known)
