@@ -46,6 +46,7 @@ GENERATING = {  # kernels, which takes the time
 QUICK = {
     "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "plan_13b.py": ["--capture-only"],
+    "serve.py": ["--requests=8", "--backend=eager"],
     "pinn.py": ["--steps=60", "--width=8", "--depth=2", "--backend=eager"],
     "forces.py": ["--epochs=10", "--clusters=8", "--backend=eager"],
     "when_blocks_differ.py": [],
@@ -121,6 +122,7 @@ def test_a_budget_lies_between_saving_and_computing_again(
     ("example", "pattern"),
     [
         ("varying_lengths.py", "4 lengths, 2 compiles; each loss equals eager's"),
+        ("serve.py", r"(?m)^ +8 .*(\d+)$[^$]*2 compiles; each answer is eager's"),
         ("plan_13b.py", r"(?m)^ +40 +12\.\d B +\d+ +\d{3} "),  # captured without its weights
         ("huggingface_llama.py", r"(?s)gradients equal.*gradients equal"),
         ("pinn.py", r"(?s)exact.*wrote pinn\.svg"),
