@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -107,38 +107,27 @@ def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwar
 
 
 class TracingFakeMode(FakeTensorMode):
-    """A fake mode that puts back what real tensors held before the trace."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._changed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """A fake mode that refuses to change real tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator on fake tensors."""
-        # Given real tensors alone (one in a list of the model's), an operator changes them.
         if func._schema.is_mutable:
-            self._keep_real((*args, *(kwargs or {}).values()))
+            _refuse_real(func, args, kwargs or {})
         result = _spared(super().__torch_dispatch__, func, types, args, kwargs)
         return laid_out_by_kernel(func, args, result) if func in LAID_OUT_AS_SUGGESTED else result
 
-    def _keep_real(self, operands: Sequence[Any]) -> None:
-        """Notes what real tensors hold before an operator may change them."""
-        for operand in operands:
-            if isinstance(operand, (list, tuple)):
-                self._keep_real(operand)
-            elif type(operand) in _PLAIN_TENSORS and id(operand) not in self._changed:
-                with torch._C._DisableTorchDispatch():
-                    self._changed[id(operand)] = operand, operand.detach().clone()
 
-    def put_back(self) -> None:
-        """Gives real tensors what they held before the trace."""
-        changed, self._changed = self._changed, {}
-        for tensor, before in reversed(changed.values()):
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if tensor.shape == before.shape:
-                    tensor.copy_(before)
-                else:  # resize_
-                    tensor.data = before
+def _refuse_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses what an operator would change that is no tensor of the trace."""
+    # One in a list of the model's: given real tensors alone, an operator would change them now.
+    for number, argument in enumerate(func._schema.arguments):
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        written = given if isinstance(given, (list, tuple)) else [given]
+        if argument.is_write and any(type(one) in _PLAIN_TENSORS for one in written):
+            raise CaptureError(
+                f"The model's forward changes a tensor at {user_line()} that is no parameter, "
+                "buffer or input. Register it as a buffer."
+            )
 
 
 def new_fake_mode() -> TracingFakeMode:
@@ -223,19 +212,16 @@ class Tracer:
                 return ()
             raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
-        try:
-            with (
-                self.fake_mode,
-                lazy_modules(),
-                suppress(_Finished),
-                _failures_unlogged(),
-                wrapped_globals_left() as started,
-            ):
-                readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
-                table = {**refused_operators(), **rules_above_autograd(), **readers}
-                make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
-        finally:
-            self.fake_mode.put_back()
+        with (
+            self.fake_mode,
+            lazy_modules(),
+            suppress(_Finished),
+            _failures_unlogged(),
+            wrapped_globals_left() as started,
+        ):
+            readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
+            table = {**refused_operators(), **rules_above_autograd(), **readers}
+            make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         return made[0]
 
     def _sparing(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
