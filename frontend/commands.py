@@ -13,10 +13,11 @@ from typing import Any
 
 from ..backend.files.torch_store import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
-from ..reuse.ir.printer import Shown, folded
+from ..reuse.ir.printer import Shown, folded, format_program
 from ..reuse.process import own_places
 from .advise import advise
 from .bench import DEFAULT_LAYERS, bench, decoder, to_json
+from .compiled_module import last_report
 from .fit import fit
 from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
 from .measure import measure
@@ -24,6 +25,7 @@ from .onnx.export import export_onnx
 from .options import Options
 from .page.page import measured_page
 from .page.write import write_page
+from .saved.load import captured_programs, load, parts_text
 from .tracing.frames import is_library_frame, is_standard_frame
 
 
@@ -73,6 +75,12 @@ def run_inspect(options: argparse.Namespace) -> None:
             "--level primitive shows a model before any choice of a backend: it goes with no "
             "--after and no --recompute."
         )
+    if _is_file(options.target):
+        if options.after or options.level == "primitive" or options.diff:
+            raise LazyInlineError("A file has programs as they were captured: leave --after out.")
+        for what, program in captured_programs(options.target):
+            print(f"// {what}\n{format_program(program)}", end="")
+        return
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
     source: Shown = "show" if options.source else "hide"
@@ -94,6 +102,22 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 def run_export(options: argparse.Namespace) -> None:
     """Runs ``export``: writes an ONNX file."""
+    if _is_file(options.target):
+        found = captured_programs(options.target, "bound")
+        program = next((one for what, one in found if what.endswith("inference")), None)
+        if program is None or options.train:
+            raise LazyInlineError("A file is exported in inference, for which it has a program.")
+        print(
+            export_onnx(
+                program,
+                (),
+                options.file,
+                functions=not options.flat,
+                opset=options.opset,
+                verify=False,
+            )
+        )
+        return
     target = load_target(options.target)
     report = export_onnx(
         target.model,
@@ -112,6 +136,13 @@ def run_export(options: argparse.Namespace) -> None:
 def run_report(options: argparse.Namespace) -> None:
     """Runs ``report``: measures a model, prints what came out, writes a page."""
     _check_folders(options.html)
+    if _is_file(options.target):
+        made = last_report(load(options.target))
+        assert made is not None
+        print(f"{parts_text(options.target)}\n{made}")
+        if options.html is not None:
+            made.save_html(options.html)
+        return
     model, args, kwargs = load_target(options.target)
     report = measure(
         model,
@@ -125,6 +156,11 @@ def run_report(options: argparse.Namespace) -> None:
     print(report)
     if options.html is not None:
         report.save_html(options.html)
+
+
+def _is_file(target: str | None) -> bool:
+    """Whether a target is a file of ``lazyinline.save``."""
+    return target is not None and not target.endswith(".py") and pathlib.Path(target).is_file()
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:

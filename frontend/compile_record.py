@@ -158,6 +158,7 @@ class CompileRecord:
         fused_boundaries: how many boundaries of which blocks are fused, or why none is, where that
             was asked for.
         nothing_shared: what repeats although nothing is shared, and what to do; else empty.
+        opened_from: says that a file was opened, and nothing compiled.
         decisions: for each block instance, whether it shares, and if not, why.
         gpu: what is known of a program for a GPU that is not here.
         made: what the compile made, for a page that draws it; no field, so that what lists the
@@ -203,6 +204,7 @@ class CompileRecord:
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     nothing_shared: str = ""
+    opened_from: str = ""
     fused_boundaries: list[str] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
     gpu: GpuRecord | None = None
@@ -229,7 +231,7 @@ class CompileRecord:
         """Says in a sentence which blocks share graphs, and what the compile took."""
         shared = shared_classes(self.decisions)
         none = "all is inlined" if self.reuse == "off" else "no block repeats"
-        what = ", ".join(shared[:_MAX_CLASSES]) or none
+        what = self.opened_from or ", ".join(shared[:_MAX_CLASSES]) or none
         more = f", {len(shared) - _MAX_CLASSES} more classes" if len(shared) > _MAX_CLASSES else ""
         took = f"{self.cpu_s:.1f} CPU-s, {self.wall_s:.1f} s"
         kept = self.cache.directory and not self.cache.not_kept

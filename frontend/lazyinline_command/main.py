@@ -141,7 +141,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "pass of the compiler, and what the pass changed."
     )
     add = parser.add_argument
-    add("target", metavar="TARGET", nargs="?", help=f"{_FORM} or (model, args, kwargs)")
+    add("target", metavar="TARGET|FILE", nargs="?", help=f"{_FORM} or (model, args, kwargs)")
     add("--passes", action="store_true", help="print the passes of every way in, in order")
     add("--after", metavar="PASS", help="print the programs after this pass")
     add("--diff", action="store_true", help="with --after: print what the pass changed")
@@ -163,7 +163,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes a model as ONNX: one function per block, one node per instance."
     add = parser.add_argument
-    add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
+    add("target", metavar="TARGET|FILE", help=f"{_FORM} or (model, args, kwargs)")
     add("file", metavar="FILE.onnx")
     add("--flat", action="store_true", help="no functions: every call replaced by its nodes")
     add("--train", action="store_true", help="forward and backward; the model returns its loss")
@@ -190,7 +190,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "needs nothing else. A model without data (meta device) is compiled and not run."
     )
     add = parser.add_argument
-    add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
+    add("target", metavar="TARGET|FILE", help=f"{_FORM} or (model, args, kwargs)")
     help_ = "the page to write; default: only text is printed"
     add("--html", type=pathlib.Path, metavar="FILE", help=help_)
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")

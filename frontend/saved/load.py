@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ...reuse.ir.program import Program, Source, UserInput, wants_gradient
 from ...reuse.ir.types import TensorType
 from ..capture.regions import CapturedModel
 from ..compiled_module import CompiledModule
-from ..compiler import PASSES, Compiler, Linker
+from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
 from ..guards.guard import Guard
 from ..options import Batching, Options
@@ -76,6 +76,30 @@ def load(
         opened = _Opened(parts, store if trust or parts.is_signed else None)
         model = opened.module(path, state_dict)
         return opened.adopted(model)
+
+
+def captured_programs(
+    path: str | os.PathLike[str], tensors: Literal["bound", "none"] = "none"
+) -> list[tuple[str, Program]]:
+    """Returns the programs of a file as they were captured, each with what it is for.
+
+    Args:
+        path: the file.
+        tensors: whether they have those of the file, or stand-ins.
+
+    Raises:
+        FileError: as :func:`load` does.
+    """
+    with open_parts(path, None) as parts:
+        opened = _Opened(parts, None)
+        model = opened.module(path, None) if tensors == "bound" else None
+        return [opened.captured(number, model) for number in range(opened.num_programs)]
+
+
+def parts_text(path: str | os.PathLike[str]) -> str:
+    """Returns a line for each part of a file: its bytes and its name."""
+    with open_parts(path, None) as parts:
+        return "\n".join(f"{parts.size_of(name):>12,}  {name}" for name in parts.names)
 
 
 class _Opened:
@@ -210,7 +234,7 @@ class _Opened:
         if self._batching is not None:
             goal = step_goal(self._batching)
         report = context.report(train=goal.train)
-        report.model = model.class_name
+        report.model, report.opened_from = model.class_name, "opened from a file"
         captured = replace(program.captured, sources=self._bound(program.captured, model))
         evidence = RootEvidence(Reads(), (), ())
         seen = CapturedModel(captured, [], evidence, [], {})
@@ -228,7 +252,22 @@ class _Opened:
             if self._store is not None:
                 known = take_made(context, self._parts, _place(number), program.runs)
                 state = replace(state, known=known)
-            return run(_LOWER_AND_LINK, state)
+            state = run(_LOWER_AND_LINK, state)
+        report.made = made_by(state)  # for a page
+        return state
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs it has."""
+        return len(self._programs)
+
+    def captured(self, number: int, model: SavedModel | None) -> tuple[str, Program]:
+        """Returns what a program is for, and the program, with the tensors of a model."""
+        told, program = self._told["programs"][number], self._programs[number].captured
+        way = "training" if told["train"] else "inference"
+        if model is not None:
+            program = replace(program, sources=self._bound(program, model))
+        return f"{self._told['class']}, {way if self._batching is None else 'a step'}", program
 
     def _bound(self, captured: Program, model: SavedModel) -> tuple[Source, ...]:
         """Returns where inputs come from, with the tensors that the file has for them."""

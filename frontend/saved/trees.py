@@ -72,16 +72,17 @@ def _own(value: Any) -> Any:
         return None
     name = value._class_name if isinstance(value, Record) else type(value).__name__
     # A cache of transformers holds constants besides its tensors; classes are left out.
-    kept = [
-        [key, encode_value(_with_leaf(held), _own)]
-        for key, held in fields
-        if not isinstance(held, type)
-    ]
+    kept = [[k, encode_value(_leaves_in(v), _own)] for k, v in fields if not isinstance(v, type)]
     return {"record": [name, kept]}
 
 
-def _with_leaf(held: Any) -> Any:
-    is_nested = isinstance(held, (_Place, list, tuple, dict)) or torch_pytree.is_container(held)
+def _leaves_in(held: Any) -> Any:
+    """Makes a leaf of each constant in an object's field."""
+    if type(held) is dict:
+        return {key: _leaves_in(value) for key, value in held.items()}
+    if type(held) in (list, tuple):
+        return type(held)(map(_leaves_in, held))
+    is_nested = isinstance(held, _Place) or torch_pytree.named_fields(held) is not None
     return held if is_nested else _Place(("constant", held))
 
 
