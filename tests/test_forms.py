@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from comparing import assert_close, assert_same_gradients, seed_all
+from comparing import assert_close, assert_same_buffers, assert_same_gradients, seed_all
 from models import Attention, BatchNormBlock, Block, Net, Stack, batch
 from programs import random_program
 from torch import Tensor, nn
@@ -182,6 +182,33 @@ def test_an_exported_model_is_compiled_once_for_equal_blocks_and_trains(dynamic:
             assert_close(compiled(sequences(length)), model(sequences(length)))
     with pytest.raises(AssertionError, match="Guard failed"):
         compiled(sequences(17))
+
+
+def test_an_export_that_was_decomposed_trains_and_keeps_its_statistics() -> None:
+    seed_all()
+    model, x = Net(BatchNormBlock, 3).train(), batch()
+    exported = torch.export.export(copy.deepcopy(model), (x,)).run_decompositions()
+    compiled = lazyinline.compile(exported, backend="eager")
+    for _ in range(2):
+        compiled(x).square().sum().backward()
+        model(x).square().sum().backward()
+    assert compiled.last_report is not None and compiled.last_report.num_shared_calls > 0
+    assert_same_gradients(compiled, model)
+    assert_same_buffers(compiled, model)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mixtral", "ViT", "BERT"])
+def test_what_pytorch_exported_of_a_family_shares_its_layers(name: str) -> None:
+    model, inputs = next(f for f in zoo.ASKED if f.name == name).build()
+    model.eval().config.use_cache = False
+    exported = reloaded(torch.export.export(model, (), inputs))
+    compiled = lazyinline.compile(exported, backend="eager")
+    found, expected = compiled(**inputs), model(**inputs)
+    assert type(found) is type(expected)
+    assert_close(found.logits, expected.logits)
+    assert compiled.last_report is not None
+    assert compiled.last_report.num_shared_calls >= model.config.num_hidden_layers - 2
 
 
 def test_what_pytorch_exported_is_a_program_like_a_captured_one() -> None:

@@ -18,7 +18,7 @@ import torch.fx
 from torch import nn
 
 from ...reuse.freeze import Identity
-from ...reuse.ir.fx_form import Block, Places, holder_of
+from ...reuse.ir.fx_form import Block, Places, hold, holder_of
 from ...reuse.ir.leaf import FullKey, frozen_operands
 from ..capture.blocks import pays
 from ..marks import lazy_inline
@@ -257,4 +257,4 @@ def take_over(root: nn.Module, module: nn.Module, nodes: Iterable[Node]) -> None
     for node in nodes:
         if node.op in ("get_attr", "call_module"):
             holder, _, last = holder_of(root, str(node.target))
-            setattr(holder, last, held(module, node))
+            hold(holder, last, held(module, node))

@@ -79,6 +79,14 @@ def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str, str]:
     return root, above, last
 
 
+def hold(holder: nn.Module, name: str, value: Any) -> None:
+    """Gives a module something to hold; a tensor that is no parameter is a buffer."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        holder.register_buffer(name, value)
+    else:
+        setattr(holder, name, value)
+
+
 def free_name(holder: nn.Module, name: str) -> str:
     """Returns a name that nothing in a module has, nor in the graph module that it becomes."""
     while hasattr(holder, name) or hasattr(torch.fx.GraphModule, name) or name == "meta":
@@ -302,10 +310,7 @@ class _Body:
     def _hold(self, source: ir.ModelTensor) -> str:
         holder, above, last = holder_of(self._root, _path(source.name))
         last = free_name(holder, last)
-        if isinstance(source.tensor, nn.Parameter):
-            holder.register_parameter(last, source.tensor)
-        else:
-            holder.register_buffer(last, source.tensor)
+        hold(holder, last, source.tensor)
         return f"{above}{last}"
 
     def size(self, symbol: Any) -> Node:
