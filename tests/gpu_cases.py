@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import decoders as models
 import fake_gpu
@@ -62,6 +63,21 @@ def in_autocast() -> Made:
     return InAutocast(model), kwargs
 
 
+def llama_in_autocast() -> Made:
+    """Of two heads that share keys and values, which flash attention takes as they are."""
+    model, kwargs = llama()
+    model.config.use_cache = False
+    unpacked = mock.patch.object(masking_utils(), "find_packed_sequence_indices", lambda ids: None)
+    unpacked.start()  # as in eager, where positions follow one another
+    return InAutocast(model), kwargs
+
+
+def masking_utils() -> Any:
+    from transformers import masking_utils
+
+    return masking_utils
+
+
 def llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM  # which takes seconds
 
@@ -100,6 +116,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "llama": llama,
     "gpt2": gpt2(0.0),
     "gpt2 with dropout": gpt2(0.1),
+    "llama in autocast": llama_in_autocast,  # last: masks are off from here on
 }
 
 
@@ -270,6 +287,7 @@ def trained_on_two_streams(model: nn.Module, kwargs: dict[str, torch.Tensor]) ->
     """Two steps, in the two extreme orders that the events allow, with an update between."""
     model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
     patch = pytest.MonkeyPatch()
+    patch.setattr(planned, "STREAMS", "two")
     patch.setattr(planned, "with_streams", lambda kernels, target: every_other(kernels))
     step, program = step_on_cpu_memory(model, kwargs)
     (part,) = program.layout.parts

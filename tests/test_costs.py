@@ -65,6 +65,14 @@ def test_attention_of_a_cpu_multiplies_as_that_of_a_gpu() -> None:
     assert ProgramCosts(OperatorCosts()).program(made.backward).flops == 5 * product
 
 
+def test_heads_that_share_keys_multiply_each() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    shapes = (2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16)
+    assert cost_of(attention, *shapes).flops == 2 * 2 * 2 * 4 * 32 * 32 * 16
+
+
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(128, 128), (96, 128), (128, 96), (1, 8)])
 def test_causal_attention_computes_the_pairs_that_it_looks_at(
     num_queries: int, num_keys: int

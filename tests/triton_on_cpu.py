@@ -277,7 +277,7 @@ def _flash(
 ) -> tuple[Any, ...]:
     """As a GPU has it: of half precision, computed in single precision."""
     assert not dropout_p and not return_debug_mask
-    wide = [t.float() for t in (query, key, value)]
+    wide = [query.float(), *_of_all_heads(query, key, value)]
     chances, sums = attention(wide[0], wide[1], wide[2], None, scale, causal=is_causal)
     drawn = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
     result = _laid_out((chances @ wide[2]).to(query.dtype))
@@ -296,11 +296,21 @@ def _flash_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     is_causal = others[5]
-    wide = [t.float() for t in (grad, query, key, value)]
+    wide = [grad.float(), query.float(), *_of_all_heads(query, key, value)]
     none = torch.zeros(0)
     unread = (None, none, none, none, none)
     made = _efficient_backward(*wide, *unread, 0.0, (True,) * 4, is_causal, scale=scale)
-    return tuple(g.to(query.dtype) for g in made[:3] if g is not None)
+    summed = [
+        g.unflatten(1, (like.shape[1], -1)).sum(2)
+        for g, like in zip(made[:3], (query, key, value), strict=True)
+        if g is not None
+    ]
+    return tuple(_laid_out(g.to(query.dtype)) for g in summed)
+
+
+def _of_all_heads(query: torch.Tensor, *kept: torch.Tensor) -> list[torch.Tensor]:
+    """Returns keys and values in single precision, once for each head that shares one."""
+    return [t.float().repeat_interleave(query.shape[1] // t.shape[1], 1) for t in kept]
 
 
 def with_operators_of_a_gpu() -> torch.library.Library:

@@ -314,11 +314,15 @@ class _Attention:
         if not fits or any(head % wide for head in heads) or (masked and self.given["is_causal"]):
             return self.plain()
         if query.dtype in _HALF and not masked and len(heads) == 1 and max(heads) <= _MAX_HEAD:
-            return self._fused(_FLASH, self.given["dropout_p"], self.given["is_causal"], False)
+            operands = [self.operands[name] for name in ("query", "key", "value")]
+            return self._fused(
+                _FLASH, operands, self.given["dropout_p"], self.given["is_causal"], False
+            )
         if query.dtype not in (*_HALF, torch.float32):
             return self.plain()
         bias = self._bias() if masked else None
-        return self._fused(_EFFICIENT, bias, True, self.given["dropout_p"], self.given["is_causal"])
+        options = bias, True, self.given["dropout_p"], self.given["is_causal"]
+        return self._fused(_EFFICIENT, self._repeated(), *options)
 
     def _seen(self, name: str) -> torch.Tensor:
         value: torch.Tensor = self.given[name].meta["val"]
@@ -327,8 +331,10 @@ class _Attention:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def _fused(self, target: Any, *options: Any) -> torch.fx.Node:
-        made = self._call(target, *self._repeated(), *options, scale=self.given["scale"])
+    def _fused(
+        self, target: Any, operands: Sequence[torch.fx.Node], *options: Any
+    ) -> torch.fx.Node:
+        made = self._call(target, *operands, *options, scale=self.given["scale"])
         return self._call(operator.getitem, made, 0)
 
     def plain(self) -> torch.fx.Node:

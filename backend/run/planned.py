@@ -53,6 +53,9 @@ from ..link.program_writer import CodeWriter, host_base
 from ..link.torch_generated import Memory, Runner, as_predicted, profiled
 from .leases import Arena, Arenas, Lease, address_of
 
+STREAMS: Literal["one", "two"] = "one"
+"""Of a program on a GPU: what a second one gains was predicted, and never measured."""
+
 
 class PlannedProgram:
     """One or two flat programs (a forward, and its backward) over one planned arena.
@@ -95,7 +98,7 @@ class PlannedProgram:
     ) -> None:
         self._names = names
         target = tools.place.target
-        if target is not None:
+        if target is not None and STREAMS == "two":
             leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
             kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = layout_of(

@@ -101,7 +101,9 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     from torch.utils.flop_counter import FlopCounterMode, flop_registry  # it imports Triton
 
     packet = getattr(operator, "overloadpacket", None)
-    share = _share_of_pairs(operator, args, kwargs) if packet and _is_attention(packet) else 1
+    share = 1.0
+    if packet and _is_attention(packet):
+        share, args = _share_of_pairs(operator, args, kwargs), _of_all_heads(operator, args)
     formula = flop_registry.get(packet or operator)
     if formula is None and packet and _is_attention(packet):
         # PyTorch's table lacks the attention of a CPU, which multiplies what a GPU's does.
@@ -128,6 +130,20 @@ def _share_of_pairs(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     triangle = min(num_queries, num_keys)
     pairs = triangle * (triangle + 1) / 2 + (num_queries - triangle) * num_keys
     return pairs / max(num_queries * num_keys, 1)
+
+
+def _of_all_heads(operator: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Returns operands with keys and values for each head: older tables know no shared ones."""
+    names = [argument.name for argument in schema_of(operator).arguments]
+    query = args[names.index("query")]
+
+    def shown(name: str, value: Any) -> Any:
+        is_shared = name in ("key", "value") and value.shape[:-2] != query.shape[:-2]
+        if not is_shared or value.dim() < 4 or query.shape[1] % value.shape[1]:
+            return value
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+    return [shown(name, value) for name, value in zip(names, args, strict=False)]
 
 
 def _is_attention(operator: Any) -> bool:
