@@ -160,7 +160,11 @@ def run_report(options: argparse.Namespace) -> None:
 
 def _is_file(target: str | None) -> bool:
     """Whether a target is a file of ``lazyinline.save``."""
-    return target is not None and not target.endswith(".py") and pathlib.Path(target).is_file()
+    return (
+        target is not None
+        and not target.endswith((".py", ".pt2"))
+        and pathlib.Path(target).is_file()
+    )
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:

@@ -47,12 +47,17 @@ def load_target(text: str, *arguments: int) -> Target:
 
     Args:
         text: ``package.module:function``. The function returns ``(model, args)`` or ``(model, args,
-            kwargs)``; its module is also looked for in the working directory.
+            kwargs)``; its module is also looked for in the working directory. Or a ``.pt2`` file of
+            ``torch.export.save``, with its example inputs.
         arguments: what it is called with; usually none.
 
     Raises:
         LazyInlineError: if there is no such function, if it fails, or if it returns something else.
     """
+    if text.endswith(".pt2"):
+        from .dynamo.torch_exported import target_in  # it imports Dynamo
+
+        return Target(*target_in(text))
     module_name, _, function_name = text.partition(":")
     if not (module_name and function_name):
         raise LazyInlineError(f"{text!r} is not a target. A target is {FORM}.")

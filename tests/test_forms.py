@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.printer import text_to_compare
 from lazyinline.reuse.ir.program import UserInput
 from lazyinline.reuse.ir.types import StructType, Type
+from lazyinline_command.main import main
 
 
 def assert_same_text(found: Program, program: Program) -> None:
@@ -238,6 +240,19 @@ def test_sizes_that_vary_are_symbols_with_their_conditions() -> None:
     for form in (module, again.module()):
         with pytest.raises(AssertionError):
             form(sequences(17))
+
+
+def test_the_command_line_takes_what_pytorch_exported(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "model.pt2")
+    torch.export.save(torch.export.export(decoder(), (sequences(5),)), file)
+    assert main(["inspect", file]) == 0
+    assert "closure @Attention(" in capsys.readouterr().out
+    assert main(["report", file, "--backend=eager"]) == 0
+    assert "training, backend eager" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "none.pt2")]) == 1
+    assert "none.pt2 cannot be loaded" in capsys.readouterr().err
 
 
 def test_an_export_checks_what_it_was_exported_for() -> None:

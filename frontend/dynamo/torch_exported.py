@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError
+from ...reuse.errors import CaptureError, LazyInlineError
 from ...reuse.ir.exported_form import program_in
 from ...reuse.ir.program import Program
 from ...reuse.ir.verify import verify
@@ -44,8 +44,21 @@ def module_of_exported(exported: ExportedProgram) -> nn.Module:
     made = outlined(graph.module, graph.calls)
     made.graph.set_codegen(module.graph._codegen)  # which takes and gives what the model does
     made.recompile()
-    vars(made).update(train=module.train, eval=module.eval)  # refuse: the mode stands in the graph
+    vars(made).update(train=_refuse_mode, eval=_refuse_mode)
     return made
+
+
+def _refuse_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError("The mode of an exported program stands in its graph.")
+
+
+def target_in(file: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns the module of a file of ``torch.export.save``, and its example inputs."""
+    try:
+        exported = torch.export.load(file)
+    except Exception as error:
+        raise LazyInlineError(f"{file} cannot be loaded: {error}") from error
+    return module_of_exported(exported), *exported.example_inputs
 
 
 def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
