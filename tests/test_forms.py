@@ -251,7 +251,7 @@ def test_the_command_line_takes_what_pytorch_exported(
     assert "closure @Attention(" in capsys.readouterr().out
     assert main(["report", file, "--backend=eager"]) == 0
     assert "training, backend eager" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "none.pt2")]) == 1
+    assert main(["inspect", str(tmp_path / "none.pt2")]) == 2
     assert "none.pt2 cannot be loaded" in capsys.readouterr().err
 
 
