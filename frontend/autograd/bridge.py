@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,12 +14,13 @@ import torch
 from ...autodiff.derivative import Derivative
 from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
+from ...reuse.ir.leaf import interpret
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
-from .gradients import FirstBackward, Gradients
+from .gradients import FirstBackward, Gradients, drawing
 from .torch_engine import (
     Aliases,
     GeneratorStates,
@@ -226,7 +228,10 @@ class Bridge:
         """Runs a forward, and computes nothing ahead."""
         step = Step(self, inputs, self.backwards.expected)
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
-        return self.aliases.with_views(inputs, outputs)
+        results = self.aliases.with_views(inputs, outputs)
+        if len(results) > 1:
+            step.results = list(map(weakref.ref, results))
+        return results
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -240,7 +245,8 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 class Step:
     """Holds one forward in flight: its inputs, and after it ran, what its backward needs.
 
-    ``prepared`` is the backward that the forward prepared for.
+    ``prepared`` is the backward that the forward prepared for, ``results`` what the user has of
+    several results.
     """
 
     bridge: Bridge
@@ -251,6 +257,7 @@ class Step:
     used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
+    results: Sequence[weakref.ref[torch.Tensor]] = ()
     _others_versions: Sequence[int | None] = ()
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
@@ -281,6 +288,36 @@ class Step:
         others = [*self.others[:num], *(tensor.clone() for tensor in self.others[num:])]
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
+
+    def add_to_retained(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Adds to results that retain their gradient what comes to them through other results.
+
+        All results are of one node, which hands on none of it: PyTorch runs the forward again.
+        """
+        results = [(i, t) for i, ref in enumerate(self.results) if (t := ref()) is not None]
+        retaining = [(i, t) for i, t in results if t.retains_grad]
+        if not retaining:
+            return
+        with torch.enable_grad(), drawing(self.drawn_from):
+            again = interpret(self.bridge.program, self.inputs_again(ctx))
+        for index, result in retaining:
+            others = [
+                (y, c)
+                for i, (y, c) in enumerate(zip(again, cotangents, strict=True))
+                if i != index and c is not None and y.requires_grad
+            ]
+            if not others or not again[index].requires_grad:
+                continue
+            (found,) = torch.autograd.grad(
+                [y for y, _ in others],
+                again[index],
+                [c for _, c in others],
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+            if found is not None:
+                result.grad = found if result.grad is None else result.grad + found
 
     def taken(
         self, ctx: Any, unused: Sequence[int], following: int
@@ -356,6 +393,8 @@ class _CompiledFunction(torch.autograd.Function):
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
         if are_batched(cotangents):
             return tuple(one_by_one(partial(_CompiledFunction._gradients, ctx), cotangents))
+        if ctx.step.results:
+            ctx.step.add_to_retained(ctx, cotangents)
         if not torch.is_grad_enabled():
             if not ctx.step.is_differentiated:
                 used = (i for i, cotangent in enumerate(cotangents) if cotangent is not None)

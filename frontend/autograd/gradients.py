@@ -152,7 +152,7 @@ class FirstBackward:
         types = made.input_types[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
-        with torch.enable_grad(), _drawing(self.drawn_from):
+        with torch.enable_grad(), drawing(self.drawn_from):
             laid = list(map(cotangent_like, types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
@@ -165,7 +165,7 @@ class FirstBackward:
     ) -> Mapping[int, torch.Tensor]:
         """Returns the same as autograd takes it of a program that PyTorch runs."""
         wanted = [i for i in self.asked if inputs[i].requires_grad]
-        with torch.enable_grad(), _drawing(self.drawn_from):
+        with torch.enable_grad(), drawing(self.drawn_from):
             results = interpret(program, inputs)
             found = torch.autograd.grad(
                 [results[output] for output in self.outputs],
@@ -226,7 +226,8 @@ class FirstBackward:
         return [next(found) if x.requires_grad else None for x in operands]
 
 
-def _drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
+def drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
+    """Draws inside of it what a forward drew; nothing changes for one that drew nothing."""
     return nullcontext() if drawn_from is None else drawn_from.again()
 
 
@@ -332,7 +333,7 @@ class Ahead:
     ) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of all inputs that want one by another run of the forward."""
         inputs = list(map(unchanged, flight.inputs, flight.versions))
-        with torch.enable_grad(), _drawing(flight.drawn_from):
+        with torch.enable_grad(), drawing(flight.drawn_from):
             operands = [x.view_as(x) if x.requires_grad else x for x in inputs]
             results = self._again(operands)
         pairs = zip(self.request.outputs, cotangents, strict=True)
