@@ -28,7 +28,7 @@ from link_tree import ROOT
 # numbers asked of inputs (frontend +179), what a forward leaves in arguments (frontend +230),
 # stages in fit and in found plans (frontend +320, pipeline_parallel +95), one link for many shapes
 # (reuse +260, frontend +340, backend +165), parts of inputs that are saved (backend +4),
-# files of one idea (frontend +55, backend +22), a GPU (frontend +22, reuse +31, backend +217),
+# files of one idea (frontend +55, backend +22), a GPU (frontend +22, reuse +31, backend +220),
 # gradients ahead of losses (frontend +281, autodiff +9),
 # compiled programs as files (frontend +1,241, reuse +102, backend +409), other forms of programs
 # (frontend +73, reuse +664).
@@ -38,7 +38,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_358, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (8_034, 29),
-    "backend": (12_868, 46),
+    "backend": (12_871, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

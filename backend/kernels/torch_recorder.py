@@ -358,14 +358,17 @@ class _Recorder(TorchDispatchMode):
         # Collectives of ours all have one.
         own = _is_collective(func)
         out_form = func.overloadpacket.out if own else _OUT_FORMS.get(func)
+        if func is _ATEN.sum.dim_IntList and not self._is_native:  # Inductor ends reductions so
+            out_form = _ATEN.sum.IntList_out
         if out_form is not None:
             self._add_buffer(new[0], "private")
             self._launch(name, out_form, args, {**kwargs, "out": new[0]})
             return
-        if func is torch.ops.aten._to_copy.default and args[0].device != new[0].device:
+        is_moved = args and isinstance(args[0], torch.Tensor) and args[0].device != new[0].device
+        if func is torch.ops.aten._to_copy.default and (is_moved or not self._is_native):
             self._add_buffer(new[0], "private")
             # To pinned memory and back the stream keeps the order: Python need not wait.
-            is_pinned = HOST in (new[0].device, args[0].device) and not self._is_native
+            is_pinned = HOST in (new[0].device, args[0].device) and not self._is_native and is_moved
             operands = (new[0], args[0], True) if is_pinned else (new[0], args[0])
             self._launch("copy_", torch.ops.aten.copy_.default, operands, {})
             return
