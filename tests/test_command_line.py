@@ -283,7 +283,7 @@ sys.exit(status)
         (["bnech"], 2, "invalid choice: 'bnech'"),
         (["bench", "--layer", "3"], 2, "unrecognized arguments: --layer 3"),
         (["inspect", "a:b", "--reuse", "atuo"], 2, "invalid choice: 'atuo'"),
-        (["export"], 2, "TARGET, FILE.onnx"),
+        (["export"], 2, "TARGET|FILE, FILE.onnx"),
         (["completion", "bash"], 0, "--micro-batches"),
     ],
 )

@@ -438,6 +438,9 @@ def test_commands_take_a_file_in_place_of_a_target(
 
 
 FAMILIES = {family.name: family for family in (*zoo.ASKED, *zoo.FURTHER)}
+# Bloom has an autograd.Function of its own; of T5's leaves two attentions are laid out in two ways,
+# and PyTorch says which only where their masks want gradients.
+REFUSED_FAMILIES = {("Bloom", False), ("Bloom", True), ("T5", True)}
 
 
 @pytest.mark.sweep
@@ -449,8 +452,7 @@ def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: pathlib.
     with torch.set_grad_enabled(train):
         for _ in range(2):  # the first call of some logs something, and runs eagerly
             expected = compiled(**inputs)
-        # The second: where two attentions of one leaf lie in two ways, a text does not say which.
-        if compiled.last_report.ran_eagerly or (name == "T5" and train):
+        if compiled.last_report.ran_eagerly or (name, train) in REFUSED_FAMILIES:
             with pytest.raises(FileError):
                 lazyinline.save(compiled, tmp_path / "model.lz")
             return

@@ -30,7 +30,7 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.ir.leaf import flat_types, node_type
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.process import package_digest
-from ..arena.arena import ArenaPlan
+from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.torch_store import DiskCache, MissingObjectError, open_cache
 from ..gpu.torch_triton import MachineCode, TritonKernel, triton_version
@@ -378,7 +378,7 @@ class CompileCache:
 def plan_data(made: ArenaPlan) -> Any:
     """Returns the places of buffers as JSON holds them."""
     return [
-        made.offsets.tolist(),
+        (made.offsets // ALIGNMENT).tolist(),
         int(made.peak_bytes),
         int(made.lower_bound_bytes),
         made.method,
@@ -388,7 +388,7 @@ def plan_data(made: ArenaPlan) -> Any:
 def plan_of(data: Any) -> ArenaPlan:
     """Returns what :func:`plan_data` wrote."""
     offsets, peak, bound, method = data
-    return ArenaPlan(np.array(offsets, np.int64), peak, bound, method)
+    return ArenaPlan(np.array(offsets, np.int64) * ALIGNMENT, peak, bound, method)
 
 
 def _forward_traced(leaf: Leaf) -> tuple[Leaf, Any]:

@@ -31,7 +31,7 @@ from ..passes.state import Compilation, Goal, between, run, step_goal
 from ..sizes.shapes import CompileResult
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
-from .parts import ReadProgram, model_inputs, read_program, take_made
+from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
@@ -113,7 +113,6 @@ class _Opened:
     def __init__(self, parts: Parts, store: DiskCache | None) -> None:
         self._parts, self._store = parts, store
         self._told = told = read_json(parts.read(MODEL))
-        self._names = TensorNames(*(told[each.name] for each in fields(TensorNames)))
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
         settings = None
         if self._batching is not None:
@@ -124,6 +123,10 @@ class _Opened:
             read_program(parts, _place(i), one, settings, trusted=store is not None)
             for i, one in enumerate(told["programs"])
         ]
+        named = {each.name: told[each.name] for each in fields(TensorNames)}
+        if named["parameters"] is None:
+            named["parameters"] = used_parameters(one.captured for one in self._programs)
+        self._names = TensorNames(**named)
         self._types: dict[str, TensorType] = {}
         for program in self._programs:
             for _, source, type_ in model_inputs(program.captured):

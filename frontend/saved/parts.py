@@ -8,7 +8,7 @@ it; else it is made again of the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from ...reuse.ir.program import (
 )
 from ...reuse.ir.torch_updates import IN_PLACE, STATE
 from ...reuse.ir.types import StructType, TensorType
-from ...reuse.ir.verify import verify
+from ...reuse.ir.verify import name_of, verify
 from ..capture.assemble import OutputTree
 from ..compiled import Compiled, CompiledStep
 from ..passes.context import Context
@@ -104,8 +104,8 @@ def _text(program: Program) -> bytes:
             is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
             if function_name(node.target) is None and not is_ours:
                 raise FileError(
-                    f"@{closure.name} calls {node.target}, which is no operator of PyTorch's own: "
-                    "a file holds no code, so a program with it cannot be saved."
+                    f"@{closure.name} calls {name_of(node)}, no operator of PyTorch's own, and a "
+                    "file holds no code: a program with it cannot be saved."
                 )
     text = text_to_compare(program)
     for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
@@ -354,6 +354,12 @@ def take_made(
     roots, draws, watched = known
     views = [~root if root < 0 else ("root", root) for root in roots]
     return {"view_roots": views, "draws": draws, "watched_inputs": tuple(watched)}
+
+
+def used_parameters(programs: Iterable[Program]) -> list[str]:
+    """Returns the names of parameters in the order in which programs name them."""
+    found = (source for program in programs for _, source, _ in model_inputs(program))
+    return list(dict.fromkeys(source.name for source in found if source.kind == "parameter"))
 
 
 def model_inputs(program: Program) -> list[tuple[int, ModelTensor, TensorType]]:

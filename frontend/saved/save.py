@@ -21,9 +21,10 @@ from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
 from ..options import Batching, Options
+from ..passes.state import Compilation
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
-from .parts import boundary_data, output_data, program_parts
+from .parts import boundary_data, output_data, program_parts, used_parameters
 from .saved_model import TensorNames
 from .trees import tree_data
 
@@ -118,10 +119,11 @@ class _Saved:
     def parts(self, weights: Weights) -> Iterator[tuple[str, Content]]:
         """Yields all parts."""
         found: dict[str, Content] = {}
-        programs = []
+        programs, captured = [], []
         for number, entry in enumerate(self._entries):
-            program, parts = self._program(entry)
+            program, parts, state = self._program(entry)
             programs.append(program)
+            captured.append(state.captured.program)
             for name, content in parts:
                 shared = name.startswith("objects/")
                 found[name if shared else f"programs/{number}/{name}"] = content
@@ -134,6 +136,8 @@ class _Saved:
             **asdict(self._names),
             "programs": programs,
         }
+        if self._names.parameters == used_parameters(captured):
+            told["parameters"] = None  # their names stand in the programs
         yield MODEL, [to_json(told)]
         yield from found.items()
         constants = {name: self._tensors[name] for name in self._names.unsaved}
@@ -145,7 +149,7 @@ class _Saved:
         if self._optimizer is not None:
             yield STATE, pieces_of(optimizer_state(self._optimizer, self._by_id))
 
-    def _program(self, entry: Any) -> tuple[Any, Iterator[tuple[str, Content]]]:
+    def _program(self, entry: Any) -> tuple[Any, Iterator[tuple[str, Content]], Compilation]:
         compiled, guard = entry.compiled, entry.guard
         if guard.answers:
             raise FileError(
@@ -173,7 +177,7 @@ class _Saved:
             "output": output_data(program.output_tree),
             "boundary": boundary_data(state),
         }
-        return told, program_parts(compiled, state)
+        return told, program_parts(compiled, state), state
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
         """Returns what an input is bound to, under the name that the file has for it."""
