@@ -24,9 +24,9 @@ from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habi
 from .torch_engine import (
     GeneratorStates,
     are_batched,
-    asked_inputs,
     cotangent_like,
     graph_is_kept,
+    is_asked,
 )
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -382,10 +382,11 @@ class _Ahead(torch.autograd.Function):
         none, nowhere = [None] * ctx.num_made, [None] * len(wanted)
         is_kept, is_differentiated = graph_is_kept(), ahead.request.is_differentiated
         given = [c for c in cotangents if c is not None]
-        asked = {wanted[i] for i in asked_inputs(ctx.next_functions[ctx.num_made :])}
-        is_known = asked <= set(ahead.request.inputs) and len(given) == len(cotangents)
-        may_serve = is_differentiated or not torch.is_grad_enabled()
-        if is_known and may_serve and not are_batched(given):
+        edges = zip(wanted, ctx.next_functions[ctx.num_made :], strict=True)
+        others = (node for index, (node, _) in edges if index not in ahead.request.inputs)
+        may_serve = len(given) == len(cotangents) and not are_batched(given)
+        may_serve = may_serve and (is_differentiated or not torch.is_grad_enabled())
+        if may_serve and not any(map(is_asked, others)):
             found = ahead.gradients(known, given)
             if found is not None:
                 flight.is_used = True

@@ -128,13 +128,13 @@ def graph_is_kept() -> bool:
 
 def asked_inputs(edges: Sequence[tuple[Any, int]]) -> tuple[int, ...]:
     """Returns which edges the running backward goes on to, of those that lead from a node."""
-    return tuple(i for i, (node, _) in enumerate(edges) if node is not None and is_asked(node))
+    return tuple(i for i, (node, _) in enumerate(edges) if is_asked(node))
 
 
 def is_asked(node: Any) -> bool:
     """Returns whether the running backward comes to a node."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # what `torch.autograd.grad` was called for, which PyTorch does not answer
         return True
 
