@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextvars
+import copyreg
 import functools
 import inspect
 import os
@@ -256,7 +257,9 @@ class Reads:
         self, owner: Any, name: str, names: tuple[str, ...], depth: int, seen: _Seen
     ) -> None:
         value = look_up(owner, name)
-        if is_own_patch(value):
+        # PyTorch's modules enter classes there as they are imported, a compile imports some, and
+        # ``copy.copy`` looks up the one class that it copies.
+        if is_own_patch(value) or value is copyreg.dispatch_table:
             return
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, shallow_snapshot(value))
