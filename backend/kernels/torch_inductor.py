@@ -254,8 +254,8 @@ def write_gpu_leaves(
     measuring = [name for name in _MEASURED if config.get_config_copy().get(name)]
     if measuring:
         raise PlanError(
-            f"Inductor's {', '.join(measuring)} would have kernels measured on a GPU, and target= "
-            "compiles for one that is not here. Switch that off for it."
+            f"Inductor's {', '.join(measuring)} would measure kernels on a GPU as they are "
+            "written, and they are no more than text then. Switch that off for lazyinline."
         )
     written: list[BoxedCallable | NotCompiled] = []
     # In one thread of this process, where the patches are; tuning would need the device.
