@@ -329,3 +329,20 @@ def test_a_forged_signature_makes_nothing_trusted(
     parts[name] = parts[name].replace(b"tanh", b"sinh", 1)
     parts[name] = re.sub(rb"addmm\(", b"addmm_(", parts[name])
     assert opened(written(parts), tmp_path / "model.lz")
+
+
+def test_a_header_that_says_less_memory_than_operators_fill_is_refused(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = tmp_path / "model.lz"
+    compiled = lazyinline.compile(Net(Block, 1), backend="eager")
+    with torch.no_grad():
+        compiled(batch())
+    lazyinline.save(compiled, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    for name in [name for name in parts if name.endswith(".txt")]:
+        headers = rb"((?:closure|program) @\S+\(.*\) -> \()f32\[3,2\]"
+        parts[name], count = re.subn(headers, rb"\1f32[1,2]", parts[name])
+        assert count == 2
+    assert "other results than the operators give" in opened(written(parts), path)

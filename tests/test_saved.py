@@ -461,3 +461,10 @@ def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: pathlib.
     tensors = {key: held for key, held in expected.items() if isinstance(held, Tensor)}
     assert tensors
     assert all(torch.equal(found[key], held) for key, held in tensors.items())
+
+
+def test_a_model_that_was_compiled_in_place_is_saved(tmp_path: pathlib.Path) -> None:
+    model = lazyinline.compile(Net(), backend="eager", in_place=True)
+    with torch.no_grad():
+        expected = model(batch())
+        assert torch.equal(reloaded(model, tmp_path)(batch()), expected)

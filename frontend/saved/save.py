@@ -17,6 +17,7 @@ from ...backend.files.torch_store import open_cache
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
+from ..checks.refusals import model_inside
 from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
@@ -97,6 +98,11 @@ class _Saved:
         dynamic: bool | None = None,
         optimizer: StepOptimizer | None = None,
     ) -> None:
+        if model_inside(model) is not None:
+            raise FileError(
+                f"A {type(model).__name__} sees to several processes, which no file says: save "
+                "what was compiled of the model inside."
+            )
         self._model, self._options, self._subject = model, options, calls.subject
         self._batching, self._optimizer = batching, optimizer
         self._names, self._tensors = TensorNames.of(model)
