@@ -282,3 +282,22 @@ def test_a_mistake_is_shown_with_its_line_and_place() -> None:
         "  %layers.0.y: f32[] = sum(%undefined)\n"
         "                           ^"
     )
+
+
+@pytest.mark.parametrize(("size", "offset"), [(1000, 0), (4, 100)])
+def test_a_view_of_more_memory_than_there_is_is_refused(size: int, offset: int) -> None:
+    # PyTorch's fake tensors do not ask, and a kernel would read what is not the program's.
+    text = f"""
+closure @view(%x: f32[3,4]) -> (f32[{size}]) {{
+  %1: f32[{size}] = as_strided(%x, [{size}], [1], {offset})
+  %2: f32[{size}] = add.Tensor(%1, 1)
+  return %2
+}}
+
+program @main(%x: f32[3,4] = input(0)) -> (f32[{size}]) {{
+  %r = call @view(%x)
+  return %r
+}}
+"""
+    with pytest.raises(ParseError, match="reaches beyond the memory"):
+        parse_program(text)

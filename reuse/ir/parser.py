@@ -22,13 +22,21 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..errors import ParseError
-from ..torch_names import OPERATOR_TYPES, module_of, operator_as_printed, schema_of
+from ..torch_names import OPERATOR_TYPES, memory_id, module_of, operator_as_printed, schema_of
 from . import program as ir
 from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
 from .printer import node_type
 from .torch_symbols import SIZE_FUNCTIONS, ReadSizes
-from .types import DTYPES, StructType, TensorType, Type, contiguous_stride, flatten_type
+from .types import (
+    DTYPES,
+    StructType,
+    TensorType,
+    Type,
+    contiguous_stride,
+    flatten_type,
+    reach,
+)
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
@@ -549,6 +557,10 @@ class _Values(ModalInterpreter):
 
     node: Any = None
 
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self._bytes: dict[int, int] = {}
+
     def run_node(self, n: torch.fx.Node) -> Any:
         """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
         self.node = n
@@ -559,8 +571,19 @@ class _Values(ModalInterpreter):
         if many and any(type(size) is int and size > _MAX_RESULTS for size in sizes):
             raise ValueError(f"it may have more than {_MAX_RESULTS} results")
         value = super().run_node(n)
+        self._check_memory(value)
         if n.op != "output":
             n.meta["val"] = map_aggregate(
                 value, lambda x: x.detach() if isinstance(x, torch.Tensor) else x
             )
         return value
+
+    def _check_memory(self, value: Any) -> None:
+        """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
+        for one in value if isinstance(value, (tuple, list)) else [value]:
+            if not isinstance(one, torch.Tensor) or (type_ := TensorType.of(one)).is_symbolic:
+                continue
+            there = self._bytes.setdefault(memory_id(one), one.untyped_storage().nbytes())
+            end = one.storage_offset() + reach(type_.shape, type_.stride)
+            if 0 not in type_.shape and end * type_.dtype.itemsize > there:
+                raise ValueError("it reaches beyond the memory that it is a view of")
