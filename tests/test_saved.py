@@ -125,6 +125,7 @@ def test_ties_frozen_parameters_buffers_and_nested_results_are_kept(tmp_path: pa
     assert "scale" not in loaded.state_dict()
 
 
+@pytest.mark.sweep
 def test_a_second_derivative_is_that_of_the_compiled_model(tmp_path: pathlib.Path) -> None:
     x = batch().requires_grad_()
     compiled = compiled_for(Net(Block), x)
@@ -365,6 +366,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(keep="AdamW-2")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_step_goes_on_as_the_compiled_one(
