@@ -42,6 +42,7 @@ def decoder(layers: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tenso
         return Decoder(config).bfloat16(), (ids, ids)
 
 
+@pytest.mark.sweep
 @needs_triton
 def test_layers_of_a_large_model_are_planned_and_compiled_on_sixty_four_absent_ranks() -> None:
     found = fit_large.llama_13b(layers=2)

@@ -60,7 +60,7 @@ SEQUENCE = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep=["eager-tensor", "eager-fsdp x tensor", "inductor-data x tensor"])
+@pytest.mark.sweep(keep=["eager-tensor", "inductor-data x tensor"])
 def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None:
     axes = MESHES[name]
 
@@ -82,6 +82,7 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
     ],
     ids=["memory", "recompute", "fewer keys", "joint projection"],
 )
+@pytest.mark.sweep(keep=["memory", "joint projection"])
 def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
     name: str, memory: int | None, model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(ba
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"fsdp": 2, "tp": 2}], ids=["tensor", "fsdp x tp"])
+@pytest.mark.sweep(keep="[tensor]")
 def test_a_joint_projection_that_is_split_by_a_style_is_split_by_head(axes: dict[str, int]) -> None:
     plan = {
         "blocks.*.attention.qkv": ColwiseParallel(),
