@@ -109,7 +109,7 @@ def test_a_gradient_is_differentiated_again() -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.sweep(keep="llama")
+@pytest.mark.sweep
 def test_a_block_has_the_launches_of_early_inlining(name: str) -> None:
     def launches(layers: int, **options: Any) -> int:
         model, args = DECODERS[name](num_layers=layers, **SIZES)

@@ -330,7 +330,7 @@ def test_an_operator_tells_whether_it_has_a_derivative() -> None:
         assert has_own_derivative(plain) and casts_under_autocast(plain)
 
 
-@contract("torch.autograd.function.FunctionCtx", "._forward_cls")
+@contract("._forward_cls")
 def test_a_context_tells_whether_pytorch_made_its_function() -> None:
     """Of an operator whose results are a list, ``apply`` is kept, so that no patch sees it."""
 

@@ -248,3 +248,11 @@ def test_a_function_of_torch_jit_keeps_its_python_and_says_if_it_was_scripted() 
         assert function._torchdynamo_inline is doubled
         assert "__call__" in vars(type(function))
     assert known(doubled).qualified_name == scripted.qualified_name != traced.qualified_name
+
+
+@contract("._guards_fn")
+def test_what_checks_the_inputs_of_an_exported_module_has_a_name() -> None:
+    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),))
+    assert isinstance(exported.module()._guards_fn, torch.nn.Module)
+    exported.example_inputs = None  # type: ignore[assignment]
+    assert not hasattr(exported.module(), "_guards_fn")

@@ -333,7 +333,7 @@ def beside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     ("door", "backend"), [(lazyinline.compile_step, "eager"), (lazyinline.compile, "inductor")]
 )
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.sweep(keep=["composed-compile_step", "drawing-compile_step", "flat-compile-"])
+@pytest.mark.sweep(keep=["composed-compile_step", "drawing-compile_step"])
 def test_what_waits_on_the_host_comes_back_as_it_was(
     beside_a_host: None, backend: Any, kind: str, door: Callable[..., Any]
 ) -> None:

@@ -97,7 +97,11 @@ def read_tensors(
             raise FileError(f"there is a gap before {name}")
         end = row_end
         tensor = place(name, described)
-        filled = tensor if tensor.is_contiguous() else torch.empty(described.shape).to(tensor)
+        filled = (
+            tensor
+            if tensor.is_contiguous()
+            else torch.empty(described.shape, device="cpu").to(tensor)
+        )
         if source.readinto(_bytes_of(filled)) != row_end - begin:
             raise FileError(f"{name} is not whole")
         if filled is not tensor:

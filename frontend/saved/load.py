@@ -117,7 +117,7 @@ class _Opened:
         settings = None
         if self._batching is not None:
             # Of a stand-in for each tensor: programs are read before there are any.
-            update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1)))
+            update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1, device="cpu")))
             settings = [] if update is None else [one.settings for one in update.groups()]
         self._programs = [
             read_program(parts, _place(i), one, settings, trusted=store is not None)
@@ -169,7 +169,7 @@ class _Opened:
     def _empty(self, name: str, described: Described) -> torch.Tensor:
         type_ = self._types.get(name)
         if type_ is None:
-            return torch.empty(described.shape, dtype=described.dtype)
+            return torch.empty(described.shape, dtype=described.dtype, device="cpu")
         if (type_.dtype, type_.shape) != (described.dtype, described.shape):
             raise FileError(f"{name} is of another type than programs take")
         return type_.empty()

@@ -27,7 +27,7 @@ def kernels_own_rules() -> Iterator[None]:
     try:
         yield
     finally:
-        op_implementations_dict.pop(operator, None)
+        del op_implementations_dict[operator]
 
 
 def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
