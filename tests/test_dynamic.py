@@ -564,7 +564,7 @@ def test_a_step_that_computes_again_is_linked_for_a_further_length(policy: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [decoder, Reader])
-@pytest.mark.sweep(keep="Reader")
+@pytest.mark.sweep
 def test_kernels_of_steps_take_sizes(build: Callable[[], nn.Module]) -> None:
     shapes = [(4, 8), (4, 12), (6, 16), (4, 12)]
     _, found = step_at(build(), shapes, backend="inductor", micro_batches=2)

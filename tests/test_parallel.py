@@ -82,7 +82,7 @@ def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None
     ],
     ids=["memory", "recompute", "fewer keys", "joint projection"],
 )
-@pytest.mark.sweep(keep=["memory", "joint projection"])
+@pytest.mark.sweep(keep="joint projection")
 def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
     name: str, memory: int | None, model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
