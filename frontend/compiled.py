@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
+import torch
+
 from ..autodiff.derivative import Derivative
 from ..autodiff.flows import Draws, Flows, trained_inputs, view_roots
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
+from ..reuse.ir.leaf import interpret
 from ..reuse.ir.program import ModelTensor, Program
 from ..reuse.ir.torch_symbols import Values
 from ..reuse.ir.types import Type
@@ -126,7 +129,8 @@ class CompiledProgram:
     ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
     ahead of losses; where one cannot be differentiated, it gives the program with numbers for
     sizes, for autograd to run. ``linker`` links it for another shape, where sizes are symbols.
-    ``lowered`` is the compile up to link, of which a file is made.
+    ``lowered`` is the compile up to link, of which a file is made. ``values`` are the numbers that
+    its symbols have here.
     """
 
     captured: CapturedModel
@@ -138,11 +142,16 @@ class CompiledProgram:
     gradients: Callable[[GradientRequest], CompiledGradients | Program] | None = None
     linker: Relinking | None = None
     lowered: Any = None
+    values: Values | None = None
 
     @property
     def hold(self) -> Hold | None:
         """C++ helper by which the guard compares identities; None if the extension is not built."""
         return self.runtime.hold
+
+    def interpret(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs the program operator by operator, so that autograd sees each."""
+        return interpret(self.captured.program, inputs, self.values)
 
     def without_tensors(self) -> CompiledProgram:
         """Returns the same for one who has the model's tensors from elsewhere."""

@@ -291,6 +291,7 @@ class Linker:
             partial(self.compile_gradients, state.values, state.report),
             linker,
             self.lowered,
+            state.values,
         )
 
     def relink(self, values: Values) -> tuple[Compiled, CompileReport]:

@@ -34,6 +34,8 @@ class Potential(nn.Module):
         energies = self.read(x.tanh()).squeeze(-1)
         if self.result == "each":
             return energies.new_zeros(2).index_add(0, torch.arange(len(pos)) % 2, energies)
+        if self.result == "mean":
+            return energies.sum(), energies.sum() / len(pos)
         return (energies.sum(), x) if self.result == "both" else energies.sum()
 
 
@@ -228,3 +230,45 @@ def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(
 ) -> None:
     assert_as_eager(Potential(), [forces] * 2 + [left] * 12)
     assert num_ahead() == 9
+
+
+def assert_retained_as_eager(result: str, *, habit: Use = forces, num_asks: int = 2) -> None:
+    """Retains the gradients of both results after a habit, and asks for more once more."""
+    model = Potential(result).double()
+    twin = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
+    found: list[list[Tensor | None]] = []
+    for run, own in ((compiled, model), (twin, twin)):
+        for number in range(3):
+            habit(run, *data(11 + number))
+        own.zero_grad()
+        results = run(*(given := data(14)))
+        for one in results:
+            one.retain_grad()
+        slopes = slope_of(results[0], given[0], create_graph=True).square().sum()
+        loss = results[0].square() + slopes + (results[1].sum().sin() if num_asks > 1 else 0)
+        loss.backward()
+        found.append([*(one.grad for one in results), *(p.grad for p in own.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_asks", [1, 2])
+@pytest.mark.parametrize("result", ["both", "mean"])
+def test_results_that_retain_their_gradient_get_it_through_each_other(
+    result: str, num_asks: int, num_ahead: Callable[[], int]
+) -> None:
+    assert_retained_as_eager(result, num_asks=num_asks)
+    assert num_ahead() > 0
+
+
+def test_parameters_may_be_frozen_between_a_forward_and_its_gradients() -> None:
+    def frozen(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+        found = energy(model, pos, edges)
+        own: nn.Module = model  # type: ignore[assignment]
+        own.requires_grad_(False)
+        slope = slope_of(found.sin(), pos, retain_graph=True)
+        own.requires_grad_(True)
+        found.sum().backward()
+        return [found, slope]
+
+    assert_as_eager(Potential("each"), [dynamics, dynamics, dynamics, frozen, dynamics])

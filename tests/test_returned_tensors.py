@@ -211,13 +211,14 @@ class Deep(nn.Module):
         return (hidden[-1].square().sum(), *hidden[1:])
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(("create_graph", "dynamic"), [(False, True), (True, False)])
 def test_a_result_that_retains_its_gradient_gets_what_comes_through_other_results(
-    create_graph: bool,
+    create_graph: bool, dynamic: bool
 ) -> None:
     torch.manual_seed(0)
     model, x = Deep(), torch.randn(3, 4)
-    expected, compiled = copy.deepcopy(model), lazyinline.compile(model, backend="eager")
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", dynamic=dynamic)
     for weight in (0.0, 1.0):  # of a loss that also takes one of them itself
         found = []
         for one in (compiled, expected):

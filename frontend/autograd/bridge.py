@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from ...autodiff.derivative import Derivative
 from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
-from ...reuse.ir.leaf import interpret
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
@@ -25,12 +24,14 @@ from .torch_engine import (
     Aliases,
     GeneratorStates,
     SavedTensors,
+    add_to_retained,
     are_batched,
     asked_inputs,
     cotangent_like,
     graph_is_kept,
     is_asked,
     one_by_one,
+    retaining,
 )
 
 _MAX_BACKWARDS = 8  # the last used
@@ -170,7 +171,7 @@ class Bridge:
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
-        self.program = compiled.captured.program
+        self.program, self.interpret = compiled.captured.program, compiled.interpret
         self._compiled, self._facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
@@ -257,7 +258,7 @@ class Step:
     used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
-    results: Sequence[weakref.ref[torch.Tensor]] = ()
+    results: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _others_versions: Sequence[int | None] = ()
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
@@ -290,34 +291,13 @@ class Step:
         return [found[i] for i in range(len(found))]
 
     def add_to_retained(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Adds to results that retain their gradient what comes to them through other results.
-
-        All results are of one node, which hands on none of it: PyTorch runs the forward again.
-        """
-        results = [(i, t) for i, ref in enumerate(self.results) if (t := ref()) is not None]
-        retaining = [(i, t) for i, t in results if t.retains_grad]
-        if not retaining:
-            return
-        with torch.enable_grad(), drawing(self.drawn_from):
-            again = interpret(self.bridge.program, self.inputs_again(ctx))
-        for index, result in retaining:
-            others = [
-                (y, c)
-                for i, (y, c) in enumerate(zip(again, cotangents, strict=True))
-                if i != index and c is not None and y.requires_grad
-            ]
-            if not others or not again[index].requires_grad:
-                continue
-            (found,) = torch.autograd.grad(
-                [y for y, _ in others],
-                again[index],
-                [c for _, c in others],
-                retain_graph=True,
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-            if found is not None:
-                result.grad = found if result.grad is None else result.grad + found
+        """Adds to results that keep their gradient what comes to them through other results."""
+        kept = retaining(self.results)
+        if kept:
+            with torch.enable_grad(), drawing(self.drawn_from):
+                again = self.bridge.interpret(self.inputs_again(ctx))
+            seeds = {i: c for i, c in enumerate(cotangents) if c is not None}
+            add_to_retained(kept, again, seeds)
 
     def taken(
         self, ctx: Any, unused: Sequence[int], following: int

@@ -9,6 +9,7 @@ twice. What a loss asks beyond that is found by another run of the forward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
 from .torch_engine import (
     GeneratorStates,
+    add_to_retained,
     are_batched,
     cotangent_like,
     graph_is_kept,
     is_asked,
+    retaining,
 )
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -113,7 +116,8 @@ class Gradients:
             run = _without_graph(made.compiled)
         derivative = self._compiled.derivative
         assert derivative is not None
-        return Ahead(self.habit, request, made, derivative.gradient_inputs, run, self.again)
+        wanted = derivative.gradient_inputs
+        return Ahead(self._compiled, request, made, wanted, run, self.again)
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,7 @@ class Ahead:
     """Runs a forward together with gradients of its results by some inputs.
 
     Args:
-        habit: is told whether they were asked for.
+        forward: the program without them, whose habit notes whether they were asked for.
         request: which gradients; their cotangents are ones.
         made: the program of both.
         wanted: all inputs that want a gradient.
@@ -282,15 +286,15 @@ class Ahead:
 
     def __init__(
         self,
-        habit: Habit,
+        forward: CompiledProgram,
         request: GradientRequest,
         made: CompiledGradients,
         wanted: Sequence[int],
         run: Run,
         again: Run,
     ) -> None:
-        self.habit, self.request, self.wanted = habit, request, wanted
-        self._program = made.gradients
+        self.habit, self.request, self.wanted = forward.facts.habit, request, wanted
+        self._forward, self._program = forward, made.gradients
         self._run, self._again = run, again
         types = made.input_types[len(made.input_types) - len(request.outputs) :]
         self._ones = [cotangent_like(type_).fill_(1) for type_ in types]
@@ -305,15 +309,29 @@ class Ahead:
         except RuntimeError:  # one of inference mode, which counts no changes
             return self._again(inputs)
         self.habit.begin()
-        found, gradients = self._program.taken_apart(self._run([*inputs, *self._ones]))
+        made = self._run([*inputs, *self._ones])
+        found, gradients = self._program.taken_apart(made)
         results, outputs = list(found), self.request.outputs
         own = [results[output] for output in outputs]
         wanted = [inputs[i] for i in self.wanted]
         for output, copied in zip(
             outputs, _Ahead.apply(flight, *own, *gradients, *wanted), strict=True
         ):
+            if self.request.is_differentiated:
+                _stand_in(copied, results[output], made)
             results[output] = copied
+        if len(results) > 1:
+            flight.results = list(map(weakref.ref, results))
         return results
+
+    def add_to_retained(self, flight: _Flight, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Adds to results that keep their gradient what comes to them through those asked for."""
+        kept = retaining(flight.results)
+        if kept:
+            with torch.enable_grad(), drawing(flight.drawn_from):
+                again = self._forward.interpret(self._operands(flight))
+            pairs = zip(self.request.outputs, cotangents, strict=True)
+            add_to_retained(kept, again, {output: c for output, c in pairs if c is not None})
 
     def gradients(
         self, known: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -332,9 +350,8 @@ class Ahead:
         self, flight: _Flight, cotangents: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of all inputs that want one by another run of the forward."""
-        inputs = list(map(unchanged, flight.inputs, flight.versions))
         with torch.enable_grad(), drawing(flight.drawn_from):
-            operands = [x.view_as(x) if x.requires_grad else x for x in inputs]
+            operands = self._operands(flight)
             results = self._again(operands)
         pairs = zip(self.request.outputs, cotangents, strict=True)
         flowing = [(results[output], seed) for output, seed in pairs if seed is not None]
@@ -345,6 +362,22 @@ class Ahead:
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
+
+    def _operands(self, flight: _Flight) -> list[torch.Tensor]:
+        """Returns the inputs as the forward had them, to be differentiated by."""
+        operands = list(map(unchanged, flight.inputs, flight.versions))
+        operands = [x.view_as(x) if x.requires_grad else x for x in operands]
+        for index in self.wanted:
+            if not operands[index].requires_grad:  # frozen since the forward
+                operands[index] = operands[index].detach().requires_grad_()
+        return operands
+
+
+def _stand_in(handed: torch.Tensor, result: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+    """Makes the node behind results add to the gradient of what the user has of one of them."""
+    assert result.grad_fn is not None
+    place = next(i for i, one in enumerate(results) if one is result)
+    result.grad_fn.step.results[place] = weakref.ref(handed)  # type: ignore[attr-defined]
 
 
 def _is_one(cotangent: torch.Tensor) -> bool:
@@ -361,6 +394,7 @@ class _Flight:
     inputs: Sequence[torch.Tensor]
     versions: Sequence[int]
     drawn_from: GeneratorStates | None
+    results: Sequence[weakref.ref[torch.Tensor]] = ()
     is_used: bool = False
 
 
@@ -391,10 +425,12 @@ class _Ahead(torch.autograd.Function):
             if found is not None:
                 flight.is_used = True
                 ahead.habit.hit()
+                ahead.add_to_retained(flight, cotangents)
                 flight.inputs = flight.inputs if is_kept else ()
                 return None, *none, *map(found.get, wanted)
         if not flight.is_used:
             ahead.habit.miss()
         if is_differentiated and not torch.is_grad_enabled():
             return None, *cotangents, *none[len(cotangents) :], *nowhere
+        ahead.add_to_retained(flight, cotangents)
         return None, *none, *ahead.once_more(flight, cotangents)

@@ -8,6 +8,7 @@ saved tensors and gradients that were handed out may have been changed by others
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -184,6 +185,42 @@ def _outside_of_batch() -> Iterator[int]:
         yield level
     finally:
         torch._C._vmapmode_increment_nesting()
+
+
+def retaining(results: Sequence[weakref.ref[torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Returns the results that keep their gradient (``retain_grad()``), by their positions."""
+    there = ((i, tensor) for i, ref in enumerate(results) if (tensor := ref()) is not None)
+    return {i: tensor for i, tensor in there if tensor.retains_grad}
+
+
+def add_to_retained(
+    kept: Mapping[int, torch.Tensor],
+    again: Sequence[torch.Tensor],
+    cotangents: Mapping[int, torch.Tensor],
+) -> None:
+    """Adds to results that keep their gradient what comes to them through other results.
+
+    All results of a compiled program are of one node, which hands on none of it.
+
+    Args:
+        kept: results that keep their gradient.
+        again: all results, of operators that autograd has seen.
+        cotangents: of some results.
+    """
+    for index, result in kept.items():
+        others = [i for i in cotangents if i != index and again[i].requires_grad]
+        if not others or not again[index].requires_grad:
+            continue
+        (found,) = torch.autograd.grad(
+            [again[i] for i in others],
+            again[index],
+            [cotangents[i] for i in others],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        if found is not None:
+            result.grad = found if result.grad is None else result.grad + found
 
 
 # ---- tensors that others may have changed --------------------------------------------------------

@@ -24,7 +24,7 @@ from ..freeze import Freezer
 from ..torch_names import memory_id, module_of
 from .operators import WRITES_STATISTICS, mutated_args
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Value, outputs_of
-from .torch_symbols import SizedInterpreter
+from .torch_symbols import SizedInterpreter, Values
 from .types import StructType, TensorType, Type, flatten_type
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -333,21 +333,32 @@ def flat_types(types: Iterable[Type]) -> list[TensorType]:
 # ---- programs run call by call -------------------------------------------------------------------
 
 
-def interpret(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Runs a program; tensors for tensor inputs, nested tuples for struct inputs."""
+def interpret(
+    program: Program, args: Sequence[Any], values: Values | None = None
+) -> tuple[Any, ...]:
+    """Runs a program operator by operator.
+
+    Args:
+        program: what is run.
+        args: tensors for tensor inputs, nested tuples for struct inputs.
+        values: the number of each symbol, where sizes are symbols.
+    """
     env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
     for call in program.calls:
-        env.update(zip(call.results, _apply(call, [env[v] for v in call.args]), strict=True))
+        results = _apply(call, [env[v] for v in call.args], values)
+        env.update(zip(call.results, results, strict=True))
     return tuple(env[v] for v in program.outputs)
 
 
-def _apply(call: Call, args: list[Any]) -> Sequence[Any]:
+def _apply(call: Call, args: list[Any], values: Values | None) -> Sequence[Any]:
     closure: Closure = call.closure
     if isinstance(closure, Composite):
-        return interpret(closure.program, args)
+        return interpret(closure.program, args, values)
     if isinstance(closure, Leaf):
+        interpreter = ModalInterpreter(closure.module)
+        interpreter.values = values
         flat = [tensor for arg in args for tensor in flatten_value(arg)]
-        return as_values(closure.output_types, ModalInterpreter(closure.module).run_flat(flat))
+        return as_values(closure.output_types, interpreter.run_flat(flat))
     return (tuple(args),) if isinstance(closure, Pack) else args[0]
 
 
