@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from typing import Any
 
@@ -151,8 +152,7 @@ def same_layout(fake: Tensor, real: Tensor) -> bool:
 
 @contract("torch._subclasses.fake_impls.op_implementations_dict", "torch.ops.aten._grouped_mm")
 def test_rules_for_fake_tensors_can_be_added_and_state_the_kernels_layout() -> None:
-    rules = resolve("torch._subclasses.fake_impls.op_implementations_dict")
-    before = dict(rules)
+    assert isinstance(resolve("torch._subclasses.fake_impls.op_implementations_dict"), dict)
     offsets = torch.tensor([2, 5, 10], dtype=torch.int32)
     pairs = [
         (torch.randn(10, 8), torch.randn(3, 6, 8).transpose(1, 2), offsets),
@@ -167,7 +167,29 @@ def test_rules_for_fake_tensors_can_be_added_and_state_the_kernels_layout() -> N
             a, b, groups = (None if x is None else mode.from_tensor(x) for x in given)
             fake = aten._grouped_mm(a, b, offs=groups)
         assert same_layout(fake, aten._grouped_mm(*given[:2], offs=given[2]))
-    assert rules == before
+
+
+def test_a_rule_for_fake_tensors_serves_only_the_traces_that_ask_for_it() -> None:
+    def kind_of_product(num_rows: int) -> torch.dtype:
+        with FakeTensorMode():  # which remembers what it gave for the same sizes
+            a, b = torch.empty(num_rows, 8), torch.empty(3, 8, 6)
+            return aten._grouped_mm(a, b, offs=torch.empty(3, dtype=torch.int32)).dtype
+
+    def in_a_thread(function: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function).result()
+
+    def enter_and_leave() -> None:
+        with kernels_own_rules():
+            pass
+
+    with kernels_own_rules():
+        in_a_thread(enter_and_leave)
+        assert kind_of_product(10) == torch.float32
+        with pytest.raises(RuntimeError, match="BFloat16"):  # PyTorch's own rule
+            in_a_thread(lambda: kind_of_product(11))
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        kind_of_product(12)
 
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {

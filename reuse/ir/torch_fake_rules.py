@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,22 +17,28 @@ from torch._subclasses.fake_impls import op_implementations_dict
 _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
 
 
+_IS_ACTIVE: ContextVar[bool] = ContextVar("lazyinline_fake_rules", default=False)
+
+
 @contextmanager
 def kernels_own_rules() -> Iterator[None]:
-    """Adds the rule inside, where PyTorch has none of its own."""
+    """Has PyTorch use the rule inside, where it has none of its own."""
     operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-    if operator is None or operator in op_implementations_dict:
-        yield
-        return
-    op_implementations_dict[operator] = _grouped_mm
+    if operator is not None:
+        # It stays, for PyTorch's table is shared by all threads: one that left while another traces
+        # would take the rule away from it. Elsewhere it says that PyTorch's own way is to be taken.
+        op_implementations_dict.setdefault(operator, _grouped_mm)
+    token = _IS_ACTIVE.set(True)
     try:
         yield
     finally:
-        del op_implementations_dict[operator]
+        _IS_ACTIVE.reset(token)
 
 
 def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Product by groups of rows: PyTorch's rule knows bfloat16 only, and no padding of rows."""
+    if not _IS_ACTIVE.get():
+        return NotImplemented
     a, b = args[:2]
     offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     others = [*args[3:], *(kwargs.get(name) for name in ("bias", "out_dtype"))]
