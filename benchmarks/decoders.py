@@ -293,3 +293,16 @@ def _build(
 
 def _dropout(config: DecoderConfig) -> nn.Module:
     return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+
+class InAutocast(nn.Module):
+    """A model as mixed precision has it on a GPU: its parameters stay in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Tensor) -> Any:
+        """Returns the model's output."""
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.model(**kwargs)

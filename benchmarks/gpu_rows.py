@@ -13,11 +13,11 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
+from decoders import InAutocast
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -51,19 +51,6 @@ class Row:
     source: str
     differs: str
     recompute: Any = None
-
-
-class InAutocast(nn.Module):
-    """A model whose parameters are in float32, as mixed precision has it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kwargs: torch.Tensor) -> Any:
-        """Returns the model's output."""
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return self.model(**kwargs)
 
 
 def batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -126,12 +113,7 @@ def show(name: str, row: Row) -> None:
     for kind in (GPT2Block, LlamaDecoderLayer):
         lazy_inline(kind)
     compiler = Compiler(Options(target=row.target, recompute=row.recompute))
-    # In a capture transformers takes each row for several texts one after the other, and makes a
-    # mask of all tokens by all tokens. Published steps have none.
-    with mock.patch.object(
-        masking_utils, "find_packed_sequence_indices", lambda position_ids: None
-    ):
-        _, report = compiler.compile(model, (), kwargs, step_goal(Batching(1)))
+    _, report = compiler.compile(model, (), kwargs, step_goal(Batching(1)))
     gpu = report.gpu
     assert gpu is not None
     update_s = row.update_bytes / gpu.target.rates.bytes_per_s

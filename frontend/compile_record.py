@@ -157,6 +157,8 @@ class CompileRecord:
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
         fused_boundaries: how many boundaries of which blocks are fused, or why none is, where that
             was asked for.
+        told_masks: how many attentions of which closures do without a mask that is a constant and
+            means what ``is_causal`` says, or nothing.
         nothing_shared: what repeats although nothing is shared, and what to do; else empty.
         opened_from: says that a file was opened, and nothing compiled.
         decisions: for each block instance, whether it shares, and if not, why.
@@ -206,6 +208,7 @@ class CompileRecord:
     nothing_shared: str = ""
     opened_from: str = ""
     fused_boundaries: list[str] = field(default_factory=list)
+    told_masks: list[str] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
     gpu: GpuRecord | None = None
 
@@ -253,6 +256,8 @@ class CompileRecord:
         yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
         if self.fused_boundaries:
             yield f"boundaries fused: {', '.join(self.fused_boundaries)}"
+        if self.told_masks:
+            yield f"attention without a mask, which says no more: {', '.join(self.told_masks)}"
         yield from map(str, self.devices)
         if self.devices:
             yield (

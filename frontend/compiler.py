@@ -57,6 +57,7 @@ from .passes.programs import (
     repeat_micro_batches,
     require_data,
     take_gradients,
+    tell_masks,
     update_parameters,
 )
 from .passes.recompute import choose_recompute
@@ -84,6 +85,7 @@ from .report import CompileReport
 
 PASSES = (
     capture,
+    tell_masks,
     derive,
     require_data,
     fuse_boundaries,

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import decoders as models
 import fake_gpu
@@ -46,36 +45,16 @@ def own_decoder() -> Made:
     return model, {"ids_BT": ids, "targets_BT": targets}
 
 
-class InAutocast(nn.Module):
-    """A model as mixed precision has it; eager runs it in float32 where tensors are on the CPU."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **kwargs: torch.Tensor) -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return self.model(**kwargs)
-
-
 def in_autocast() -> Made:
     model, kwargs = own_decoder()
-    return InAutocast(model), kwargs
+    return models.InAutocast(model), kwargs
 
 
 def llama_in_autocast() -> Made:
     """Of two heads that share keys and values, which flash attention takes as they are."""
     model, kwargs = llama()
     model.config.use_cache = False
-    unpacked = mock.patch.object(masking_utils(), "find_packed_sequence_indices", lambda ids: None)
-    unpacked.start()  # as in eager, where positions follow one another
-    return InAutocast(model), kwargs
-
-
-def masking_utils() -> Any:
-    from transformers import masking_utils
-
-    return masking_utils
+    return models.InAutocast(model), kwargs
 
 
 def llama() -> Made:
@@ -118,7 +97,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "llama": llama,
     "gpt2": gpt2(0.0),
     "gpt2 with dropout": gpt2(0.1),
-    "llama in autocast": llama_in_autocast,  # last: masks are off from here on
+    "llama in autocast": llama_in_autocast,
 }
 
 

@@ -270,6 +270,22 @@ def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return _rewritten(module, rule)
 
 
+def _before_repeat(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Returns keys or values of fewer heads, each of which a node repeats in a row."""
+    if node.target is aten.repeat_interleave.self_int and node.args[2:3] == (1,):
+        return node.args[0]  # type: ignore[return-value]
+    steps = [node]
+    for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
+        if steps[-1].target is not target or not isinstance(steps[-1].args[0], torch.fx.Node):
+            return None
+        steps.append(steps[-1].args[0])
+    repeated, expanded, _, source = (tuple(n.meta["val"].shape) for n in steps)
+    times = expanded[2] if len(expanded) == 5 else 0
+    batch, heads, *rest = source
+    as_heads = expanded == (batch, heads, times, *rest) and steps[2].args[1] == 2
+    return steps[3] if as_heads and repeated == (batch, heads * times, *rest) else None
+
+
 def _drops(node: torch.fx.Node) -> bool:
     """Whether a node is a dropout that drops something."""
     if node.target is not aten.dropout.default:
@@ -297,12 +313,13 @@ class _Attention:
     graph: torch.fx.Graph
     given: dict[str, Any]  # its arguments, as they were traced
     operands: dict[str, torch.fx.Node]  # those that are tensors, in the new graph
+    copies: Copies
 
     @classmethod
     def of(cls, graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> _Attention:
         given = _arguments(node)
         operands = {n: copies[x] for n, x in given.items() if isinstance(x, torch.fx.Node)}
-        return cls(graph, given, operands)
+        return cls(graph, given, operands, copies)
 
     def as_on_gpu(self) -> torch.fx.Node:
         """Writes it as PyTorch chooses on a GPU; returns its result."""
@@ -314,7 +331,7 @@ class _Attention:
         if not fits or any(head % wide for head in heads) or (masked and self.given["is_causal"]):
             return self.plain()
         if query.dtype in _HALF and not masked and len(heads) == 1 and max(heads) <= _MAX_HEAD:
-            operands = [self.operands[name] for name in ("query", "key", "value")]
+            operands = self._not_repeated()
             return self._fused(
                 _FLASH, operands, self.given["dropout_p"], self.given["is_causal"], False
             )
@@ -362,6 +379,13 @@ class _Attention:
             query,
             *(self._call(aten.repeat_interleave.self_int, x, times, 1) for x in (key, value)),
         ]
+
+    def _not_repeated(self) -> list[torch.fx.Node]:
+        """Returns the operands, keys and values of as many heads as they were computed for."""
+        shared = [_before_repeat(self.given[name]) for name in ("key", "value")]
+        if None in shared or len({n.meta["val"].shape[1] for n in shared if n}) > 1:
+            shared = [self.given[name] for name in ("key", "value")]
+        return [self.operands["query"], *(self.copies[n] for n in shared if n)]
 
     def _bias(self) -> torch.fx.Node:
         """Returns the mask as numbers to add, of full shape, in rows for wide loads."""

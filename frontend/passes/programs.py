@@ -22,6 +22,7 @@ from ...autodiff.training_program import (
 )
 from ...reuse.errors import CaptureError, ExportError, NotDifferentiatedError, PlanError
 from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.masks import Masks, has_masks
 from ...reuse.ir.program import (
     Composite,
     Leaf,
@@ -43,6 +44,7 @@ from .state import Compilation, GoalKind, State, compile_pass
 
 PARTS = ("forward", "backward")
 CAPTURED: tuple[GoalKind, ...] = ("module", "step", "rank", "file", "primitives")
+RUN: tuple[GoalKind, ...] = ("module", "step", "rank")
 WITH_KERNELS: tuple[GoalKind, ...] = ("module", "step", "rank", "gradients")
 
 
@@ -93,6 +95,19 @@ def capture(state: State) -> State:
     state.report.nothing_shared = nothing_shared(
         subject.model, seen.decisions, state.context.options.reuse
     )
+    return replace(state, seen=seen, programs={PARTS[0]: program})
+
+
+@compile_pass("masks", goals=RUN, wanted=lambda state: has_masks(state.programs[PARTS[0]]))
+def tell_masks(state: State) -> State:
+    """Leaves masks out that are constants and mean what attention has a word for."""
+    masks = Masks()
+    program = masks.program(state.programs[PARTS[0]])
+    if not masks.told:
+        return state
+    state.report.told_masks = [f"{count} of @{name}" for name, count in masks.told.items()]
+    program = state.context.known(program)
+    seen = replace(state.captured, program=program)
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 

@@ -14,6 +14,7 @@ fx_form        a program as a module of torch.fx that runs by itself; blocks in 
 exported_form  a captured program as torch.export has it, and back
 networkx_form  a program as graphs of networkx, read off its text, and back
 rotate         the end of a block and the start of the next as one closure
+masks          attention is told what a mask means that is a constant, and takes none
 constants      closures that differ in Python numbers only become one, with the same bits
 size_tape      numbers that remember how they were computed from sizes
 torch_fake_rules  adapter: rules for fake tensors where a kernel takes more than PyTorch's own
