@@ -33,12 +33,12 @@ from link_tree import ROOT
 # compiled programs as files (frontend +1,247, reuse +127, backend +409), other forms of programs
 # (frontend +73, reuse +664).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_249, 109),
-    "reuse": (9_414, 34),
+    "frontend": (28_271, 109),
+    "reuse": (9_686, 35),
     "autodiff": (6_358, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (8_034, 29),
-    "backend": (12_875, 46),
+    "backend": (12_899, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
