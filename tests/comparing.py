@@ -5,6 +5,7 @@ do something between them. At the end: how far two right answers may lie apart, 
 """
 
 import copy
+import functools
 import math
 import random
 import sys
@@ -121,7 +122,7 @@ class Outcome:
 
     Attributes:
         compiled: what was called.
-        report: of the newest compile; None through ``torch.compile``, where each graph has its own.
+        report: of the newest compile; None where each graph has its own, or a test opened it.
         seen: what was noted after each call.
     """
 
@@ -152,7 +153,7 @@ def assert_equals_eager(
     *,
     batches: Iterable[Sequence[Any]] = (),
     calls: int = 2,
-    door: Door = "compile",
+    door: Door | Callable[..., Any] = "compile",
     backend: str = "eager",
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     reference: nn.Module | None = None,
@@ -171,7 +172,8 @@ def assert_equals_eager(
         kwargs: keyword inputs.
         batches: positional inputs of each call, in place of args and calls.
         calls: how often both run, so that state carried from call to call is compared.
-        door: how the model is compiled; a step computes a loss of all elements.
+        door: how the model is compiled; a step computes a loss of all elements. A function is
+            given the model, backend and options, and returns what is called.
         backend: which kernels run.
         optimizer: made of the parameters of each; steps after each call. Without one gradients
             add up.
@@ -181,7 +183,8 @@ def assert_equals_eager(
         **options: further ones of the compile, as ``reuse="off"``.
     """
     reference = copy.deepcopy(model) if reference is None else reference
-    run = _opened(model, door, backend, options)
+    opened = door if callable(door) else functools.partial(_opened, door)
+    run = opened(model, backend=backend, **options)
     owner = run if door == "compile" else model  # a wrapper shows the model's own state
     is_step = door == "step"
     train: Callable[..., Any] = _run_step if is_step else run_once
@@ -204,8 +207,8 @@ def assert_equals_eager(
         if note is not None:
             seen.append(note(run))
     assert_same(state_of(owner), state_of(reference), "at the end: state", tolerance)
-    report = None if door == "torch.compile" else lazyinline.last_report(run)
-    return Outcome(run, report, seen)
+    has_report = door != "torch.compile" and not callable(door)
+    return Outcome(run, lazyinline.last_report(run) if has_report else None, seen)
 
 
 PARTS = ("outputs", "inputs after the call", "gradients of inputs", "generators after the call")
@@ -218,7 +221,7 @@ def _tolerance_of(model: nn.Module, inputs: Any) -> float:
     return DOUBLE_TOLERANCE if is_double else TOLERANCE
 
 
-def _opened(model: nn.Module, door: Door, backend: str, options: dict[str, Any]) -> Any:
+def _opened(door: Door, model: nn.Module, backend: str, **options: Any) -> Any:
     if door == "torch.compile":
         return torch.compile(model, backend="lazyinline", options={"backend": backend, **options})
     if door == "step":

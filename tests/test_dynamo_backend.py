@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_close, assert_same_buffers, assert_same_gradients, twin
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -123,22 +123,13 @@ class Compiled:
 
 def assert_trains_like_eager(model: nn.Module, *batches: Tensor, **options: Any) -> Compiled:
     """Takes an AdamW step for each batch, beside eager."""
-    expected = twin(model)
-    compiled = Compiled(model, **options)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, expected)]
-    for batch in batches:
-        results = []
-        for run, optimizer in zip((compiled, expected), optimizers, strict=True):
-            torch.manual_seed(1)
-            optimizer.zero_grad()
-            results.append(run(batch))
-            results[-1].square().mean().backward()
-        assert_close(results[0].detach(), results[1].detach())
-        assert_same_gradients(model, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_buffers(model, expected)
-    return compiled
+    found: Compiled = assert_equals_eager(
+        model,
+        batches=[(batch,) for batch in batches],
+        door=lambda model, backend: Compiled(model, **options),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    ).compiled
+    return found
 
 
 def batch(length: int = 5, count: int = 3) -> Tensor:
