@@ -1,4 +1,4 @@
-"""Operators that allocate their results: what their fake kernels say is checked in every run."""
+"""Operators of somebody else: what their fake kernels say is checked in every run."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from models import Around, block
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import PlanError
+from lazyinline import CaptureError, PlanError
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.reuse.errors import VerifyError
 
@@ -97,3 +97,43 @@ def test_generated_code_that_returns_another_layout_is_refused() -> None:
     types = tuple(replace(t, shape=(2,), stride=(1,)) for t in leaf.output_types)
     with pytest.raises(VerifyError, match="its type says"):
         record_graph(replace(leaf, output_types=types))
+
+
+# ---- operators that change their operands ------------------------------------------------------
+
+
+@torch.library.custom_op("lazyinline_tests::shift_", mutates_args=("x",))
+def shift_(x: Tensor, by: Tensor) -> None:
+    x.add_(by)
+
+
+class Changing(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "input":
+            shift_(x, torch.ones(4))
+        hidden = self.linear(x) * 2
+        if self.what == "activation":
+            shift_(hidden, torch.ones(4))
+        elif self.what == "part of an activation":
+            shift_(hidden[1:], torch.ones(4))
+        elif self.what == "buffer":
+            shift_(self.count, hidden.detach().mean(0))
+        return (hidden + self.count + x).relu()
+
+
+@pytest.mark.parametrize("what", ["activation", "part of an activation", "buffer", "input"])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.sweep(keep=["True-buffer", "True-activation", "False-input"])
+def test_what_an_operator_changes_is_changed(what: str, train: bool) -> None:
+    model, batches = Changing(what), [(torch.randn(3, 4),) for _ in range(2)]
+    with torch.set_grad_enabled(train):
+        outcome = assert_equals_eager(model, batches=batches, backend="eager")
+    assert "lazyinline_tests.shift_" in outcome.compiled.last_report.ran_eagerly
+    step = lazyinline.compile_step(Changing(what), loss_fn=torch.sum, backend="eager")
+    with pytest.raises(CaptureError, match=r"shift_.* at test_foreign_results\.py:\d+"):
+        step(*batches[0])

@@ -2,18 +2,24 @@
 
 import functools
 import itertools
+import math
+import pathlib
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from decoders import Decoder, DecoderConfig, GptDecoder
 from models import Block
-from parallel_models import TinyMixture
+from parallel_models import TinyMixture, mesh_of, tiny, tokens
+from rank_threads import one_of_many, run_in_threads
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import lazyinline
 from lazyinline import PlanError
 from lazyinline.autodiff.training_program import StepProgram
 from lazyinline.frontend.compiler import PASSES, Compiler
@@ -21,24 +27,34 @@ from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.numbers import note_examples
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
 from lazyinline.pipeline_parallel.mesh import problem
-from lazyinline.pipeline_parallel.mesh.choices import Choices
+from lazyinline.pipeline_parallel.mesh.choices import Choices, _fits
 from lazyinline.pipeline_parallel.mesh.layouts import (
     SUM,
     WHOLE,
     Axis,
     AxisRates,
+    Layout,
     Layouts,
     Moves,
     split,
     text,
 )
+from lazyinline.pipeline_parallel.mesh.plan import Placements
 from lazyinline.pipeline_parallel.mesh.planner import (
     FoundPlan,
+    axes_of_mesh,
     cheapest_plan,
     find_plan,
     folded_step,
 )
 from lazyinline.pipeline_parallel.mesh.problem import OverMemoryError, Problem, evaluated
+from lazyinline.pipeline_parallel.mesh.torch_parts import (
+    _StridedShard,
+    distributed,
+    moved,
+    reshaped_in_parts,
+)
+from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import Rules, placements
 from lazyinline.reuse.ir.costs import Rates
 from lazyinline.reuse.ir.program import Leaf, RecomputeMark, walk_closures
 
@@ -381,3 +397,122 @@ def test_a_tensor_is_brought_to_another_layout(
     moves = Moves([Axis("a", 2), Axis("b", 4)])
     found = moves.steps(before, after, 800)
     assert [f"{s.kind} {s.axis} {s.num_bytes}" for s in found] == steps
+
+
+# ---- rates that are measured once, kept in a file, and found by plans --------------------------
+
+
+def test_rates_are_the_same_on_every_rank_and_in_the_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "links.json"
+
+    def measured(rank: int) -> dict[str, AxisRates]:
+        return lazyinline.measure_links(mesh_of(data=2, tensor=2), path)
+
+    first, *others = run_in_threads(4, measured)
+    assert list(first) == ["data", "tensor"]
+    assert all(one == first for one in others)
+    assert all(one.latency_s > 0 and one.bytes_per_s > 0 for one in first.values())
+    axes = axes_of_mesh(("data", "tensor"), (2, 2), "cpu", path)
+    rates = {axis.name: (axis.rates.bytes_per_s, axis.rates.latency_s) for axis in axes}
+    assert rates == {name: (r.bytes_per_s, r.latency_s) for name, r in first.items()}
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "is_split"), [(1e12, True), (1e3, False)], ids=["fast", "slow"]
+)
+def test_a_plan_is_found_by_the_rates_of_the_mesh(
+    bytes_per_s: float, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(2e6, 8e6))
+    links = {"tensor": AxisRates(bytes_per_s, 1e-7)}
+    with one_of_many(2):
+        parallel = lazyinline.parallelize(
+            tiny(1),
+            tokens(rows=1),
+            mesh=mesh_of(tensor=2),
+            plan="auto",
+            links=links,
+            backend="eager",
+        )
+    plan = parallel.plan.layouts
+    assert plan is not None
+    lies = [*plan.parameters.values(), *plan.batch]
+    assert any(p.is_shard() for layout in lies for p in layout) is is_split
+
+
+def test_what_is_no_file_of_rates_is_said(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "links.json"
+    for content in ("", "[]", '{"tensor": {"bytes": 1}}'):
+        path.write_text(content)
+        with pytest.raises(lazyinline.PlanError, match=r"links.json.*is no file of"):
+            axes_of_mesh(("tensor",), (2,), "cpu", path)
+    with pytest.raises(lazyinline.PlanError, match="has the dimension 'tensor'"):
+        axes_of_mesh(("tensor",), (2,), "cpu", {"data": AxisRates(1.0, 1.0)})
+    with one_of_many(2), pytest.raises(lazyinline.PlanError, match="links= are for plan='auto'"):
+        lazyinline.parallelize(
+            tiny(1), (torch.zeros(2, 8, dtype=torch.long),) * 2, mesh=mesh_of(tensor=2), links={}
+        )
+
+
+# ---- tensors with a dimension split part by part -----------------------------------------------
+
+
+AXES = [Axis(name, 2) for name in ("data", "tensor")]
+RESHAPES = [
+    ((24, 24), (2, 12, 24), ((24, 3),)),
+    ((2, 12, 24), (24, 24), ((24, 3), (24, 6))),
+    ((4, 24), (4, 3, 8), ((24, 3),)),
+    ((24, 4), (3, 4, 2, 4), ((24, 3), (24, 12))),
+]
+
+
+def pairs_planned(
+    before: tuple[int, ...], after: tuple[int, ...], factors: tuple[tuple[int, int], ...]
+) -> list[tuple[Placements, Placements]]:
+    """Returns how a reshape's operand and result may lie, where one of them is in parts."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = torch.empty(before, device="meta")
+    node = graph.call_function(torch.ops.aten.reshape.default, (given, after))
+    node.meta["val"] = torch.empty(after, device="meta")
+    ways = Rules(2, factors).ways(node)
+    found = []
+    for pick in itertools.product(ways, ways):
+        ends: list[tuple[Layout, ...]] = [
+            tuple(way.inputs[0] or pytest.fail("a tensor") for way in pick),
+            tuple(way.outputs[0] for way in pick),
+        ]
+        values = given.meta["val"], node.meta["val"]
+        if any(one.is_partial for end in ends for one in end):
+            continue
+        if all(_fits(t, e, AXES, at_rest=False) for t, e in zip(values, ends, strict=True)):
+            lies, asked = (placements(end, (2, 2)) for end in ends)
+            if any(isinstance(p, _StridedShard) for p in (*lies, *asked)):
+                found.append((lies, asked))
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "factors"), RESHAPES)
+def test_a_planned_reshape_in_parts_is_a_reshape_of_each_ranks_part(
+    before: tuple[int, ...], after: tuple[int, ...], factors: tuple[tuple[int, int], ...]
+) -> None:
+    pairs = pairs_planned(before, after, factors)
+    assert pairs
+    x = torch.arange(float(math.prod(before))).reshape(before)
+
+    def wrong(rank: int) -> list[str]:
+        mesh, whole = mesh_of(data=2, tensor=2), (Replicate(), Replicate())
+        given: DTensor = distributed(x, mesh, whole, x)
+        found = []
+        for lies, asked in pairs:
+            made = moved(reshaped_in_parts(moved(given, lies), after, asked), whole).to_local()
+            found += [] if torch.equal(made, x.reshape(after)) else [f"{lies} to {asked}"]
+        return found
+
+    assert run_in_threads(4, wrong) == [[]] * 4
+
+
+def test_a_dimension_split_in_parts_is_told_from_one_split_as_a_whole() -> None:
+    # Moves count the ranks of plain splits by this comparison.
+    assert _StridedShard(0, split_factor=3) != Shard(0)
+    assert Shard(0) != _StridedShard(0, split_factor=3)

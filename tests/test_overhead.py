@@ -82,6 +82,7 @@ def test_programs_grow_by_one_call_per_layer_and_direction() -> None:
     for small, large in zip(programs(2), programs(8), strict=True):
         assert large.num_nodes() - small.num_nodes() == 8 - 2
         assert len(large.calls) - len(small.calls) == 8 - 2
+        assert str(large).count("= call @") - str(small).count("= call @") == 8 - 2
         assert len(large.closures) == len(small.closures)
         if large.sources:  # what early inlining would hold instead
             assert large.num_nodes_if_inlined() > 20 * 8

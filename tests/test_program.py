@@ -18,8 +18,6 @@ from programs import (
 from torch import nn
 
 import lazyinline
-from lazyinline.autodiff.derivative import Differentiator, Recipe
-from lazyinline.frontend.passes.programs import differentiable_inputs
 from lazyinline.reuse.ir.printer import (
     WIDTH,
     diff_texts,
@@ -194,17 +192,6 @@ class Model(nn.Module):
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 
 
-def training_programs(layers: int) -> tuple[Program, Program]:
-    program = lazyinline.capture(Model(layers), (IDS,), train=True)
-    differentiator = Differentiator(lambda leaf: Recipe())
-    closure = Composite("main", program)
-    derivative = differentiator.vjp(closure, differentiable_inputs(program), [1])
-    assert derivative is not None
-    assert isinstance(derivative.forward, Composite)
-    assert isinstance(derivative.backward, Composite)
-    return derivative.forward.program, derivative.backward.program
-
-
 def test_captured_program_as_text(golden: Callable[[str, str], None]) -> None:
     golden("captured", str(lazyinline.capture(Model(3), (IDS,), train=True)))
 
@@ -231,14 +218,6 @@ def test_difference_shows_what_a_pass_changed() -> None:
     assert "-  %y_1 = call @five(%y)" in lines
     assert "+  %y_1 = call @three(%y)" in lines
     assert diff_texts(str(before), str(before)) == ""
-
-
-def test_depth_adds_one_line_per_layer_and_direction() -> None:
-    few, many = training_programs(2), training_programs(12)
-    for small, large in zip(few, many, strict=True):
-        assert len(large.calls) == len(small.calls) + 10
-        assert large.num_nodes() == small.num_nodes() + 10
-        assert str(large).count(" = ") == str(small).count(" = ") + 10
 
 
 def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen() -> None:
