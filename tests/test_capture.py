@@ -342,21 +342,14 @@ GRADIENTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "unused parameter": lambda self, x: x @ self.linear.weight,
     "integer index": lambda self, x: self.linear(x)[torch.arange(3).flip(0)],
     "expanded": lambda self, x: self.linear(x) + self.linear.bias.sum().expand(3, 4),
-    "where": lambda self, x: torch.where(x > 0, self.linear(x), x),
     "max": lambda self, x: self.linear(x) + self.linear(x).max(),
     "cumulative": lambda self, x: self.linear(x).cumsum(0),
-    "einsum": lambda self, x: torch.einsum("ij,kj->ik", x, self.linear.weight),
     # ---- in place
     "on a temporary": lambda self, x: self.linear(x).mul_(2).tanh_(),
     "through a view": lambda self, x: fill(self.linear(x), lambda y: y[0].mul_(3)),
     "an entry of zeros": lambda self, x: fill(torch.zeros_like(x.detach()), entry(self.linear(x))),
     "under no_grad": lambda self, x: fill(self.linear(x), double_without_gradient) * 2,
     "on a clone": lambda self, x: fill(x.clone(), lambda y: y.add_(self.linear(x))),
-    "index_put": lambda self, x: fill(
-        self.linear(x), lambda y: y.__setitem__(torch.tensor([0, 2]), x[:2])
-    ),
-    "masked_fill_": lambda self, x: self.linear(x).masked_fill_(x > 0, 0.5),
-    "copy_": lambda self, x: torch.empty_like(x).copy_(self.linear(x)),
 }
 
 
@@ -364,17 +357,6 @@ GRADIENTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 def test_gradients_equal_eager(name: str) -> None:
     kind = block(GRADIENTS[name])
     assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_around_blocks_keeps_gradients_and_sharing(use_reentrant: bool) -> None:
-    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
-        return x
-
-    kind = block(lambda self, x: torch.tanh(self.linear(x)))
-    assert assert_equals_eager(Around(body, kind(), kind()), [example()]).shared == 1
 
 
 def partly_cast(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -480,23 +462,16 @@ def refused(forward: Callable[..., Any], *args: Any, train: bool = True, **attri
     return str(error.value)
 
 
-def branch(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if x.sum() > 0:  # the line that the error must name
-        return self.linear(x)
-    return x
-
-
 def loop(self: Any, x: torch.Tensor) -> torch.Tensor:
     for _ in range(int(x.abs().max())):
         x = x * 2
     return x
 
 
-@pytest.mark.parametrize("forward", [branch, loop])
-def test_python_that_needs_the_value_of_a_tensor_is_refused(forward: Callable[..., Any]) -> None:
-    text = refused(forward)
-    line = forward.__code__.co_firstlineno + 1
-    assert re.search(rf"test_capture\.py:{line} {forward.__name__}\b", text), text
+def test_python_that_needs_the_value_of_a_tensor_is_refused() -> None:
+    text = refused(loop)
+    line = loop.__code__.co_firstlineno + 1
+    assert re.search(rf"test_capture\.py:{line} loop\b", text), text
     assert "torch.where" in text, "the message says what to do"
 
 
@@ -504,15 +479,6 @@ def test_buffer_value_that_python_needs_is_refused() -> None:
     kind = with_buffers(lambda self, x: x * float(self.mean.sum()))
     with pytest.raises(CaptureError, match=r"needs the value of a tensor at test_capture\.py"):
         lazyinline.capture(Stack(kind()), (example(),))
-
-
-def test_error_of_the_model_itself_names_the_line() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.ones(7, 7, dtype=x.dtype)
-
-    text = refused(forward)
-    assert f"test_capture.py:{forward.__code__.co_firstlineno + 1} " in text
-    assert "Stack cannot be captured" in text
 
 
 @pytest.mark.parametrize("change", ["view", "base"])
@@ -544,15 +510,6 @@ def test_gradient_of_an_input_changed_in_place_is_refused() -> None:
     model = Around(body, block(lambda self, x: self.linear(x))())
     with pytest.raises(CaptureError, match=r"forward changes args\.0 in place"):
         lazyinline.compile(model, backend="eager", fallback="error")(example())
-
-
-def test_model_on_the_meta_device_is_captured_but_not_run() -> None:
-    kind = block(lambda self, x: torch.tanh(self.linear(x)))
-    model = Stack(*(kind() for _ in range(4))).to("meta")
-    program = lazyinline.capture(model, (example().to("meta"),), train=True)
-    assert len(program.calls) == 4
-    with pytest.raises(lazyinline.PlanError, match=r"layers\.0\.linear\.weight is on the meta"):
-        lazyinline.compile(model, backend="eager")(example())
 
 
 @pytest.mark.parametrize("reuse", ["marked", "off"])

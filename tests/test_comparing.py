@@ -1,5 +1,6 @@
 """The comparison with eager itself: every door leads through it, and it sees what differs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,3 +81,27 @@ def test_what_differs_from_eager_is_seen(what: str) -> None:
     with pytest.raises(AssertionError):
         assert_equals_eager(Differs(what), (batch(),))
     assert_equals_eager(Differs(""), (batch(),))
+
+
+# ---- golden texts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def only_when_comparing(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--update-golden"):
+        pytest.skip("writing golden texts")
+
+
+@pytest.mark.usefixtures("only_when_comparing")
+def test_same_text_passes_and_other_text_shows_the_difference(
+    golden: Callable[[str, str], None],
+) -> None:
+    golden("golden_fixture", "first line\nsecond line")
+    with pytest.raises(pytest.fail.Exception, match=r"\n first line\n-second line\n\+third line"):
+        golden("golden_fixture", "first line\nthird line")
+
+
+@pytest.mark.usefixtures("only_when_comparing")
+def test_missing_text_says_how_to_write_it(golden: Callable[[str, str], None]) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"never\.txt does not exist.*--update-golden"):
+        golden("never", "text")

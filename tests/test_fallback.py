@@ -241,15 +241,6 @@ def test_a_model_in_a_wrapper_runs_eagerly_around_its_parts(tmp_path: pathlib.Pa
         dist.destroy_process_group()
 
 
-def test_a_users_own_mistake_fails_as_in_eager_and_is_forgotten() -> None:
-    compiled = lazyinline.compile(Mlp(), backend="eager")
-    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied"):
-        compiled(torch.ones(3, WIDTH + 1))
-    for _ in range(3):
-        compiled(torch.ones(3, WIDTH))
-    assert not compiled.last_report.ran_eagerly
-
-
 def test_the_slots_of_modules_are_empty_outside_of_a_call_in_each_thread() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")

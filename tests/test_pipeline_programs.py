@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparing import num_calls
 from programs import assert_same, random_arguments, random_program
-from test_rank_plan import table_of
+from test_pipeline_plan import table_of
 from torch import Tensor
 
 import lazyinline
