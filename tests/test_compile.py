@@ -149,7 +149,7 @@ def test_blocks_are_compiled_once() -> None:
     reports = []
     for layers in (2, 4):
         compiled = lazyinline.compile(net(layers), backend="eager")
-        compiled(batch())
+        compiled(batch().requires_grad_())  # as what is between blocks
         reports.append(compiled.last_report)
     assert [report.num_block_calls for report in reports] == [2, 4]
     assert len({(report.num_kernels, report.num_closures) for report in reports}) == 1
