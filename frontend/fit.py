@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,8 +25,8 @@ from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
 from .loss import LossFunction, LossModel
+from .mesh_planner import AskedPlan, Plan, stage_dimension
 from .options import Batching, Options
-from .parallel import stage_dimension, stages_on_mesh, step_on_mesh
 from .passes.context import Context
 from .passes.link import launched
 from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, sharded_step
@@ -42,8 +42,6 @@ NCCL_BYTES = 2 * 32 * 4 * 2**20
 """Memory of NCCL for a group of ranks, about: 32 channels (``NCCL_MAX_NCHANNELS``), each with a
 buffer of 4 MiB (``NCCL_BUFFSIZE``) to each of two neighbours. (NCCL's guide, environment variables)
 """
-
-Plan = Mapping[str, Any] | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -215,16 +213,6 @@ def _part(leaf: Any, count: int) -> Any:
     return leaf[: leaf.shape[0] // count].clone()
 
 
-class _Asked(NamedTuple):
-    """One way to run a step; see :func:`fit` and :meth:`_Offline.fit`."""
-
-    mesh: Any
-    plan: Plan
-    room_bytes: int | None
-    options: Options
-    links: Links | None
-
-
 @dataclass(frozen=True)
 class _Offline:
     """Compiles one rank's program of a step, in one way or another."""
@@ -282,16 +270,16 @@ class _Offline:
         way = "the plan that was found" if plan == "auto" else "the plan as given"
         with absent_ranks(self.mesh) as mesh:
             check_mesh(mesh, any_names=plan == "auto")
-            asked = _Asked(mesh, plan, room_bytes, options, links)
+            asked = AskedPlan(mesh, plan, room_bytes, options, links)
             dim = stage_dimension(mesh)
             found = self._step(asked) if dim is None else self._stages(asked, dim)
         if again := recompute or found.step.layouts.recompute:
             way += f", recompute {again}"
         return replace(found, way=way)
 
-    def _step(self, asked: _Asked) -> Fit:
+    def _step(self, asked: AskedPlan) -> Fit:
         """Compiles a step without stages."""
-        state = step_on_mesh(self.subject, step_goal(self.batching), *asked)
+        state = asked.step(self.subject, step_goal(self.batching))
         with state.context.cached(state.report):
             state = run(PASSES, state)
         step = sharded_step(state)
@@ -299,12 +287,12 @@ class _Offline:
         seconds = self._taken_s(state.report.gpu.prediction.cost.seconds, step.collectives)
         return self._said(step, seconds)
 
-    def _stages(self, asked: _Asked, dim: str) -> Fit:
+    def _stages(self, asked: AskedPlan, dim: str) -> Fit:
         """Compiles the stages of all ranks of a pipeline; returns what the one with most holds."""
         from ..pipeline_parallel.mesh.traffic import ShardedStep
         from ..pipeline_parallel.torch_pipelining import action_table
 
-        on_mesh, context = stages_on_mesh(self.subject, *asked), Context(asked.options)
+        on_mesh, context = asked.stages(self.subject), Context(asked.options)
         num_ranks, number = self.mesh[dim], self.batching.micro_batches
         table = action_table(self.schedule, self.num_stages or num_ranks, num_ranks, number)
         axis = self._axes[list(self.mesh).index(dim)].rates

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class MeshParameters:
         self._held: dict[int, _Held] = {}
         for key, tensor in tensors.items():
             layout = plan.parameters[names[key]]
+            # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
             whole = distribute_tensor(tensor.detach(), mesh, layout)
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
@@ -64,9 +66,17 @@ class MeshParameters:
         held = self._held.get(id(tensor))
         return tensor if held is None else held.own
 
-    def as_captured(self) -> _AsCaptured:
+    @contextmanager
+    def as_captured(self) -> Iterator[None]:
         """Within it modules hold what looks like the parameters they were captured with."""
-        return _AsCaptured(self._held.values())
+        # The guard compares what modules hold with what they held, which were no DTensors.
+        for one in self._held.values():
+            _put(one.tables, one.captured)
+        try:
+            yield
+        finally:
+            for one in self._held.values():
+                _put(one.tables, one.own)
 
     def check_present(self) -> None:
         """Raises PlanError if a parameter was replaced."""
@@ -77,20 +87,6 @@ class MeshParameters:
                         f"The parameter {name} was replaced since the model was parallelized. "
                         "Change parameters in place, or parallelize the model anew."
                     )
-
-
-# The guard compares what modules hold with what they held, which were no DTensors.
-class _AsCaptured:
-    def __init__(self, held: Iterable[_Held]) -> None:
-        self._held = list(held)
-
-    def __enter__(self) -> None:
-        for one in self._held:
-            _put(one.tables, one.captured)
-
-    def __exit__(self, *error: object) -> None:
-        for one in self._held:
-            _put(one.tables, one.own)
 
 
 def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:

@@ -3,49 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from ..autodiff.training_program import StepProgram
 from ..backend.gpu.targets import target_named
 from ..pipeline_parallel.mesh.links import Links
-from ..pipeline_parallel.mesh.plan import MeshPlan
+from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan
 from ..recompute.planner import POLICIES, Budget
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
+from .compiler import Compiler
 from .loss import LossModel
 from .marks import shard_mark
 from .options import Options
 from .passes.numbers import note_examples
 from .passes.programs import tensor_name
-from .passes.state import (
-    Judge,
-    Planner,
-    Subject,
-)
+from .passes.state import Compilation, Goal, Judge, OnMesh, Planner, Subject
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ..pipeline_parallel.mesh.layouts import Axis
 
 
-def planner_of(
-    subject: Subject,
-    mesh: Any,
-    plan: Mapping[str, Any] | Literal["auto"] | None,
-    memory_bytes_per_rank: int | None,
-    options: Options,
-    links: Links | None,
-) -> Planner:
+Plan: TypeAlias = Mapping[str, Any] | Literal["auto"] | None
+
+
+@dataclass(frozen=True)
+class AskedPlan:
+    """Holds how a step shall lie over a mesh; see :func:`.parallel.parallelize`."""
+
+    mesh: Any
+    plan: Plan
+    memory_bytes_per_rank: int | None
+    options: Options
+    links: Links | None = None
+
+    def step(self, subject: Subject, goal: Goal) -> Compilation:
+        """Returns the compile of a step before its first pass."""
+        on_mesh = OnMesh(self.mesh, planner_of(subject, self))
+        return Compiler(self.options).started(subject, replace(goal, on_mesh=on_mesh))
+
+    def stages(self, subject: Subject) -> OnMesh:
+        """Returns where stages of a pipeline along one dimension lie: over the others."""
+        from ..pipeline_parallel.mesh.traffic import MeshCosts
+
+        own, limit = _without(self.mesh, stage_dimension(self.mesh)), self.memory_bytes_per_rank
+        # The step that is planned is that of all stages, of which a rank has one part in so many.
+        whole = limit and limit * (self.mesh.size() // own.size())
+        asked = replace(self, mesh=own, memory_bytes_per_rank=whole)
+        rates, axes = asked.rates()
+        costs = MeshCosts(rates, fused=False, axes=axes)
+        return OnMesh(own, planner_of(subject, asked), limit, costs)
+
+    def rates(self) -> tuple[Rates, Sequence[Axis]]:
+        """Returns the rates of a rank's device, and of the dimensions of the mesh."""
+        from ..pipeline_parallel.mesh.planner import axes_of_mesh
+
+        mesh, target = self.mesh, self.options.target
+        rates = (
+            target_named(target).rates if target else CUDA if mesh.device_type == "cuda" else CPU
+        )
+        device_type = "cuda" if target else mesh.device_type
+        return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, self.links)
+
+
+def stage_dimension(mesh: Any) -> str | None:
+    """Returns the dimension of a mesh along which stages lie, if it has one."""
+    return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+
+
+def _without(mesh: Any, dim: str | None) -> Any:
+    """Returns this rank's part of a mesh, without one dimension."""
+    others = tuple(name for name in mesh.mesh_dim_names if name != dim)
+    if not others:
+        raise PlanError(
+            f"The mesh has the dimension {dim!r} alone, and lazyinline.pipeline is for that. Here "
+            "others split the stages."
+        )
+    return mesh[others]
+
+
+def planner_of(subject: Subject, asked: AskedPlan) -> Planner:
     """Returns the planner of a step: by hand, with pins, or the cheapest plan."""
     from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
 
-    if isinstance(options.recompute, Budget):
+    mesh, plan = asked.mesh, asked.plan
+    if isinstance(asked.options.recompute, Budget):
         raise PlanError(
             "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
             'mesh takes recompute="selective" or "full".'
@@ -54,9 +103,8 @@ def planner_of(
     modules = [(path, module) for path, module in walk_modules(subject.model.model)]
     marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
     if plan == "auto":
-        pins = pinned(modules, mesh, marks)
-        return partial(_found, mesh, memory_bytes_per_rank, options, pins, links)
-    if memory_bytes_per_rank is not None or links is not None:
+        return partial(_found, asked, pinned(modules, mesh, marks))
+    if asked.memory_bytes_per_rank is not None or asked.links is not None:
         raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
     if not isinstance(plan, Mapping | None):
         raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
@@ -90,36 +138,23 @@ def _with_examples(step: StepProgram) -> StepProgram:
 
 
 def _found(
-    mesh: Any,
-    memory_bytes_per_rank: int | None,
-    options: Options,
+    asked: AskedPlan,
     pins: Mapping[str, tuple[int, Any]],
-    links: Links | None,
     make_step: Callable[[RecomputeMark], StepProgram],
     judged: Judge,
 ) -> MeshPlan:
     """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
     from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
 
-    rates, axes = rates_of(mesh, options, links)
+    rates, axes = asked.rates()
 
     def plan_of(policy: RecomputeMark) -> FoundPlan:
         step = _with_examples(make_step(policy))
         own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
-        memory = memory_bytes_per_rank
+        memory = asked.memory_bytes_per_rank
         found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
         lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
         plan = replace(found.plan, parameters=lies)
         return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
 
-    return cheapest_plan(plan_of, POLICIES[::-1] if options.recompute is None else ()).plan
-
-
-def rates_of(mesh: Any, options: Options, links: Links | None) -> tuple[Rates, Sequence[Axis]]:
-    """Returns the rates of a rank's device, and of the dimensions of a mesh."""
-    from ..pipeline_parallel.mesh.planner import axes_of_mesh
-
-    target, is_gpu = options.target, mesh.device_type == "cuda"
-    rates = target_named(target).rates if target else CUDA if is_gpu else CPU
-    device_type = "cuda" if target else mesh.device_type
-    return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, links)
+    return cheapest_plan(plan_of, POLICIES[::-1] if asked.options.recompute is None else ()).plan

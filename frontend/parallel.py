@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
-from ..pipeline_parallel.mesh.plan import PIPELINE, REPLICATED
+from ..pipeline_parallel.mesh.plan import REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
@@ -32,11 +32,11 @@ from .batch import Batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around
-from .compiler import PASSES, Compiler, made_by
+from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .loss import LossFunction, LossModel
 from .mesh_parameters import MeshParameters, gradient_of, local_part, part_of
-from .mesh_planner import planner_of, rates_of
+from .mesh_planner import AskedPlan, stage_dimension
 from .options import Batching, Options
 from .page.page import compile_page
 from .page.sections import mesh_section
@@ -45,19 +45,8 @@ from .passes.context import Context
 from .passes.mesh import sharded_step
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
-from .passes.state import (
-    Compilation,
-    Goal,
-    OnMesh,
-    Subject,
-    between,
-    run,
-    step_goal,
-)
+from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline
-
-if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
-    pass
 
 _State = TypeVar("_State")
 
@@ -148,17 +137,15 @@ def parallelize(
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     whole = LossModel(model, loss_fn)
     subject = Subject(whole, *batch.first_micro_batch())
-    dim = stage_dimension(mesh)
+    asked, dim = AskedPlan(mesh, plan, memory_bytes_per_rank, options, links), stage_dimension(mesh)
     # Without stages a step is one program, and its arena holds the micro-batches, too.
     if dim is None:
         goal = step_goal(Batching(micro_batches, "forward_first"))
-        state = step_on_mesh(subject, goal, mesh, plan, memory_bytes_per_rank, options, links)
-        return ParallelStep(model, batch, state)
-    on_mesh = stages_on_mesh(subject, mesh, plan, memory_bytes_per_rank, options, links)
+        return ParallelStep(model, batch, asked.step(subject, goal))
     ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
     name, num_ranks = schedule_name(schedule), ranks.num_ranks
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
-    splitting = Splitting(split)
+    splitting, on_mesh = Splitting(split), asked.stages(subject)
     return ParallelPipeline(
         AskedPipeline(whole, batch, Context(options), ranks, table, splitting, on_mesh)
     )
@@ -182,55 +169,6 @@ def for_checkpoint(state: _State) -> _State:
 
     made: _State = with_pieces(state)
     return made
-
-
-def stage_dimension(mesh: Any) -> str | None:
-    """Returns the dimension of a mesh along which stages lie, if it has one."""
-    return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
-
-
-def _without(mesh: Any, dim: str | None) -> Any:
-    """Returns this rank's part of a mesh, without one dimension."""
-    others = tuple(name for name in mesh.mesh_dim_names if name != dim)
-    if not others:
-        raise PlanError(
-            f"The mesh has the dimension {dim!r} alone, and lazyinline.pipeline is for that. Here "
-            "others split the stages."
-        )
-    return mesh[others]
-
-
-def step_on_mesh(
-    subject: Subject,
-    goal: Goal,
-    mesh: Any,
-    plan: Mapping[str, Any] | Literal["auto"] | None,
-    memory_bytes_per_rank: int | None,
-    options: Options,
-    links: Links | None = None,
-) -> Compilation:
-    """Returns the compile of a step over a mesh before its first pass; see :func:`parallelize`."""
-    on_mesh = OnMesh(mesh, planner_of(subject, mesh, plan, memory_bytes_per_rank, options, links))
-    return Compiler(options).started(subject, replace(goal, on_mesh=on_mesh))
-
-
-def stages_on_mesh(
-    subject: Subject,
-    mesh: Any,
-    plan: Mapping[str, Any] | Literal["auto"] | None,
-    memory_bytes_per_rank: int | None,
-    options: Options,
-    links: Links | None = None,
-) -> OnMesh:
-    """Returns where stages of a pipeline along one dimension of a mesh lie: over the others."""
-    from ..pipeline_parallel.mesh.traffic import MeshCosts
-
-    own = _without(mesh, stage_dimension(mesh))
-    # The step that is planned is that of all stages, of which a rank has one part in so many.
-    limit = memory_bytes_per_rank and memory_bytes_per_rank * (mesh.size() // own.size())
-    planner = planner_of(subject, own, plan, limit, options, links)
-    rates, axes = rates_of(own, options, links)
-    return OnMesh(own, planner, memory_bytes_per_rank, MeshCosts(rates, fused=False, axes=axes))
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
@@ -371,6 +309,7 @@ class ParallelStep:
             values = self._step.program.inputs[: len(own)]
             self._staged = [tensor_type(value).empty() for value in values]
         for staged, tensor in zip(self._staged, own, strict=True):
+            # Copied: the arena has one place for the batch, and callers change or free their own.
             staged.copy_(tensor)
 
     def _leased(self) -> Lease:
