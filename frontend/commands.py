@@ -102,35 +102,17 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 def run_export(options: argparse.Namespace) -> None:
     """Runs ``export``: writes an ONNX file."""
+    same: dict[str, Any] = {"functions": not options.flat, "opset": options.opset}
     if _is_file(options.target):
         found = captured_programs(options.target, "bound")
         program = next((one for what, one in found if what.endswith("inference")), None)
         if program is None or options.train:
             raise LazyInlineError("A file is exported in inference, for which it has a program.")
-        print(
-            export_onnx(
-                program,
-                (),
-                options.file,
-                functions=not options.flat,
-                opset=options.opset,
-                verify=False,
-            )
-        )
+        print(export_onnx(program, (), options.file, verify=False, **same))
         return
-    target = load_target(options.target)
-    report = export_onnx(
-        target.model,
-        target.args,
-        options.file,
-        kwargs=target.kwargs,
-        reuse=options.reuse,
-        functions=not options.flat,
-        opset=options.opset,
-        train=options.train,
-        verify=not options.no_verify,
-    )
-    print(report)
+    model, args, kwargs = load_target(options.target)
+    same |= {"kwargs": kwargs, "reuse": options.reuse, "train": options.train}
+    print(export_onnx(model, args, options.file, verify=not options.no_verify, **same))
 
 
 def run_report(options: argparse.Namespace) -> None:

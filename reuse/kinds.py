@@ -352,17 +352,8 @@ def _in_order(value: Any) -> Sequence[Any]:
 
 
 def _put_items(value: Any, items: Sequence[Any]) -> None:
-    value[:] = items
-
-
-def _put_deque(value: Any, items: Sequence[Any]) -> None:
     value.clear()
-    value.extend(items)
-
-
-def _put_set(value: Any, items: Sequence[Any]) -> None:
-    value.clear()
-    value.update(items)
+    (value.update if isinstance(value, set) else value.extend)(items)
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -456,14 +447,14 @@ KINDS: tuple[Kind, ...] = (
     Kind((list,), _itself, _in_order, _put_items, is_whole=True),
     Kind(_TABLES, _entries, _entry_ways, _put_entries, is_whole=True),
     Kind((tuple,), _items_of_tuple, _in_order, is_fixed=True, is_whole=True),
-    Kind((set,), list, None, _put_set, is_whole=True),
+    Kind((set,), list, None, _put_items, is_whole=True),
     Kind((frozenset,), list, is_fixed=True, is_whole=True),
     Kind((range, slice), _attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
     Kind((types.MethodType,), _attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
     Kind((functools.partial,), _attributes(*_OF_PARTIAL), _partial_ways, is_whole=True),
     *_VALUES,
     Kind((collections.defaultdict,), _attributes("default_factory"), put=_put_factory),
-    Kind((collections.deque,), _itself, _in_order, _put_deque, is_whole=True),
+    Kind((collections.deque,), _itself, _in_order, _put_items, is_whole=True),
     Kind((collections.deque,), _attributes("maxlen"), is_fixed=True),
     Kind((np.ndarray, np.generic), _read_ndarray, None, _put_ndarray, is_whole=True),
     Kind((types.MappingProxyType,), _entries, _entry_ways, is_whole=True),

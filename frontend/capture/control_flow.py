@@ -13,7 +13,7 @@ import torch.fx
 from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
-from ...reuse.ir.control import Choose, Repeat, RepeatWhile, stacked_type
+from ...reuse.ir.control import Choose, Repeat, RepeatWhile, row_of, stacked_type
 from ...reuse.ir.operators import is_draw, is_view
 from ...reuse.ir.printer import tensor_type_text
 from ...reuse.ir.program import Call, Closure, Composite, Control, Leaf, Program, Value
@@ -85,7 +85,7 @@ class ControlFlow:
         num_steps = len(slabs[0])
         if num_steps == 0:
             self._refuse(name, "is given no rows")
-        rows = [self._placeholder(_row_type(slab), (slab,)) for slab in slabs]
+        rows = [self._placeholder(row_of(TensorType.of(slab)), (slab,)) for slab in slabs]
         body, entries = self._traced_carrying(name, step, carried, rows)
         self._refuse_other_types(name, carried, body)
         nodes = list(map(self._recording.tensors.node_of, (*entries, *rows)))
@@ -247,11 +247,6 @@ def _together(*nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
 
 def _text(body: _Body) -> str:
     return f"({', '.join(map(tensor_type_text, body.types))})"
-
-
-def _row_type(slab: torch.Tensor) -> TensorType:
-    type_ = TensorType.of(slab)
-    return replace(type_, shape=type_.shape[1:], stride=type_.stride[1:])
 
 
 def _forget(region: Region) -> None:

@@ -189,6 +189,7 @@ class ModelWatcher:
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """Marks what runs inside for recompute in the backward."""
         recording = self._recording
+        # Without gradients nothing is saved, so that there is nothing to compute again.
         if recording.quiet or not torch.is_grad_enabled():
             return nullcontext()
         path = f"{recording.current.path}.checkpoint".lstrip(".")
@@ -196,20 +197,15 @@ class ModelWatcher:
 
     # ---- what a program would not do at each call -----------------------------------------
 
-    def output(self) -> None:
-        """Refuses a forward that prints or logs: a program would not, at each call."""
+    def acts(self, doing: str) -> None:
+        """Refuses a forward that prints, logs or writes: a program would not, at each call."""
         if not self._recording.quiet:
-            self._recording.effects.refuse("prints or logs something")
+            self._recording.effects.refuse(doing)
 
     def text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor."""
         if not self._recording.quiet:
             self._recording.effects.asks_for_text(tensor)
-
-    def saves(self) -> None:
-        """Refuses a forward that writes a file."""
-        if not self._recording.quiet:
-            self._recording.effects.refuse("writes a file (torch.save)")
 
     def saving_hook(self) -> None:
         """Refuses hooks on what autograd saves: a program saves other tensors."""

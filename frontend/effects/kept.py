@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -21,13 +21,6 @@ OnContents = Literal["refuse", "keep", "drop"]
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments, as they are passed."""
-
-
-class Place(Protocol):
-    """Where contents are left."""
-
-    def put(self, call: Arguments, content: Any) -> None:
-        """Leaves what a call has computed."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class ArgumentPlace:
 
     def put(self, call: Arguments, content: Any) -> None:
         """Makes the caller's own hold what the forward's would."""
+        # In place: the caller goes on with the very object that it passed.
         found = self.find(call)
         if type(found) is list:
             found[:] = content
@@ -68,7 +62,12 @@ class AttributePlace:
 
     def put(self, call: Arguments, content: Any) -> None:
         """Sets it."""
+        # Past ``__setattr__``: what a module's own does beside it, it did in the capture.
         vars(self.module)[self.name] = content
+
+
+Place: TypeAlias = ArgumentPlace | AttributePlace
+"""Where contents are left."""
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,8 @@ class _Watcher(Protocol):
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]: ...
     def owns(self, tensor: torch.Tensor) -> bool: ...
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
-    def output(self) -> None: ...
+    def acts(self, doing: str) -> None: ...
     def text(self, tensor: torch.Tensor) -> None: ...
-    def saves(self) -> None: ...
     def backward(self) -> None: ...
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
     def follows_gradients(self) -> bool: ...
@@ -315,18 +314,18 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
     def print_(*values: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
-            watcher.output()
+            watcher.acts("prints or logs something")
         show(*values, **kwargs)
 
     def handle_(self: logging.Logger, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] in ("torch", "lazyinline")
         if threading.get_ident() == thread and not own:
-            watcher.output()
+            watcher.acts("prints or logs something")
         handle(self, record)
 
     def save_(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
-            watcher.saves()
+            watcher.acts("writes a file (torch.save)")
         save(*args, **kwargs)
 
     with ExitStack() as undo:
@@ -421,6 +420,7 @@ def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
     enter = saving.__enter__
 
     def entered(self: Any) -> None:
+        # PyTorch's own checkpoint enters such hooks, and ``save_on_cpu`` changes no number.
         by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
         if by_user and not isinstance(self, torch.autograd.graph.save_on_cpu):
             watcher.saving_hook()

@@ -182,8 +182,8 @@ def checked(
         given = given[1:]
     elif isinstance(control, Repeat):
         carried, scanned, same = control.split(given)
-        given = [*carried, *map(_row_of, scanned), *same]
-        rows = [_row_of(type_) for type_ in outputs[control.num_carried :]]
+        given = [*carried, *map(row_of, scanned), *same]
+        rows = [row_of(type_) for type_ in outputs[control.num_carried :]]
         made = [[*outputs[: control.num_carried], *rows]]
     elif isinstance(control, RepeatWhile):
         flag = TensorType(torch.bool, (), (), inputs[0].device)  # type: ignore[union-attr]
@@ -198,7 +198,8 @@ def checked(
     return flat_types(inputs), flat_types(outputs)
 
 
-def _row_of(type_: Any) -> TensorType:
+def row_of(type_: Any) -> TensorType:
+    """Returns the type of one row of a tensor, in which rows are stacked."""
     return replace(type_, shape=type_.shape[1:], stride=type_.stride[1:])
 
 
