@@ -17,14 +17,7 @@ from ..backend.kernels.lower import BackendName
 from ..reuse.errors import door
 from ..reuse.ir.leaf import stamp_of
 from ..reuse.ir.printer import folded, operand_text, operator_name
-from ..reuse.ir.program import (
-    Closure,
-    Composite,
-    Leaf,
-    Program,
-    count_calls,
-    inlined_sizes,
-)
+from ..reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, inlined_sizes
 from .capture.capture import capture_candidates
 from .capture.regions import SharingDecision
 from .checks.refusals import check_example
@@ -98,11 +91,7 @@ class KeptApart:
         more = f" (and {self.num_more} more)" if self.num_more else ""
         other = f" and {self.paths[1]}" if self.paths[1] else ""
         lines = [f"  {self.class_name}: {self.paths[0]}{other}{more}"]
-        rows = (
-            ("because", self.cause),
-            ("graphs", self.graphs),
-            ("change", self.change),
-        )
+        rows = (("because", self.cause), ("graphs", self.graphs), ("change", self.change))
         reasons = [f"      {name:<8} {text}" for name, text in rows if text]
         return "\n".join([*lines, *(folded(x, indent=_REASONS_INDENT) for x in reasons)])
 
@@ -329,6 +318,7 @@ def _change(reason: str, kind: _Difference | None) -> str:
     """Returns what would let two blocks share."""
     if kind == "none":
         return _CHANGES["none"]
+    # What stands in a trace's way is no matter of the graphs: it may be mended by itself.
     for words, change in _CAUSES:
         if words in reason:
             return change

@@ -45,7 +45,7 @@ _MAX_OPEN = 8  # forwards in a row whose gradients nobody asked for
 
 @dataclass
 class Habit:
-    """What losses lately asked of a program, for the next forward; its shapes share it.
+    """Notes the gradients that losses ask of a program, for the next forward; its shapes share it.
 
     Attributes:
         expected: the gradients that the last two losses asked for, until one asks for others.
@@ -57,12 +57,14 @@ class Habit:
 
     def note(self, request: GradientRequest | None) -> None:
         """Takes what a loss asked for; None for what cannot be told ahead."""
+        # Twice in a row: one odd loss would cost a compile for nothing.
         self.expected = request if request == self._last else None
         self._last = request
 
     def begin(self) -> None:
         """Counts a forward that ran with the gradients."""
         self._num_open += 1
+        # Evaluation asks for no gradients: its forwards should not go on computing them.
         if self._num_open > _MAX_OPEN:
             self.miss()
 
@@ -110,6 +112,7 @@ class Facts:
         """Which gradient is the first of a tensor of the model; None if none is."""
         sources = self._program.sources
         inputs = self._derivative.gradient_inputs if self._derivative is not None else ()
+        # Molecular dynamics asks for none of these; the first stands for all that come after it.
         own = (i for i, k in enumerate(inputs) if isinstance(sources[k], ModelTensor))
         return next(own, None)
 

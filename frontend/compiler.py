@@ -173,6 +173,7 @@ class Compiler:
             PlanError: if it cannot be run (parameters on the meta device), or a step has no loss
                 that depends on a parameter.
         """
+        # A number that is asked of a whole batch is not that of one of its parts.
         is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
         may_ask = is_whole and goal.kind in ("module", "step")
         contents = CONTENTS.get(goal.kind, "refuse")
@@ -235,7 +236,7 @@ class Linker:
 
     @cached_property
     def facts(self) -> Facts:
-        """What is known of the program, which shapes share."""
+        """The facts of the program, which its shapes share."""
         found = Facts(self.lowered.captured.program, self.lowered.derivative)
         vars(found).update(self.lowered.known)
         return found

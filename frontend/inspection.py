@@ -272,6 +272,7 @@ def show_after(
     names = [one.name for one in passes]
     if name not in names:
         raise LazyInlineError(f"There is no pass {name!r} here; there are {', '.join(names)}.")
+    # Of passes with one name, only those of this goal are among these.
     number = names.index(name)
     # The state before is kept for the diff: a state is never changed, so it costs nothing.
     before = run(passes[:number], state)

@@ -27,6 +27,7 @@ class LossModel(nn.Module):
             self.__dict__[table] = {}
         self.model = model
         _check_takes_output(loss_fn)
+        # Past ``__setattr__``, which would make a loss that is a module a part of the model.
         self.__dict__["_loss_fn"] = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

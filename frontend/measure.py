@@ -285,6 +285,7 @@ class Workload:
             if len(results) > 1:
                 results = [torch.stack([*map(loss_of, results)]).mean()]
         outputs = _tensors_in(results[0])
+        # A step has run its backward already.
         if self._train and not isinstance(self.run, TrainingStep):
             torch.autograd.backward(*_objective(results[0], outputs))
         values = {name: tensor.detach() for name, tensor in outputs.items()}
@@ -322,6 +323,7 @@ def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, A
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Puts the random generators back at the end."""
+    # Only where CUDA is in use: to ask for a GPU's generator would initialize it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):
         yield
@@ -467,6 +469,7 @@ def _compared(
 def _outermost(report: CompileReport) -> list[str]:
     """Returns the paths of the blocks that a model calls; not of blocks inside them."""
     paths = {one.path for one in report.decisions}
+    # A block inside another is compiled with it: both would be traced twice.
     inside = {path for path in paths if any(path.startswith(f"{other}.") for other in paths)}
     return sorted(paths - inside)
 
@@ -486,6 +489,7 @@ def _first_step(way: Workload) -> Other:
     except Exception as error:  # any: it is PyTorch's compiler's
         lines = str(error).strip().splitlines() or [""]
         return Other(0.0, 0.0, f"{type(error).__name__}: {lines[0]}")
+    # The first step less the second, which has nothing left to compile.
     return Other(*(2 * second - first - third for first, second, third in zip(*took, strict=True)))
 
 

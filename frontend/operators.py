@@ -40,10 +40,7 @@ _NUMBERS = {"int": 1, "SymInt": 1, "float": 1.75, "number": 1.75, "Scalar": 1.75
 
 
 def check_rule(
-    operator: Any,
-    rule: Rule,
-    examples: Sequence[Sequence[Any] | Mapping[str, Any]],
-    checks: Checks,
+    operator: Any, rule: Rule, examples: Sequence[Sequence[Any] | Mapping[str, Any]], checks: Checks
 ) -> None:
     """Compares a rule with its operator, after PyTorch has checked the operator itself.
 

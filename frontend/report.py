@@ -23,13 +23,7 @@ from ..reuse.errors import ReuseError
 from ..reuse.ir.printer import closure_names, folded
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
-from .compile_record import (
-    ClosureRecord,
-    CompileRecord,
-    PartRecord,
-    PassRecord,
-    part_lines,
-)
+from .compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
 from .page.page import compile_page
 from .page.write import write_page
 from .reuse_table import not_shared_lines, reuse_table
@@ -194,6 +188,7 @@ def _shown() -> Shown:
     wish = os.environ.get(VARIABLE) or _SHOWN.get()
     if wish not in get_args(Shown):
         raise ReuseError(f"{VARIABLE}={wish} is none of {', '.join(get_args(Shown))}.")
+    # A log file would keep every state of a bar.
     if wish == "auto":
         return "bar" if sys.stderr.isatty() else "off"
     return wish  # type: ignore[return-value]

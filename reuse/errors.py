@@ -49,7 +49,7 @@ class ExportError(LazyInlineError):
 
 
 class FileError(LazyInlineError):
-    """What is compiled cannot be saved in a file, or a file cannot be opened."""
+    """A compiled program cannot be saved in a file, or a file cannot be opened."""
 
 
 class CacheError(LazyInlineError):

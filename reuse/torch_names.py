@@ -31,7 +31,7 @@ CALL_SLOT = "_compiled_call_impl"
 """Where a module's ``__call__`` looks first for something compiled (``nn.Module.compile``)."""
 
 MARKED_BY_DYNAMO = "___needs_generation_tag_patch"
-"""What the first ``torch.compile`` of a process leaves in ``nn.Module``."""
+"""Attribute that the first ``torch.compile`` of a process leaves in ``nn.Module``."""
 
 
 @functools.cache

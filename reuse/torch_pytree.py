@@ -294,6 +294,7 @@ def _register_graphs(leaves: Sequence[Any]) -> bool:
     A graph holds its entries in a store, which knows the graph; the store holds what the batch was
     made of besides.
     """
+    # Only if the user's code has imported PyG: importing it here would take seconds.
     base = getattr(sys.modules.get(_GRAPHS_MODULE), _GRAPHS, None)
     found = {type(x) for x in leaves if isinstance(base, type) and isinstance(x, base)}
     for kind in found:

@@ -58,7 +58,7 @@ class Gradients:
 
     @property
     def habit(self) -> Habit:
-        """What losses lately asked for."""
+        """The gradients that losses lately asked for."""
         return self._compiled.facts.habit
 
     @property

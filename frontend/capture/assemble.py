@@ -232,10 +232,7 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
 
 
 def assemble(
-    root: Region,
-    results: Sequence[Any],
-    tree: ResultTree,
-    sources: Mapping[torch.fx.Node, Source],
+    root: Region, results: Sequence[Any], tree: ResultTree, sources: Mapping[torch.fx.Node, Source]
 ) -> tuple[Program, Mapping[Region, Closure]]:
     """Builds the program of a captured model; returns the closure of each traced region too.
 

@@ -56,6 +56,7 @@ class Question:
             return None
         if _writes_inputs(node, sources, tensors):
             return None
+        # Only what leads to the number: the rest of the trace needs the model, and takes longer.
         graph = torch.fx.Graph()
         places, copies = [], dict[torch.fx.Node, torch.fx.Node]()
         for n in (n for n in node.graph.nodes if n in found):
@@ -82,9 +83,7 @@ class Question:
 
 
 def _is_asked(
-    node: torch.fx.Node,
-    sources: Mapping[torch.fx.Node, Source],
-    found: Collection[torch.fx.Node],
+    node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], found: Collection[torch.fx.Node]
 ) -> bool:
     """Whether a node is whole numbers of the inputs, or computed from such by PyTorch alone."""
     value = node.meta.get("val")
@@ -99,9 +98,7 @@ def _is_asked(
 
 
 def _writes_inputs(
-    node: torch.fx.Node,
-    sources: Mapping[torch.fx.Node, Source],
-    tensors: Sequence[torch.Tensor],
+    node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], tensors: Sequence[torch.Tensor]
 ) -> bool:
     """Whether the forward has changed one of its inputs so far, or a buffer that is one."""
     held = set(map(memory_id, tensors))

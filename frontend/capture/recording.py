@@ -134,6 +134,7 @@ class Recording:
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
         """Marks reads, writes and calls inside as capture's own, not the model's."""
+        # Our own reads must not become evidence, nor our own calls be refused.
         before, self.quiet = self.quiet, True
         try:
             with plain_tensor_access(), unprofiled():

@@ -424,9 +424,7 @@ def _row_text(row: Any, other: Any) -> str:
 
 
 def _own_tensors(
-    places: Sequence[tuple[str, nn.Module]],
-    leaves: Sequence[Any],
-    own_fakes: Mapping[int, int],
+    places: Sequence[tuple[str, nn.Module]], leaves: Sequence[Any], own_fakes: Mapping[int, int]
 ) -> list[Any]:
     positions = {own_fakes.get(id(leaf)): i for i, leaf in enumerate(leaves)}
     rows: list[Any] = []

@@ -26,14 +26,7 @@ from ...reuse.evidence.module_state import (
 )
 from ...reuse.freeze import is_constant
 from ...reuse.ir.leaf import stamp_of
-from ...reuse.ir.program import (
-    Leaf,
-    ModelTensor,
-    Program,
-    UserInput,
-    walk_closures,
-    wants_gradient,
-)
+from ...reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures, wants_gradient
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import is_unrepeatable, reachable
 from ...reuse.torch_names import is_lazy

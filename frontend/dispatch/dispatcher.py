@@ -202,7 +202,7 @@ class Dispatcher(Generic[AnyEntry]):
 
     @property
     def subject(self) -> nn.Module:
-        """What is compiled; of a step, the model with its loss."""
+        """The module that is compiled; of a step, the model with its loss."""
         return self._subject
 
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
@@ -272,6 +272,7 @@ class CallKind:
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
         """Returns the kind of a call with these flat arguments."""
+        # Numbers count by their type: a schedule would be a new kind at each call.
         kinds = tuple(x if isinstance(x, _TOLD_APART) else type(x) for x in leaves)
         return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
 

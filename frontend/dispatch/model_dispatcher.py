@@ -154,6 +154,7 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
 
 def unchanged(model: nn.Module, reason: str) -> AbstractContextManager[None]:
     """Leaves nothing of ours on the modules of a model whose forward looks at all they hold."""
+    # A forward that looks at all attributes of a module would find our dispatcher among them.
     return slots_empty(model) if TELLS_APART in reason else nullcontext()
 
 
@@ -275,6 +276,7 @@ class Routes:
     def opened(self) -> Iterator[None]:
         """Within it the calls of the modules go to their dispatchers."""
         with self._lock:
+            # A slot is the model's, not a thread's: the first thread fills it, the last empties it.
             if not self._num_running:
                 self._taken = [(calls, fill_slot(calls.model, calls)) for calls in self._find()]
             self._num_running += 1

@@ -62,6 +62,7 @@ def call_past_slot(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """Calls a module eagerly, hooks and all."""
     if in_slot(module) is None:
         return module(*args, **kwargs)
+    # Hooks and all, past the slot that ``__call__`` looks into first.
     return module._call_impl(*args, **kwargs)
 
 

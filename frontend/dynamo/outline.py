@@ -165,6 +165,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
 
 
 def _pays(region: _Region, num_calls: int) -> bool:
+    # A mark is a wish; what it saves need not be weighed.
     if region.run.call.is_marked:
         return num_calls > 1
     return pays(region.num_nodes, num_calls)
@@ -181,6 +182,7 @@ def _region(module: nn.Module, run: _Run) -> _Region:
 
 def _gives_tensors(region: _Region) -> bool:
     """Says if only tensors of it are used outside: no size, and no mode that is left switched."""
+    # A closure hands on tensors: a size or a switched mode would stay inside.
     values = (value_of(node) for node in region.outputs)
     return all(isinstance(value, torch.Tensor) for value in values)
 
@@ -248,6 +250,7 @@ class _Outline:
         returned = tuple(copies[node] for node in region.outputs)
         graph.output(returned[0] if len(returned) == 1 else returned)
         take_over(root, self._module, region.run.nodes)
+        # What repeats inside a block is a block again, as where a user's modules are captured.
         body = torch.fx.GraphModule(root, graph)
         return outlined(body, {copies[node]: self._calls[node] for node in region.run.nodes})
 

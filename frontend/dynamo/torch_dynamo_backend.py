@@ -225,12 +225,7 @@ def call_with_grad(enabled: bool, body: torch.fx.GraphModule, *operands: Any) ->
 
 
 def call_in_autocast(
-    kind: str,
-    dtype: Any,
-    enabled: bool,
-    cached: bool,
-    body: torch.fx.GraphModule,
-    *operands: Any,
+    kind: str, dtype: Any, enabled: bool, cached: bool, body: torch.fx.GraphModule, *operands: Any
 ) -> Any:
     """Runs a part of an exported program in a region of autocast."""
     with torch.autocast(kind, dtype, enabled, cached):
@@ -249,9 +244,7 @@ _PLAIN_CALLS = {
 _KNOWN = (*CONTROL_FLOW, *_PLAIN_CALLS)
 
 
-def _rewritten(
-    module: torch.fx.GraphModule,
-) -> tuple[torch.fx.GraphModule, dict[Node, Node]]:
+def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[Node, Node]]:
     """Returns a copy of a graph that says modes and checkpoints as a model does, and its nodes."""
     graph, root = torch.fx.Graph(), nn.Module()
     nodes: dict[Node, Node] = {}

@@ -30,6 +30,7 @@ def module_of_exported(exported: ExportedProgram) -> nn.Module:
         CaptureError: if it holds what no program can say.
     """
     module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
+    # Nothing else would notice inputs of other shapes than the exported ones.
     if not hasattr(module, "_guards_fn"):
         raise CaptureError(
             "This exported program has no example_inputs, without which PyTorch makes no check of "
@@ -63,6 +64,7 @@ def target_in(file: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
     """Returns the program; see :func:`lazyinline.from_exported`."""
+    # Its own text is read where there is one: blocks come back as they were, without a search.
     read = program_in(exported)
     if read is not None:
         spec = torch_pytree.flatten(exported.call_spec.out_spec.unflatten(range(len(read[1]))))[1]
@@ -73,6 +75,7 @@ def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
     args, kwargs = torch_pytree.unflatten(leaves, spec)
     subject = Subject(model, args, kwargs, effects="undo")
     given = set(exported.graph_signature.user_inputs)
+    # Parameters are inputs of the exported graph, too; only the caller's may vary in size.
     inputs = exported.graph.find_nodes(op="placeholder")
     names = tuple(size_names(node) for node in inputs if node.name in given)
     if any(map(any, names)):

@@ -199,6 +199,7 @@ def is_cache(value: Any) -> bool:
 
 def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
     """Returns a tensor of a trace that some values hold, however they hold it, if there is one."""
+    # Bounded: an object may lead to all that a library holds.
     found = itertools.islice(reachable(values), _MAX_SEARCHED)
     return next((x for x in found if isinstance(x, torch.Tensor) and is_traced(x)), None)
 

@@ -210,6 +210,7 @@ class _Potential(nn.Module):
                 'they are, energy=lambda out: out["energy"].'
             )
         names = (self._positions.name, "the strain of " + ", ".join(p.name for p in self._strained))
+        # A model whose energy is a constant has no graph, which autograd takes for an error.
         found = (
             torch.autograd.grad([value.sum()], inputs, create_graph=goes_on, allow_unused=True)
             if value.requires_grad

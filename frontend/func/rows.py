@@ -277,11 +277,7 @@ class Jacobian:
     """
 
     def __init__(
-        self,
-        maps: Sequence[LinearMap | None],
-        result_shape: tuple[int, ...],
-        *,
-        like: torch.Tensor,
+        self, maps: Sequence[LinearMap | None], result_shape: tuple[int, ...], *, like: torch.Tensor
     ) -> None:
         self._row, self._columns = maps
         self._result_shape = result_shape

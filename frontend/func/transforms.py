@@ -61,6 +61,7 @@ def mode_taken(
     if mode not in ("auto", along, "reverse"):
         raise PlanError(f"{what}: mode {mode!r} is none of auto, {along}, reverse.")
     watcher: Any = follower()
+    # Where PyTorch runs the function, nobody follows a line through it.
     if watcher is None or mode == "reverse":
         return "reverse"
     if mode == along:

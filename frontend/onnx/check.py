@@ -196,6 +196,7 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns the difference in double precision; zero where both are as infinite, or are NaN."""
+    # The difference of two large halves may be infinite in their own type.
     a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
     return (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
 
@@ -274,6 +275,7 @@ def copied(tree: Any) -> Any:
 def _undone(subject: Subject) -> Iterator[None]:
     """Puts back what running the model changes: buffers, and the random state."""
     buffers = [] if subject.model is None else list(subject.model.buffers())
+    # The check runs the model once more than the user has asked for.
     before = [b.detach().clone() for b in buffers]
     try:
         with torch.random.fork_rng(devices=()):

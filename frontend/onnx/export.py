@@ -244,6 +244,7 @@ def _names(subject: Subject) -> Names:
     program, tree = subject.program, subject.program.output_tree
     assert isinstance(tree, OutputTree)
     taken: set[str] = set()
+    # Inputs keep the names of the arguments; outputs and constants give way to them.
     users = [s.name for s in program.sources if isinstance(s, UserInput)]
     taken.update(users)
     inputs = []

@@ -31,15 +31,7 @@ from .sections import (
     reuse_section,
     steps_section,
 )
-from .write import (
-    PageData,
-    about,
-    count_text,
-    error_text,
-    ratio_range,
-    times_less,
-    write_page,
-)
+from .write import PageData, about, count_text, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory

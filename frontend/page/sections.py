@@ -12,13 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ...backend.launches.kernel_list import KernelList
-from ...pipeline_parallel.actions import (
-    ACTION_TEXT,
-    BACKWARD,
-    BACKWARD_WEIGHT,
-    COMPUTE,
-    FORWARD,
-)
+from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...recompute.summary import RecomputeRecord
@@ -226,9 +220,7 @@ def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
     return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}
 
 
-def depth_section(
-    rows: Sequence[tuple[int, Mapping[str, CompileRecord]]],
-) -> dict[str, Any] | None:
+def depth_section(rows: Sequence[tuple[int, Mapping[str, CompileRecord]]]) -> dict[str, Any] | None:
     """Returns what compiling costs for each number of layers; None of fewer than two."""
     if len(rows) < 2:
         return None

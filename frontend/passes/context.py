@@ -118,7 +118,7 @@ class Context:
 
     @property
     def cache(self) -> CompileCache:
-        """What is kept on disk."""
+        """The results that are kept on disk."""
         return self._cache
 
     @property

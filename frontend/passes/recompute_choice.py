@@ -70,6 +70,7 @@ class Recompute:
         closure = request.closure
         assert isinstance(closure, Composite)
         policy = policy or self._policy
+        # Nothing is asked for: autograd's own choice stands, and no planner has to be made.
         if policy is None and not has_marks(closure):
             return request
         return replace(request, choice=self._choice(request, peaks, policy))
@@ -90,10 +91,12 @@ class Recompute:
             assert derivative is not None
             return [(derivative.saved_type.num_bytes, 0.0)]
         variants = self._planner.frontier(request)
+        # Fewest bytes come first, and that is what full recompute saves.
         return [(v.num_bytes, v.extra_s) for v in variants[: 1 if self._policy == "full" else None]]
 
     def frontiers(self, request: Request) -> list[Frontier]:
         """Returns, for each block that a request differentiates, what one call could save."""
+        # By request: calls that ask for the same derivative have one frontier.
         counts = Counter(
             site.request
             for site in self._planner.sites(request)

@@ -259,6 +259,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
+    # Asked with all names at once: a bar has to know how many there will be.
     progress = state.context.progress.passes([one.name for one in passes])
     # To write a graph as Python and compile that takes as long as to make it: only what runs is.
     with one_at_a_time(), lazy_modules(), progress as followed:
@@ -296,6 +297,7 @@ def of_goal(passes: Sequence[Pass], kind: GoalKind) -> Sequence[Pass]:
 
 def check(state: Compilation, level: ProgramLevel) -> None:
     """Raises VerifyError if a program breaks a rule of a level, or what is linked is not flat."""
+    # What is linked has no closures any more, so no rule of programs applies to it.
     if level == "flat":
         for flat in state.flats.values():
             check_flat(flat)
@@ -311,5 +313,6 @@ def between(passes: Sequence[Pass], first: str = "", last: str = "") -> Sequence
     """
     names = [one.name for one in passes]
     begin = names.index(first) if first else 0
+    # Passes of other goals may follow under the same name: the last of them counts.
     end = len(names) - names[::-1].index(last) if last else len(names)
     return passes[begin:end]

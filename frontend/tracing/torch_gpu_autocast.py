@@ -39,6 +39,7 @@ def autocast_as_on_a_gpu() -> Iterator[None]:
     ) -> None:
         moved = device_type in _AS_ON_A_GPU
         device = "cuda" if moved else device_type
+        # Without CUDA a region for it warns and turns itself off: it is switched on afterwards.
         original(self, device, dtype, enabled and not moved, cache_enabled)
         if moved:
             self._enabled = enabled

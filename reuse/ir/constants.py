@@ -187,6 +187,7 @@ def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]
         program what took its place.
     """
     found: dict[Closure, Shared] = {}
+    # Leaves first: whether callers are equal depends on what became of their callees.
     for closures in _by_height(program):
         leaves = {_on_shared(c, found): c for c in closures if isinstance(c, Leaf)}
         for open_leaves in _groups(map(_OpenLeaf, leaves), lambda leaf: leaf.key):

@@ -57,6 +57,7 @@ class Places:
         if kind not in self._kinds:
             self._kinds[kind] = type(kind, (Block,), {})
         block, (holder, above, last) = self._kinds[kind](body), holder_of(self._root, path)
+        # Where only the block's tensors stand, it takes them: their names stay the model's.
         tensors = holder._modules.get(last)  # of the block
         if type(tensors) is nn.Module and "body" not in tensors._modules:
             for table in ("_modules", "_parameters", "_buffers"):
@@ -103,6 +104,7 @@ class LeafModule(torch.fx.GraphModule):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """Runs the graph on values, and behind them sizes."""
         flat = [x for value in operands for x in flatten_value(value)]
+        # Operators of ATen do not say in which mode they ran, and the caller's are not theirs.
         with without_autocast(), ExitStack() as held:
             if len(self.meta[_MODES]) > 1:
                 flat.append(held)
@@ -198,6 +200,7 @@ def digest_of(root: nn.Module) -> str:
     lines: list[str] = []
     for module in root.modules():
         graph = module.graph if isinstance(module, torch.fx.GraphModule) else torch.fx.Graph()
+        # By places of tensors, since their numbers change in training.
         values = {node: str(node.target) for node in graph.find_nodes(op="get_attr")}
         for node in graph.nodes:
             if node not in values:
@@ -228,6 +231,7 @@ class _ToFx:
                 raise ExportError(f"@{closure.name} runs closures whose sizes vary.")
         if found and isinstance(closure, ir.Leaf):
             guards = environment_of(closure.module).guards
+            # A trace takes 0 and 1 for numbers of their own, so a symbol is neither.
             self._conditions.update(dict.fromkeys(sympy.Ge(symbol, 2) for symbol in found))
             self._conditions.update(dict.fromkeys(guard.expr for guard in guards))
         return sorted(found, key=str)
@@ -347,6 +351,7 @@ class _Body:
 
     def place(self, call: ir.Call, name: str, module: nn.Module) -> str:
         """Returns where a block of a closure stands: where the user's module does."""
+        # A module that is called twice is one module there, too.
         key = call.path, call.closure
         if key not in self._placed:
             self._placed[key] = self._places.put(_path(call.path or name), name, module)

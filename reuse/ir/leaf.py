@@ -104,11 +104,7 @@ class ModalInterpreter(SizedInterpreter):
         laid_out: gives the result of an operator the layout that the node has seen.
     """
 
-    def __init__(
-        self,
-        module: torch.fx.GraphModule,
-        laid_out: LaidOut = as_it_is,
-    ) -> None:
+    def __init__(self, module: torch.fx.GraphModule, laid_out: LaidOut = as_it_is) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.extra_traceback = False  # it would go into messages of ours, which name the line
         self._laid_out = laid_out

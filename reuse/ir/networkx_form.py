@@ -22,6 +22,7 @@ def to_networkx(program: Program) -> networkx.MultiDiGraph[Any]:
     """Returns the graph of a program; see :meth:`Program.to_networkx`."""
     import networkx as nx
 
+    # The printer has named all values already, so that edges need no second naming.
     text = text_to_compare(program)
     bodies: dict[str, Any] = {}
     for found in _BODY.finditer(text):
@@ -68,6 +69,7 @@ def from_networkx(graph: networkx.MultiDiGraph[Any]) -> Program:
     for body in (*graph.graph["closures"].values(), graph):
         lines = [text for _, text in body.nodes(data="text") if text]
         parts.append("\n".join([body.graph["head"], *lines, "}\n"]))
+    # Texts alone are read, so that edges which somebody changed change nothing.
     program = parse_program("\n".join(parts))
     sources = [source for _, source in graph.nodes(data="source") if source is not None]
     return replace(program, sources=tuple(sources))

@@ -43,14 +43,7 @@ from .program import (
     count_calls,
 )
 from .torch_symbols import SizeLiteral
-from .types import (
-    StructType,
-    TensorType,
-    Type,
-    contiguous_stride,
-    dtype_name,
-    flatten_type,
-)
+from .types import StructType, TensorType, Type, contiguous_stride, dtype_name, flatten_type
 
 WIDTH = 100
 """Columns of all that is printed; a word that is longer by itself stays whole."""
@@ -77,11 +70,7 @@ def _folded_line(line: str, width: int, indent: int | None) -> list[str]:
     if indent is None:
         indent = len(line) - len(line.lstrip()) + _FURTHER_IN
     return textwrap.wrap(
-        line,
-        width,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -240,6 +240,7 @@ class ModelTensor:
 
     def forgotten(self) -> ModelTensor:
         """Returns the same without the tensor, but for whether it wants a gradient."""
+        # On no device: whoever keeps it holds no memory of the model's.
         stand_in = torch.empty(0, device="meta", requires_grad=self.tensor.requires_grad)
         return ModelTensor(self.name, stand_in, self.kind)
 
@@ -370,6 +371,7 @@ def walk_closures(program: Program) -> Iterator[Closure]:
 
 def count_calls(program: Program) -> Counter[Closure]:
     """Counts the call sites of each closure over all closure bodies, callees first."""
+    # Zeros first: the order of the walk stays, callees before callers.
     counts: Counter[Closure] = Counter(dict.fromkeys(walk_closures(program), 0))
     bodies = [program] + [c.program for c in counts if isinstance(c, Composite)]
     for body in bodies:
@@ -382,6 +384,7 @@ def count_calls(program: Program) -> Counter[Closure]:
 
 def inlined_sizes(program: Program) -> dict[Closure, int]:
     """Returns the operators of each closure with every call in it expanded."""
+    # Callees come first, so that each body is counted once, however often it is called.
     sizes: dict[Closure, int] = {}
     for closure in walk_closures(program):
         if isinstance(closure, Composite):
