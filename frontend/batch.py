@@ -60,6 +60,24 @@ class Batch:
         return leaf.tensor_split(self._count) if self._count > 1 else [leaf]
 
 
+def split_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], count: int
+) -> list[tuple[Any, Any]]:
+    """Returns the inputs of each micro-batch: tensors are split along dimension 0."""
+    if count == 1:
+        return [(args, kwargs)]
+    leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+    check_splits(leaves, count)
+    split = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in leaves]
+    return [torch_pytree.unflatten([part[i] for part in split], tree) for i in range(count)]
+
+
+def check_count(micro_batches: int, error: type[LazyInlineError] = PlanError) -> None:
+    """Raises an error for a number of micro-batches that no batch has."""
+    if micro_batches < 1:
+        raise error(f"micro_batches={micro_batches}: there must be at least one.")
+
+
 def check_splits(
     leaves: Iterable[Any], count: int, error: type[LazyInlineError] = PlanError
 ) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..backend.gpu.roofline import predict
 from ..backend.gpu.targets import CONTEXT_BYTES, GIB, Target, target_named
@@ -16,16 +16,16 @@ from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.plan import PipelinePlan, make_plan
 from ..recompute.planner import PolicyName
-from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
-from .batch import check_splits
+from .batch import check_count, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
 from .loss import LossFunction, LossModel
 from .mesh_planner import AskedPlan, Plan, stage_dimension
+from .onnx.check import copied
 from .options import Batching, Options
 from .passes.context import Context
 from .passes.link import launched
@@ -177,9 +177,10 @@ def fit(
             f"optimizer_tensors={optimizer_tensors} and memory_bytes_per_rank="
             f"{memory_bytes_per_rank}: the first is at least 0, and the second more."
         )
-    leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs or {})))
-    parts = torch_pytree.unflatten([_part(leaf, micro_batches) for leaf in leaves], tree)
-    subject = Subject(LossModel(model, loss_fn), *parts)
+    check_count(micro_batches)
+    # A copy: a program is compiled for a micro-batch of its own memory, not for a view.
+    first = copied(split_batch(args, kwargs or {}, micro_batches)[0])
+    subject = Subject(LossModel(model, loss_fn), *first)
     offline = _Offline(
         subject,
         Batching(micro_batches),
@@ -200,17 +201,6 @@ def fit(
     ways = (offline.fit(plan, policy) for policy in ([] if plan == "auto" else more))
     found = [*islice((one for one in ways if one.fits), 1), *offline.found()]
     return replace(asked, instead=min(found, key=lambda one: one.seconds, default=None))
-
-
-def _part(leaf: Any, count: int) -> Any:
-    """Returns the part of a leaf of the batch, which may be without memory, in a micro-batch."""
-    if not isinstance(leaf, Tensor) or count == 1:
-        return leaf
-    if count < 1:
-        raise PlanError(f"micro_batches={count}: there must be at least one.")
-    check_splits([leaf], count)
-    # A copy: a program is compiled for a micro-batch of its own memory, not for a view.
-    return leaf[: leaf.shape[0] // count].clone()
 
 
 @dataclass(frozen=True)

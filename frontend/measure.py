@@ -27,7 +27,7 @@ from ..backend.kernels.lower import BackendName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
-from .batch import check_splits
+from .batch import check_count, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
@@ -292,18 +292,6 @@ class Workload:
         return values, {name: tensor.grad for name, tensor in self._wanted.items()}
 
 
-def split_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], count: int
-) -> list[tuple[Any, Any]]:
-    """Returns the inputs of each micro-batch: tensors are split along dimension 0."""
-    if count == 1:
-        return [(args, kwargs)]
-    leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
-    check_splits(leaves, count)
-    split = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
-    return [torch_pytree.unflatten([part[i] for part in split], tree) for i in range(count)]
-
-
 def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
     leaves = torch_pytree.flatten_with_names(value)
     return {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -412,8 +400,7 @@ def measure(
         >>> print(lazyinline.measure(model, (ids, targets)))
     """
     check_example("measure", model, args)
-    if micro_batches < 1:
-        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    check_count(micro_batches)
     if micro_batches > 1 and not train:
         raise PlanError(
             f"micro_batches={micro_batches} goes with training, where gradients are summed over "

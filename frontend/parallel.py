@@ -28,7 +28,7 @@ from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
-from .batch import Batch
+from .batch import Batch, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around
@@ -118,8 +118,7 @@ def parallelize(
         >>> optimizer.step()
     """
     check_example("parallelize", model, args)
-    if micro_batches < 1:
-        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    check_count(micro_batches)
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             "A mesh is of several processes, and torch.distributed is not initialized. Start the "

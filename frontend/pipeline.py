@@ -24,7 +24,7 @@ from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from .autograd.torch_engine import have_hooks, pass_through_autograd
-from .batch import Batch
+from .batch import Batch, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .compiler import PASSES, made_by
@@ -118,8 +118,7 @@ def pipeline(
     """
     update = step_optimizer(optimizer, max_norm, scaler)
     check_example("pipeline", model, args)
-    if micro_batches < 1:
-        raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
+    check_count(micro_batches, PipelineError)
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 

@@ -25,7 +25,7 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
-from .batch import check_splits
+from .batch import check_count, check_splits
 from .capture.blocks import Reuse
 from .checks.refusals import (
     check_leaves,
@@ -112,8 +112,7 @@ def compile_step(
         >>> for batch in batches:
         ...     loss = step(*batch)
     """
-    if micro_batches < 1:
-        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    check_count(micro_batches)
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
     if target is not None:  # there is nothing to link again
