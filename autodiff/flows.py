@@ -90,6 +90,34 @@ def _leaf_roots(leaf: Leaf) -> list[object]:
     return [roots[n] if isinstance(n, torch.fx.Node) else object() for n in flat]
 
 
+Moment = tuple[int, ...]
+"""When a value is computed: the position of its call, and of the call or operator within that."""
+
+
+def output_order(program: Program) -> list[int]:
+    """Returns the outputs as they are computed: none is computed from a later one."""
+    found: dict[Closure, list[Moment]] = {}
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            places = {node: i for i, node in enumerate(closure.nodes)}
+            groups = grouped(outputs_of(closure.module), closure.output_types)
+            found[closure] = [(max((places.get(n, -1) for n in g), default=-1),) for g in groups]
+        elif isinstance(closure, Composite):
+            found[closure] = _moments(closure.program, found)
+        else:
+            found[closure] = [()] * len(closure.output_types)
+    moments = _moments(program, found)
+    return sorted(range(len(moments)), key=moments.__getitem__)
+
+
+def _moments(program: Program, closures: Mapping[Closure, list[Moment]]) -> list[Moment]:
+    moments: dict[Value, Moment] = {value: () for value in program.inputs}
+    for index, call in enumerate(program.calls):
+        for result, inner in zip(call.results, closures[call.closure], strict=True):
+            moments[result] = (index, *inner)
+    return [moments[value] for value in program.outputs]
+
+
 def used_inputs(program: Program) -> Inputs:
     """Returns the positions of inputs that some output is computed from.
 

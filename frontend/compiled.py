@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.flows import Draws, Flows, trained_inputs, view_roots
+from ..autodiff.flows import Draws, Flows, output_order, trained_inputs, view_roots
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
@@ -106,6 +106,11 @@ class Facts:
     def view_roots(self) -> list[object]:
         """Of each output, what it is a view of."""
         return view_roots(self._program)
+
+    @cached_property
+    def output_order(self) -> list[int]:
+        """The outputs as they are computed."""
+        return output_order(self._program)
 
     @cached_property
     def first_trained(self) -> int | None:

@@ -69,6 +69,33 @@ def test_a_running_backward_knows_where_it_goes_and_raises_for_what_was_asked_fo
     assert seen == [True, True, True]
 
 
+@contract("torch._C._current_graph_task_id")
+def test_each_backward_has_a_number() -> None:
+    x, numbers = torch.ones(2, requires_grad=True), list[int]()
+    for one in (x.sin(), x.cos()):
+        one.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        one.exp().sum().backward()
+    assert len(set(numbers)) == 2
+    assert torch._C._current_graph_task_id() == -1
+
+
+@contract("._is_view")
+def test_a_view_that_a_function_returns_refuses_changes_in_place() -> None:
+    class Passed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x) if x._is_view() else x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    x = torch.ones(2, requires_grad=True).sin()
+    Passed.apply(x).mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Passed.apply(x[:1]).mul_(2)
+
+
 @contract(
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C: _vmapmode_increment_nesting _vmapmode_decrement_nesting",

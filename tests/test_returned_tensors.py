@@ -196,44 +196,6 @@ def test_a_function_of_the_users_that_returns_a_view_has_its_own_gradient() -> N
     torch.testing.assert_close(model.linear.bias.grad, torch.full((4,), -3.0))
 
 
-class Deep(nn.Module):
-    """Returns what it computes on the way, as a model with hidden states does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = [x]
-        for layer in self.layers:
-            hidden.append(layer(hidden[-1]))
-        return (hidden[-1].square().sum(), *hidden[1:])
-
-
-@pytest.mark.parametrize(("create_graph", "dynamic"), [(False, True), (True, False)])
-def test_a_result_that_retains_its_gradient_gets_what_comes_through_other_results(
-    create_graph: bool, dynamic: bool
-) -> None:
-    torch.manual_seed(0)
-    model, x = Deep(), torch.randn(3, 4)
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=dynamic)
-    for weight in (0.0, 1.0):  # of a loss that also takes one of them itself
-        found = []
-        for one in (compiled, expected):
-            torch.manual_seed(1)
-            one.zero_grad()
-            loss, *hidden = one(x)
-            for h in hidden[:2]:
-                h.retain_grad()
-            whole = loss + weight * hidden[1].exp().sum() if weight else loss
-            whole.backward(create_graph=create_graph)
-            found.append([*(h.grad for h in hidden[:2]), *(p.grad for p in one.parameters())])
-        torch.testing.assert_close(*found)
-
-
 # ---- the same classes and the same objects -----------------------------------------------------
 
 

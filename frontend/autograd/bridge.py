@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,18 +19,17 @@ from ..capture.surroundings import one_at_a_time
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
 from .gradients import FirstBackward, Gradients, drawing
+from .results import ResultLinks
 from .torch_engine import (
     Aliases,
     GeneratorStates,
     SavedTensors,
-    add_to_retained,
     are_batched,
     asked_inputs,
     cotangent_like,
     graph_is_kept,
     is_asked,
     one_by_one,
-    retaining,
 )
 
 _MAX_BACKWARDS = 8  # the last used
@@ -99,6 +97,8 @@ class Backwards:
         self._compiled = compiled
         self._full = self.expected = Backward(compiled, compiled.derivative)
         self._made: dict[tuple[int, ...], Backward] = {}
+        # A backward asks this of every result that it leaves unused: each key and value in a cache.
+        self._apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
 
     def of(self, unused: tuple[int, ...]) -> Backward:
         """Returns the one for a loss that left these outputs unused.
@@ -126,12 +126,15 @@ class Backwards:
 
         Autograd then lets one follow the other without ``retain_graph``.
         """
-        with one_at_a_time():
-            known = self._compiled.facts.unused_outputs
-            if known is None:
-                return False
-            needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]
-            return needed[0].isdisjoint(needed[1])
+        groups = frozenset(some), frozenset(others)
+        if groups not in self._apart:
+            with one_at_a_time():
+                known = self._compiled.facts.unused_outputs
+                needed = (
+                    [frozenset().union(*map(known.reads, g)) for g in groups] if known else None
+                )
+                self._apart[groups] = needed is not None and needed[0].isdisjoint(needed[1])
+        return self._apart[groups]
 
     def _new(self, unused: tuple[int, ...]) -> Backward:
         full = self._compiled.derivative
@@ -171,7 +174,7 @@ class Bridge:
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
-        self.program, self.interpret = compiled.captured.program, compiled.interpret
+        self.program = compiled.captured.program
         self._compiled, self._facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
@@ -217,22 +220,39 @@ class Bridge:
             self._compiled, lambda made: Bridge(made, frozenset()).run_alone, self.run_alone
         )
 
+    @cached_property
+    def links(self) -> ResultLinks:
+        """The nodes of results that others are computed from."""
+        outputs = set(self.derivative.cotangent_outputs)
+        order = [i for i in self._facts.output_order if i in outputs]
+        return ResultLinks(order, partial(_names, self.program))
+
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""
         # A checkpoint counts what is saved: a second run of a forward has to save as much.
-        if self._facts.habit.expected is None or autograd_mode_around():
-            return self.run_alone(inputs)
-        ahead = self.gradients.ahead()
-        return self.run_alone(inputs) if ahead is None else ahead.run(inputs)
+        if self._facts.habit.expected is not None and not autograd_mode_around():
+            ahead = self.gradients.ahead()
+            found = ahead.run(inputs) if ahead is not None else None
+            if found is not None:
+                return self.links.over(*found)
+        outputs = self._outputs(inputs)
+        return self.aliases.with_views(
+            inputs, self.links.over(outputs, self._again, self.aliases.views)
+        )
 
     def run_alone(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs a forward, and computes nothing ahead."""
+        """Runs a forward for the compiler's own use: as one node, and with nothing ahead."""
+        return self.aliases.with_views(inputs, self._outputs(inputs))
+
+    def _outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         step = Step(self, inputs, self.backwards.expected)
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
-        results = self.aliases.with_views(inputs, outputs)
-        if len(results) > 1:
-            step.results = list(map(weakref.ref, results))
-        return results
+        return outputs
+
+    def _again(self, node: Any) -> Sequence[torch.Tensor]:
+        """Runs a forward again that is a node of PyTorch's graph, operator by operator."""
+        with drawing(node.step.drawn_from):
+            return self._compiled.interpret(node.step.inputs_again(node))
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -246,8 +266,7 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 class Step:
     """Holds one forward in flight: its inputs, and after it ran, what its backward needs.
 
-    ``prepared`` is the backward that the forward prepared for, ``results`` what the user has of
-    several results.
+    ``prepared`` is the backward that the forward prepared for.
     """
 
     bridge: Bridge
@@ -258,7 +277,6 @@ class Step:
     used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
-    results: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     _others_versions: Sequence[int | None] = ()
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
@@ -289,15 +307,6 @@ class Step:
         others = [*self.others[:num], *(tensor.clone() for tensor in self.others[num:])]
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
-
-    def add_to_retained(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Adds to results that keep their gradient what comes to them through other results."""
-        kept = retaining(self.results)
-        if kept:
-            with torch.enable_grad(), drawing(self.drawn_from):
-                again = self.bridge.interpret(self.inputs_again(ctx))
-            seeds = {i: c for i, c in enumerate(cotangents) if c is not None}
-            add_to_retained(kept, again, seeds)
 
     def taken(
         self, ctx: Any, unused: Sequence[int], following: int
@@ -373,8 +382,6 @@ class _CompiledFunction(torch.autograd.Function):
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
         if are_batched(cotangents):
             return tuple(one_by_one(partial(_CompiledFunction._gradients, ctx), cotangents))
-        if ctx.step.results:
-            ctx.step.add_to_retained(ctx, cotangents)
         if not torch.is_grad_enabled():
             if not ctx.step.is_differentiated:
                 used = (i for i, cotangent in enumerate(cotangents) if cotangent is not None)
@@ -455,15 +462,20 @@ def _refuse_no_numbers(
     """
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
-    tree = program.output_tree
-    names = [
-        name or "the result"
-        for name, place in tree.named(list(range(len(tree.leaves))))
-        if tree.leaves[place][0] == "output" and tree.leaves[place][1] in unused
-    ]
+    names = _names(program, unused)
     raise PlanError(
-        f"A gradient is not a number, and {', '.join(names)} of the model's result took part with "
+        f"A gradient is not a number, and {names} of the model's result took part with "
         "a cotangent of zeros although no loss used it: its derivative may be infinite, and there "
         "is no backward without it for these sizes. Detach it in the model, or compile with "
         "dynamic=False."
+    )
+
+
+def _names(program: Program, outputs: Iterable[int]) -> str:
+    """Returns how a user reaches outputs in what the model returns."""
+    tree, wanted = program.output_tree, set(outputs)
+    named = tree.named(list(range(len(tree.leaves))))
+    kinds = ((name, *tree.leaves[place]) for name, place in named)
+    return ", ".join(
+        name or "the result" for name, kind, place in kinds if kind == "output" and place in wanted
     )

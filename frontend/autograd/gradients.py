@@ -9,7 +9,6 @@ twice. What a loss asks beyond that is found by another run of the forward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from ...reuse.ir.leaf import interpret
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
+from .results import Again
 from .torch_engine import (
     GeneratorStates,
-    add_to_retained,
     are_batched,
     cotangent_like,
     graph_is_kept,
     is_asked,
-    retaining,
 )
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -97,8 +95,8 @@ class Gradients:
 
     def _made_ahead(self, request: GradientRequest) -> Ahead | None:
         program, roots = self._compiled.captured.program, self._compiled.facts.view_roots
-        # Each is copied for the user, and nothing else may be a view of what is copied.
-        if any(isinstance(roots[o], int) or roots.count(roots[o]) > 1 for o in request.outputs):
+        # Each has a node of its own, and a change in place of one must be none of another.
+        if any(isinstance(root, int) or roots.count(root) > 1 for root in roots):
             return None
         # What is asked beyond may be found by a second run of the forward.
         draws, others = self._compiled.facts.draws, len(program.outputs) - len(request.outputs)
@@ -300,38 +298,32 @@ class Ahead:
         self._ones = [cotangent_like(type_).fill_(1) for type_ in types]
         self._draws = made.compiled.facts.draws
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the results of the forward, behind which the gradients are known."""
+    def run(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Again] | None:
+        """Returns the results of the forward, behind which the gradients are known.
+
+        Beside them stands what runs the forward again. None if it cannot be run so.
+        """
         drawn_from = GeneratorStates(x.device for x in inputs) if self._draws else None
         flight = _Flight(self, inputs, [], drawn_from)
         try:
             flight.versions = versions_of(inputs)
         except RuntimeError:  # one of inference mode, which counts no changes
-            return self._again(inputs)
+            return None
         self.habit.begin()
-        made = self._run([*inputs, *self._ones])
-        found, gradients = self._program.taken_apart(made)
+        found, gradients = self._program.taken_apart(self._run([*inputs, *self._ones]))
         results, outputs = list(found), self.request.outputs
         own = [results[output] for output in outputs]
         wanted = [inputs[i] for i in self.wanted]
         for output, copied in zip(
             outputs, _Ahead.apply(flight, *own, *gradients, *wanted), strict=True
         ):
-            if self.request.is_differentiated:
-                _stand_in(copied, results[output], made)
             results[output] = copied
-        if len(results) > 1:
-            flight.results = list(map(weakref.ref, results))
-        return results
+        return results, lambda _: self._again_of(flight)
 
-    def add_to_retained(self, flight: _Flight, cotangents: Sequence[torch.Tensor | None]) -> None:
-        """Adds to results that keep their gradient what comes to them through those asked for."""
-        kept = retaining(flight.results)
-        if kept:
-            with torch.enable_grad(), drawing(flight.drawn_from):
-                again = self._forward.interpret(self._operands(flight))
-            pairs = zip(self.request.outputs, cotangents, strict=True)
-            add_to_retained(kept, again, {output: c for output, c in pairs if c is not None})
+    def _again_of(self, flight: _Flight) -> Sequence[torch.Tensor]:
+        """Runs the forward of a flight again, operator by operator."""
+        with drawing(flight.drawn_from):
+            return self._forward.interpret(self._operands(flight))
 
     def gradients(
         self, known: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -373,13 +365,6 @@ class Ahead:
         return operands
 
 
-def _stand_in(handed: torch.Tensor, result: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-    """Makes the node behind results add to the gradient of what the user has of one of them."""
-    assert result.grad_fn is not None
-    place = next(i for i, one in enumerate(results) if one is result)
-    result.grad_fn.step.results[place] = weakref.ref(handed)  # type: ignore[attr-defined]
-
-
 def _is_one(cotangent: torch.Tensor) -> bool:
     """Whether a cotangent is all ones; of a GPU that is not asked, which would wait for it."""
     is_plain = cotangent.device.type == "cpu" and not cotangent.requires_grad
@@ -394,7 +379,6 @@ class _Flight:
     inputs: Sequence[torch.Tensor]
     versions: Sequence[int]
     drawn_from: GeneratorStates | None
-    results: Sequence[weakref.ref[torch.Tensor]] = ()
     is_used: bool = False
 
 
@@ -425,12 +409,10 @@ class _Ahead(torch.autograd.Function):
             if found is not None:
                 flight.is_used = True
                 ahead.habit.hit()
-                ahead.add_to_retained(flight, cotangents)
                 flight.inputs = flight.inputs if is_kept else ()
                 return None, *none, *map(found.get, wanted)
         if not flight.is_used:
             ahead.habit.miss()
         if is_differentiated and not torch.is_grad_enabled():
             return None, *cotangents, *none[len(cotangents) :], *nowhere
-        ahead.add_to_retained(flight, cotangents)
         return None, *none, *ahead.once_more(flight, cotangents)

@@ -8,7 +8,6 @@ saved tensors and gradients that were handed out may have been changed by others
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -187,40 +186,22 @@ def _outside_of_batch() -> Iterator[int]:
         torch._C._vmapmode_increment_nesting()
 
 
-def retaining(results: Sequence[weakref.ref[torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Returns the results that keep their gradient (``retain_grad()``), by their positions."""
-    there = ((i, tensor) for i, ref in enumerate(results) if (tensor := ref()) is not None)
-    return {i: tensor for i, tensor in there if tensor.retains_grad}
+def current_backward() -> int:
+    """Returns the number of the running backward."""
+    return int(torch._C._current_graph_task_id())
 
 
-def add_to_retained(
-    kept: Mapping[int, torch.Tensor],
-    again: Sequence[torch.Tensor],
-    cotangents: Mapping[int, torch.Tensor],
-) -> None:
-    """Adds to results that keep their gradient what comes to them through other results.
+def renamed(result: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of its own in the same memory, so that autograd sees a change in place.
 
-    All results of a compiled program are of one node, which hands on none of it.
-
-    Args:
-        kept: results that keep their gradient.
-        again: all results, of operators that autograd has seen.
-        cotangents: of some results.
+    That of a view, which others may share, autograd goes on refusing.
     """
-    for index, result in kept.items():
-        others = [i for i in cotangents if i != index and again[i].requires_grad]
-        if not others or not again[index].requires_grad:
-            continue
-        (found,) = torch.autograd.grad(
-            [again[i] for i in others],
-            again[index],
-            [cotangents[i] for i in others],
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
-        if found is not None:
-            result.grad = found if result.grad is None else result.grad + found
+    return result.view_as(result) if result._is_view() else result.detach()
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Returns whether somebody sees the gradient of a result: a hook, or ``retain_grad()``."""
+    return tensor.retains_grad or bool(tensor._backward_hooks)
 
 
 # ---- tensors that others may have changed --------------------------------------------------------

@@ -24,10 +24,10 @@ _IS_ACTIVE: ContextVar[bool] = ContextVar("lazyinline_fake_rules", default=False
 def kernels_own_rules() -> Iterator[None]:
     """Has PyTorch use the rule inside, where it has none of its own."""
     operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-    if operator is not None:
+    if operator is not None and operator not in op_implementations_dict:
         # It stays, for PyTorch's table is shared by all threads: one that left while another traces
         # would take the rule away from it. Elsewhere it says that PyTorch's own way is to be taken.
-        op_implementations_dict.setdefault(operator, _grouped_mm)
+        op_implementations_dict[operator] = _grouped_mm
     token = _IS_ACTIVE.set(True)
     try:
         yield
