@@ -94,8 +94,8 @@ class Differentiator:
         self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
         self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
-        self._adders: dict[TensorType, Leaf] = {}
-        self._copiers: dict[tuple[TensorType, torch.device], Leaf] = {}
+        self._adders: dict[tuple[TensorType, TensorType], Leaf] = {}
+        self._copiers: dict[tuple[TensorType, TensorType], Leaf] = {}
 
     def vjp(
         self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
@@ -220,27 +220,29 @@ class Differentiator:
                 self._activity[key] = tuple(v in values for v in closure.program.outputs)
         return self._activity[key]
 
-    def adder(self, type_: TensorType) -> Leaf:
-        """Returns the closure that adds two values of a type."""
-        if type_ not in self._adders:
-            module = traced_sum(type_, self._sized() if type_.is_symbolic else None)
-            leaf = Leaf("add", module, (type_, type_), (type_,), level="aten", kernels="eager")
-            self._adders[type_] = leaf
-        return self._adders[type_]
+    def adder(self, type_: TensorType, added: TensorType | None = None) -> Leaf:
+        """Returns the closure that adds to a value of a type one of its own type, or of another."""
+        types = (type_, added or type_)
+        if types not in self._adders:
+            module = traced_sum(types, self._sized() if type_.is_symbolic else None)
+            leaf = Leaf("add", module, types, (type_,), level="aten", kernels="eager")
+            self._adders[types] = leaf
+        return self._adders[types]
 
     def _sized(self) -> torch.fx.GraphModule | None:
         """Returns the graph of a leaf whose sizes are symbols: all are of one environment."""
         leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, Leaf))
         return next((module for module in leaves if environment_of(module) is not None), None)
 
-    def copier(self, type_: TensorType, device: torch.device) -> Leaf:
-        """Returns the closure that copies a value of a type to a device."""
-        if (type_, device) not in self._copiers:
-            module, copied = traced_copy(type_, device), replace(type_, device=device)
-            name = "offload" if device == HOST else "reload"
+    def copier(self, type_: TensorType, copied: TensorType) -> Leaf:
+        """Returns the closure that copies a value to another device, or in another precision."""
+        if (type_, copied) not in self._copiers:
+            name = "offload" if copied.device == HOST else "reload"
+            name = "cast" if copied.device == type_.device else name
+            module = traced_copy(type_, copied)
             leaf = Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
-            self._copiers[type_, device] = leaf
-        return self._copiers[type_, device]
+            self._copiers[type_, copied] = leaf
+        return self._copiers[type_, copied]
 
 
 def active_values(
@@ -383,7 +385,7 @@ class _Reversal:
             given = fields[index]
             assert isinstance(given.type, TensorType)
             fields[index] = Value(replace(given.type, device=device), "copied")
-            copier = self._make.copier(given.type, device)
+            copier = self._make.copier(given.type, replace(given.type, device=device))
             calls.append(Call(copier, (given,), (fields[index],), path))
         made = StructType(tuple(field.type for field in fields))
         whole = Value(made, struct.hint)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 from typing import Any, Literal, TypeAlias, get_args
@@ -50,6 +50,8 @@ from .traces.torch_interpreters import DIFFERENTIABLE
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+Sums: TypeAlias = Literal["as_gradients", "float32"]
+SUMS: tuple[Sums, ...] = get_args(Sums)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def step_program(
     *,
     micro_batches: int,
     order: Order,
+    sums: Sums = "as_gradients",
 ) -> StepProgram:
     """Builds the step of a captured micro-batch.
 
@@ -127,17 +130,27 @@ def step_program(
         micro_batches: how many.
         order: ``"forward_first"`` runs all forwards, then all backwards from the last to the first;
             ``"one_by_one"`` runs each backward right after its forward and keeps fewer bytes.
+        sums: the precision that gradients of micro-batches are added up in.
     """
-    return _Composer(program, derivative, differentiator).compose(micro_batches, order)
+    exact = sums == "float32" and micro_batches > 1
+    composer = _Composer(program, derivative, differentiator, exact_sums=exact)
+    return composer.compose(micro_batches, order)
 
 
 class _Composer:
     """Strings micro-batches together."""
 
     def __init__(
-        self, program: Program, derivative: Derivative, differentiator: Differentiator
+        self,
+        program: Program,
+        derivative: Derivative,
+        differentiator: Differentiator,
+        *,
+        exact_sums: bool,
     ) -> None:
         self._program = program
+        self._types: list[Any] = list(derivative.backward.output_types)
+        self._sum_types = [_exact(t) for t in self._types] if exact_sums else self._types
         self._derivative = derivative
         self._make = differentiator
         sources = program.sources
@@ -186,30 +199,34 @@ class _Composer:
         self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
         # The first micro-batch's gradients are the sums so far: nothing is added to zeros.
         if self._totals:
-            totals = tuple(_copy(gradient) for gradient in gradients)
+            totals = tuple(map(Value, self._sum_types))
             self._calls.append(Call(self._accumulate, (*self._totals, *gradients), totals))
-            gradients = totals
-        self._totals = gradients
+        else:
+            totals = self._cast(gradients, self._sum_types)
+        self._totals = totals
 
     @functools.cached_property
     def _accumulate(self) -> Composite:
-        """Adds the gradients of one micro-batch to the sums so far: one call, however many."""
-        types = self._derivative.backward.output_types
-        sums, gradients, totals = ([Value(t) for t in types] for _ in range(3))
-        calls = [
-            Call(self._make.adder(a.type), (a, b), (c,))  # type: ignore[arg-type]
-            for a, b, c in zip(sums, gradients, totals, strict=True)
-        ]
-        return Composite("accumulate", Program((*sums, *gradients), tuple(calls), tuple(totals)))
+        """Adds the gradients of one micro-batch to the sums so far."""
+        return _for_each("accumulate", map(self._make.adder, self._sum_types, self._types))
+
+    def _cast(self, values: tuple[Value, ...], types: Sequence[Any]) -> tuple[Value, ...]:
+        """Casts values to types, where these are others."""
+        made = {v: Value(t) for v, t in zip(values, types, strict=True) if v.type != t}
+        if made:
+            copiers = [self._make.copier(v.type, new.type) for v, new in made.items()]  # type: ignore[arg-type]
+            self._calls.append(Call(_for_each("cast", copiers), tuple(made), tuple(made.values())))
+        return tuple(made.get(v, v) for v in values)
 
     def _finish(self, inputs: Sequence[dict[int, Value]], losses: Sequence[Value]) -> StepProgram:
         program = self._program
         changed = [target for _, target in program.writes]
         batch_values = [v for batch in inputs for v in batch.values()]
+        gradients = self._cast(self._totals, self._types)
         step = Program(
             (*batch_values, *self._model_values, self._seed),
             tuple(self._calls),
-            (*losses, *self._totals, *(self._state[t] for t in changed)),
+            (*losses, *gradients, *(self._state[t] for t in changed)),
         )
         place = {i: position for position, i in enumerate(self._model)}
         users = tuple(program.sources[i].index for i in self._user)  # type: ignore[union-attr]
@@ -220,6 +237,18 @@ class _Composer:
             tuple(place[i] for i in self._derivative.gradient_inputs),
             tuple(place[i] for i in changed),
         )
+
+
+def _exact(type_: TensorType) -> TensorType:
+    is_half = type_.dtype in (torch.bfloat16, torch.float16)
+    return replace(type_, dtype=torch.float32) if is_half else type_
+
+
+def _for_each(name: str, leaves: Iterable[Leaf]) -> Composite:
+    """Returns a closure that calls each leaf on operands of its own: one call, however many."""
+    calls = [Call(x, tuple(map(Value, x.input_types)), (Value(x.output_types[0]),)) for x in leaves]
+    inputs = tuple(v for column in zip(*(c.args for c in calls), strict=True) for v in column)
+    return Composite(name, Program(inputs, tuple(calls), tuple(c.results[0] for c in calls)))
 
 
 def _copy(value: Value) -> Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..autodiff.training_program import Order
+from ..autodiff.training_program import Order, Sums
 from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.planner import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
@@ -66,6 +66,7 @@ class Batching:
 
     micro_batches: int = 1
     order: Order = "forward_first"
+    sums: Sums = "as_gradients"
 
     @property
     def loss_bytes(self) -> int:

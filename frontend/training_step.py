@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.training_program import ORDERS, NotUpdatedError, Order
+from ..autodiff.training_program import ORDERS, SUMS, NotUpdatedError, Order, Sums
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.leases import Lease
@@ -58,6 +58,7 @@ def compile_step(
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     order: Order = "forward_first",
+    sums: Sums = "as_gradients",
     dynamic: bool | None = None,
     target: str | None = None,
     boundaries: Boundaries = "kept",
@@ -91,6 +92,8 @@ def compile_step(
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
             each micro-batch's backward right after its forward, which keeps fewer bytes.
+        sums: ``"float32"`` adds gradients of micro-batches up in float32 where they are in half
+            precision, and rounds the sums once; ``.grad`` has the parameter's dtype all the same.
         dynamic: sizes that are symbols, see :func:`compile`: by default those of batches that came
             in several sizes.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here: the report
@@ -115,6 +118,8 @@ def compile_step(
     check_count(micro_batches)
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
+    if sums not in SUMS:
+        raise PlanError(f"sums={sums!r} is unknown; there are {SUMS}.")
     if target is not None:  # there is nothing to link again
         dynamic = False
     options = Options(
@@ -126,7 +131,9 @@ def compile_step(
         boundaries=boundaries,
     )
     update = step_optimizer(optimizer, max_norm, scaler, target)
-    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic, update)
+    return TrainingStep(
+        model, loss_fn, options, Batching(micro_batches, order, sums), dynamic, update
+    )
 
 
 @dataclass(frozen=True)

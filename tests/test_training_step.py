@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from apart import in_threads
-from comparing import assert_close, assert_same_gradients
+from comparing import assert_close, assert_same_gradients, relative_error
 from decoders import DecoderBlock, llama
+from models import Around
 from torch import Tensor, nn
 
 import lazyinline
@@ -105,6 +106,49 @@ class Counting(nn.Module):
         return (self.linear(x) * self.calls).pow(2).mean()
 
 
+@pytest.mark.parametrize("order", ["forward_first", "one_by_one"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager-one_by_one")
+def test_gradients_in_half_precision_may_be_added_up_in_float32(backend: Any, order: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model = Around(lambda nets, x: nets[0](x).float().square().mean(), net).bfloat16()
+    x = torch.randn(64, 16, dtype=torch.bfloat16)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for part in x.chunk(32):
+        for total, one in zip(sums, gradients_of(model, part, 1 / 32), strict=True):
+            total += one
+    steps = {}
+    for how in ("as_gradients", "float32"):
+        copied = copy.deepcopy(model)
+        step = compile_step(copied, micro_batches=32, order=order, backend=backend, sums=how)  # type: ignore[arg-type]
+        step(x)
+        found = [p.grad for p in copied.parameters()]
+        assert all(g is not None and g.dtype is torch.bfloat16 for g in found)
+        steps[how] = max(relative_error(g, t) for g, t in zip(found, sums, strict=True))  # type: ignore[arg-type]
+    assert steps["float32"] < 2**-9 < steps["as_gradients"] / 2
+
+
+def gradients_of(model: nn.Module, x: Tensor, scale: float) -> Sequence[Tensor]:
+    return torch.autograd.grad(model(x) * scale, list(model.parameters()))
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs PyTorch 2.14")
+def test_a_loss_in_pieces_has_no_memory_for_all_logits() -> None:
+    tokens, words = 64, 2048
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+
+    def in_pieces(layers: Any, ids: Tensor) -> Tensor:
+        hidden, weight = layers[0](ids), layers[1].weight
+        return nn.functional.linear_cross_entropy(hidden, weight, ids, options=options)
+
+    model = Around(in_pieces, nn.Embedding(words, 4), nn.Linear(4, words, bias=False))
+    ids = torch.randint(words, (tokens,))
+    step = compile_step(model, backend="eager")
+    assert_steps_are_eagers(step, model, [(ids,)] * 2)
+    assert step.stats.peak_bytes < tokens * words * 4 / 2
+
+
 def test_a_buffer_is_carried_from_micro_batch_to_micro_batch() -> None:
     model = Counting()
     step = compile_step(model, micro_batches=3, backend="eager")
@@ -116,6 +160,7 @@ def test_a_buffer_is_carried_from_micro_batch_to_micro_batch() -> None:
     ("options", "text"),
     [
         ({"micro_batches": 0}, "at least one"),
+        ({"sums": "float64"}, "unknown; there are"),
         ({"micro_batches": 3}, "cannot be split into 3"),
         ({"order": "backwards"}, "order='backwards'"),
     ],

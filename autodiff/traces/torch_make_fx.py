@@ -268,25 +268,33 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
 
-def traced_copy(type_: TensorType, device: torch.device) -> torch.fx.GraphModule:
-    """Returns the graph of a copy of a tensor to a device."""
+def traced_copy(type_: TensorType, copied: TensorType) -> torch.fx.GraphModule:
+    """Returns the graph of a copy of a tensor: on another device, or in another precision."""
     mode, graph = new_fake_mode(), torch.fx.Graph()
     given = graph.placeholder("a0")
-    copy = torch.ops.aten._to_copy.default
-    node = graph.call_function(copy, (given,), {"device": device})
+    wanted: dict[str, Any] = {"device": copied.device} if copied.device != type_.device else {}
+    wanted |= {"dtype": copied.dtype} if copied.dtype != type_.dtype else {}
+    node = graph.call_function(torch.ops.aten._to_copy.default, (given,), wanted)
     graph.output((node,))
     given.meta["val"] = fake_tensor(mode, type_)
-    node.meta["val"] = fake_tensor(mode, replace(type_, device=device))
+    node.meta["val"] = fake_tensor(mode, copied)
     return module_of(graph)
 
 
-def traced_sum(type_: TensorType, sized: torch.fx.GraphModule | None) -> torch.fx.GraphModule:
-    """Returns the graph that adds two tensors of a type, whose sizes may be those of a graph."""
+def traced_sum(
+    types: tuple[TensorType, TensorType], sized: torch.fx.GraphModule | None
+) -> torch.fx.GraphModule:
+    """Returns the graph that adds a tensor to one that is no less precise.
+
+    Args:
+        types: of the sum so far, and of what is added.
+        sized: a graph whose sizes theirs may be.
+    """
     mode, graph = new_fake_mode(sized), torch.fx.Graph()
     given = tuple(graph.placeholder(f"a{i}") for i in range(2))
     node = graph.call_function(torch.ops.aten.add.Tensor, given)
     graph.output((node,))
-    for n in (*given, node):
+    for n, type_ in zip((*given, node), (*types, types[0]), strict=True):
         n.meta["val"] = fake_tensor(mode, type_)
     return module_of(graph)
 

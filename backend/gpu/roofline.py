@@ -32,8 +32,8 @@ from .targets import Target
 from .torch_triton import TritonKernel, read_only_arguments
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
-_MEMORY_SHARE = 0.85  # of its peak that memory reaches in kernels that mostly move bytes
-_PRODUCT_SHARE = 0.75  # of its peak that a product reaches in the tiles that it fills
+MEMORY_SHARE = 0.85  # of its peak that memory reaches in kernels that mostly move bytes
+PRODUCT_SHARE = 0.75  # of its peak that a product reaches in the tiles that it fills
 _PRODUCTS: Mapping[Any, Any] = {
     torch.mm: torch.ops.aten.mm,
     torch.addmm: torch.ops.aten.addmm,
@@ -116,7 +116,7 @@ def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
     """
     computed_s = target.rates.seconds(cost.flops, 0, _dtype_of(launch))
     moved_s = target.rates.seconds(0, cost.moved_bytes)
-    return max(computed_s / _share_of_peak(launch, target), moved_s / _MEMORY_SHARE, _LEAST_S)
+    return max(computed_s / _share_of_peak(launch, target), moved_s / MEMORY_SHARE, _LEAST_S)
 
 
 def _share_of_peak(launch: Launch, target: Target) -> float:
@@ -128,7 +128,7 @@ def _share_of_peak(launch: Launch, target: Target) -> float:
         return 1.0
     num_waves = _num_blocks(launch) / target.num_multiprocessors
     # A product of few tiles is split along its sum, too, which wins about half of what it leaves.
-    return _PRODUCT_SHARE * max(num_waves / max(math.ceil(num_waves), 1), 0.5)
+    return PRODUCT_SHARE * max(num_waves / max(math.ceil(num_waves), 1), 0.5)
 
 
 def _dtype_of(launch: Launch) -> torch.dtype:

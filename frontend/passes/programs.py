@@ -194,6 +194,7 @@ def repeat_micro_batches(state: State) -> State:
         state.context.differentiator,
         micro_batches=batching.micro_batches,
         order=batching.order,
+        sums=batching.sums,
     )
     return replace(state, composed=composed, programs={"step": composed.program})
 
