@@ -88,7 +88,7 @@ def test_a_block_has_the_launches_of_early_inlining(name: str) -> None:
     assert of_a_block(boundaries="fused") == of_a_block(reuse="off") < of_a_block()
 
 
-@pytest.mark.parametrize("model", [Net(BatchNormBlock, 4), Net(num_blocks=2)], ids=["buffers", "2"])
+@pytest.mark.parametrize("model", [Net(BatchNormBlock, 4), stack(2)], ids=["buffers", "2"])
 def test_blocks_that_cannot_be_cut_stay_whole_and_the_report_says_so(model: nn.Module) -> None:
     """They change buffers, or are too few."""
     assert "boundaries fused: none" in str(as_eager(model, inputs(5), calls=1).told)
