@@ -214,6 +214,8 @@ OUTSIDE = ANYWHERE | {
     "code": Way("function.__code__ = code_of(V)", "function()"),
     "environment": Way("os.environ['LAZYINLINE_TEST'] = str(V)",
         "float(os.environ.get('LAZYINLINE_TEST'))"),
+    "environment in bytes": Way("os.environb[b'LAZYINLINE_TEST'] = str(V).encode()",
+        "float(os.environb.get(b'LAZYINLINE_TEST'))"),
     "cache that is cleared": Way("set_global('G', V); cached.cache_clear()", "cached()"),
     "object of C": Way("FROM_C.prec = int(V)", "FROM_C.prec"),
 }

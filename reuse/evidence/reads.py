@@ -43,8 +43,9 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
 # What reading os.environ runs: anybody may set a variable, under a name that no code shows.
-_CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
-_ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
+_CODERS = [os.environ.encodekey, os.environ.decodekey]  # type: ignore[attr-defined]
+_CODERS += [os.environb.encodekey] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
+_ENVIRONMENT_CODES = frozenset(coder.__code__ for coder in _CODERS)
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
 _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
