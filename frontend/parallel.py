@@ -31,7 +31,7 @@ from .autograd.torch_engine import have_hooks
 from .batch import Batch, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
-from .checks.torch_state import mode_around
+from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .loss import LossFunction, LossModel
@@ -259,11 +259,7 @@ class ParallelStep:
         Raises:
             PlanError: if the batch does not fit, the model changed, or a rank failed.
         """
-        if mode := mode_around():
-            raise PlanError(
-                f"{mode} is active, and the kernels of a compiled step bypass it. Call the step "
-                "outside."
-            )
+        refuse_mode(mode_around())
         self._agreement.settle()
         parts = self._batch.split(args, kwargs)
         self._parameters.check_present()

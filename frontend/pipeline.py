@@ -27,6 +27,7 @@ from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .batch import Batch, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
+from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .loss import LossFunction, LossModel
@@ -359,6 +360,7 @@ class Pipeline:
         Raises:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
+        refuse_mode(mode_around(), PipelineError)
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches)
         sums = [self._sums.buffers[name] for name in self._sum_names]

@@ -35,7 +35,7 @@ from .checks.refusals import (
     refuse_wrappers,
     watching_tensor,
 )
-from .checks.torch_state import autograd_mode_around, mode_around
+from .checks.torch_state import autograd_mode_around, mode_around, refuse_mode
 from .compiled import CompiledStep
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
@@ -215,11 +215,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             PlanError: if the batch cannot be split, another thread is in the step, or a mode that
                 sees every operator or its backward is active.
         """
-        if mode := mode_around() or autograd_mode_around():
-            raise PlanError(
-                f"{mode} is active, and the kernels of a compiled step bypass it. Call the model "
-                "itself inside, or the step outside."
-            )
+        refuse_mode(mode_around() or autograd_mode_around())
         try:
             if self._wrapper is None:
                 return self._run(args, kwargs, _StepEntry.run)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from comparing import assert_close, assert_same_gradients, relative_error
 from memory_events import memory_use
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
@@ -182,6 +183,13 @@ def test_marks_decide_the_stage(alone: None) -> None:
     assert page["program"]["nodes"] == pipe.last_report.num_nodes
     assert sum(i["count"] for i in page["reuse"]["instances"]) == 4
     assert all(page[name] for name in ("passes", "pipeline", "about"))
+
+
+def test_a_mode_that_sees_each_operator_is_refused(alone: None) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args)
+    with FlopCounterMode(display=False), pytest.raises(PipelineError, match="bypass it"):
+        pipe.step(*args)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

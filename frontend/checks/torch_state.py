@@ -19,7 +19,7 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._device import DeviceContext
 
-from ...reuse.errors import PlanError
+from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.torch_names import is_lazy, matmul_precision, own_device_type
 
@@ -49,6 +49,15 @@ def autograd_mode_around() -> str:
     if torch.is_anomaly_enabled():
         return "anomaly detection"
     return ""
+
+
+def refuse_mode(mode: str, error: type[LazyInlineError] = PlanError) -> None:
+    """Raises an error for a mode, if one is named, around what runs kernels alone."""
+    if mode:
+        raise error(
+            f"{mode} is active, and the kernels of a compiled step bypass it. Call the model "
+            "itself inside, or the step outside."
+        )
 
 
 def why_watched(values: Iterable[Any]) -> str:

@@ -22,7 +22,6 @@ from ...pipeline_parallel.stage_derivative import differentiate_stages as deriva
 from ...recompute.planner import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
 from ...reuse.ir.program import ModelTensor, Program
-from ...reuse.ir.types import TensorType
 from .link import hindrance, launches, linked
 from .programs import PARTS, decompose, estimate, lower
 from .rank import (
@@ -148,11 +147,7 @@ def owned_bytes(stages: Sequence[StageDerivative], held: Collection[str] = ()) -
     tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
     sums = {s.name: t for d in stages for s, t in d.trained_types if s.name not in held}
     own = sum(t.numel() * t.element_size() for t in tensors.values())
-    return own + _total(list(sums.values()))
-
-
-def _total(types: Sequence[TensorType]) -> int:
-    return sum(t.num_bytes for t in types)
+    return own + sum(t.num_bytes for t in sums.values())
 
 
 @compile_pass("split", goals=("rank",))
