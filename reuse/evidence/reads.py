@@ -43,7 +43,7 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
 # What reading os.environ runs: anybody may set a variable, under a name that no code shows.
-_CODERS = [os.environ.encodekey, os.environ.decodekey]  # type: ignore[attr-defined]
+_CODERS: list[Any] = [os.environ.encodekey, os.environ.decodekey]  # type: ignore[attr-defined]
 _CODERS += [os.environb.encodekey] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
 _ENVIRONMENT_CODES = frozenset(coder.__code__ for coder in _CODERS)
 _IMPORTERS = frozenset({"__import__", "import_module"})
