@@ -13,6 +13,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -79,12 +80,12 @@ class Edge:
         """The tensor."""
         return self.source.outputs[self.output]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    @property
+    @cached_property
     def prefetches(self) -> bool:
         """Whether it can travel beside other work: a parameter, or a gradient."""
         slots = (self.source.slot, self.target.slot)
@@ -224,8 +225,6 @@ class Choices:
         edges = [edge for role in range(len(folded.roles)) for edge in self._role(role)]
         items = [*self.slots, *self._by_node.values()]
         self.unknown = sorted(set[str]().union(*(rules.unknown for rules in self._rules)))
-        for axis in range(len(axes)):
-            _drop_needless_parts(items, edges, axis)
         _prune(edges)
         for item in items:
             item.group = Group(item)
@@ -352,57 +351,6 @@ def _joined(long: Sequence[int], short: Sequence[int]) -> Iterator[tuple[int, in
         # Nobody splits the numbers of one head.
         if position - start > 1 and long[start] > 1 and start + 2 < len(long):
             yield size, long[start]
-
-
-Place = tuple[Item, bool, int]
-"""An output or an operand of an item."""
-
-
-def _drop_needless_parts(items: Sequence[Item], edges: Sequence[Edge], axis: int) -> None:
-    """Takes out splits in several parts that no view makes of, or into, a split of something else.
-
-    Dimensions of equal size are told apart by what they lead to.
-    """
-    across: dict[Place, list[Place]] = defaultdict(list)
-    for edge in edges:
-        ends = (edge.source, True, edge.output), (edge.target, False, edge.operand)
-        across[ends[0]].append(ends[1])
-        across[ends[1]].append(ends[0])
-    by_place: dict[tuple[Place, Layout], list[Way]] = defaultdict(list)
-    waiting: list[tuple[Item, Way]] = []
-    for item in items:
-        for way in item.ways[axis]:
-            parts = list(_in_parts(item, way))
-            for place, layout in parts:
-                by_place[place, layout].append(way)
-            if parts and item.is_view and any(o.is_split and o.factor == 1 for o in _all_of(way)):
-                waiting.append((item, way))
-    reached = set(waiting)
-    while waiting:
-        for place, layout in _in_parts(*waiting.pop()):
-            for other in across[place]:
-                found = {(other[0], way) for way in by_place[other, layout]} - reached
-                reached |= found
-                waiting += found
-    for item in items:
-        item.ways[axis] = [
-            way
-            for way in item.ways[axis]
-            if (item, way) in reached or not any(_in_parts(item, way))
-        ]
-
-
-def _all_of(way: Way) -> list[Layout]:
-    return [one for one in (*way.inputs, *way.outputs) if one is not None]
-
-
-def _in_parts(item: Item, way: Way) -> Iterator[tuple[Place, Layout]]:
-    for is_output, layouts in ((False, way.inputs), (True, way.outputs)):
-        for number, one in enumerate(layouts):
-            if one is not None and one.factor > 1:
-                yield (item, is_output, number), one
-                if item.slot is not None:
-                    yield (item, True, number), one
 
 
 def _prune(edges: Sequence[Edge]) -> None:
