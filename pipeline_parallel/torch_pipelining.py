@@ -155,8 +155,7 @@ class ClosureStage(PipelineStage):
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.ones(1, dtype=torch.int32, device="cpu")
 
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ones(1, dtype=torch.int32, device="cpu")
+    _warmup_backward_result = _warmup_forward_vote
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -167,9 +166,7 @@ class ClosureStage(PipelineStage):
         self.act_send_info = {}
         return ()
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.chunks = num_microbatches
-        return ()
+    _prepare_backward_infra = _prepare_forward_infra
 
     def clear_runtime_states(self) -> None:
         """Forgets the last step."""
@@ -199,12 +196,6 @@ class ClosureStage(PipelineStage):
             self.doing = f"receive {way}{micro_batch} from stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
-    def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
-        """Does nothing (asked since torch 2.15): the next step begins with empty inboxes."""
-
-    def _clear_unlaunched_bwd_recv(self, microbatch_index: int) -> None:
-        """Does nothing, for the same reason."""
-
     def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
         tensors = self.steps.outbox(way, micro_batch)
         if tensors:
@@ -218,17 +209,18 @@ class ClosureStage(PipelineStage):
         place = self.stage_index_to_group_rank[stage]  # which a schedule has set
         return dist.get_process_group_ranks(self.group)[place]
 
-    # ---- V-shaped schedules: two neighbours on one rank --------------------------------------
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Does nothing: the rank's runner hands values over as the part that makes them ends."""
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Does nothing, for the same reason."""
-
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """Returns nothing, for the same reason."""
+        """Returns nothing: the rank's runner hands values over as the part that makes them ends."""
         return ()
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    # V-shaped schedules have two neighbours on one rank, whose values the runner hands over.
+    set_local_fwd_input = set_local_bwd_input = _nothing
+    # Asked since torch 2.15: the next step begins with empty inboxes.
+    _clear_unlaunched_fwd_recv = _clear_unlaunched_bwd_recv = _nothing
+    # The loss's gradient is scaled instead, and gradients are reduced after the step.
+    scale_grads = perform_reduce_grad = _nothing
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -262,12 +254,6 @@ class ClosureStage(PipelineStage):
         self.doing = str(Action("W", self.stage_index, bwd_chunk_id))
         with self.steps.counts.timed("W"):
             self.steps.backward_weight(bwd_chunk_id)
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing: the loss's gradient is scaled instead."""
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Does nothing: gradients are reduced after the step."""
 
 
 class Runner:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import onnx_ir.passes.common as passes
 import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
@@ -438,23 +439,10 @@ def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
     version_converter.convert_version(model, opset)
     optimizer.optimize_ir(model)
     _constants_inside(model.graph)
-    _name_inputs(model.graph, _flat_names(leaf, input_names))
-    return model.graph
-
-
-def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> None:
-    """Names the inputs; a value inside that already has such a name gets another one."""
-    inside = [value for node in graph for value in node.outputs]
-    taken = {str(value.name) for value in inside}.union(names)
-    for value in inside:
-        if value.name in names:
-            number = 1
-            while f"{value.name}_{number}" in taken:
-                number += 1
-            value.name = f"{value.name}_{number}"
-            taken.add(value.name)
-    for value, name in zip(graph.inputs, names, strict=True):
+    for value, name in zip(model.graph.inputs, _flat_names(leaf, input_names), strict=True):
         value.name = name
+    passes.NameFixPass()(model)  # a value inside that has such a name gets another one
+    return model.graph
 
 
 def _flat_names(leaf: Leaf, names: Sequence[str]) -> list[str]:
