@@ -115,8 +115,8 @@ def _backward_branch(
         found = dict(zip(derivative.gradient_inputs, calls[-1].results, strict=True))
     for i in gradients:
         if i not in found:
-            found[i], call = _zeros(cotangent_type(body.input_types[i]))
-            calls.append(call)
+            found[i] = Value(cotangent_type(body.input_types[i]), "zeros")
+            calls.append(zeros_call(found[i]))
     outputs = [found[i] for i in gradients]
     return _composite(f"{body.name}.backward", (*operands, *seeds.values()), calls, outputs)
 
@@ -222,8 +222,8 @@ class _Repeated:
         for i in (*self._active, *sums):
             seed = seeds.get(i) if i < count else None
             if seed is None:
-                seed, call = _zeros(cotangent_type(leaf.input_types[i]))
-                calls.append(call)
+                seed = Value(cotangent_type(leaf.input_types[i]), "zeros")
+                calls.append(zeros_call(seed))
             carried.append(seed)
         rows += [value for i, value in kept.items() if i < self._first_same]
         rows += results.values()
@@ -273,8 +273,8 @@ class _Repeated:
         found = dict(zip(step.gradient_inputs, calls[-1].results, strict=True))
         for i in self._active:
             if i not in found:  # the next step gets nothing of it
-                found[i], call = _zeros(cotangent_type(body.input_types[i]))
-                calls.append(call)
+                found[i] = Value(cotangent_type(body.input_types[i]), "zeros")
+                calls.append(zeros_call(found[i]))
         for i in sums:
             type_ = cotangent_type(body.input_types[i])
             total = Value(type_)
@@ -355,8 +355,10 @@ def _packed(type_: Type, tensors: Iterator[Value], calls: list[Call]) -> Value:
     return struct
 
 
-def _zeros(type_: TensorType) -> tuple[Value, Call]:
-    """Returns a value of zeros, and the call that makes it."""
+def zeros_call(value: Value) -> Call:
+    """Returns the call that makes a value of zeros."""
+    type_ = value.type
+    assert isinstance(type_, TensorType)
     graph = torch.fx.Graph()
     node = graph.call_function(
         torch.ops.aten.full.default,
@@ -366,5 +368,4 @@ def _zeros(type_: TensorType) -> tuple[Value, Call]:
     node.meta["val"] = torch.empty(type_.shape, dtype=type_.dtype, device="meta")
     graph.output((node,))
     leaf: Closure = Leaf("zeros", module_of(graph), (), (type_,), kernels="compiled")
-    value = Value(type_, "zeros")
-    return value, Call(leaf, (), (value,))
+    return Call(leaf, (), (value,))

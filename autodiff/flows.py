@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch.fx
@@ -204,6 +205,20 @@ def needed_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
             needed.update(call.args)
             kept.append(call)
     return kept[::-1]
+
+
+def inlined(
+    program: Program, args: Sequence[Value], path: str = ""
+) -> tuple[list[Call], list[Value]]:
+    """Returns the calls of a program that is called with ``args``, and its results there."""
+    env, calls = dict(zip(program.inputs, args, strict=True)), []
+    for call in program.calls:
+        results = tuple(Value(v.type, v.hint) for v in call.results)
+        env.update(zip(call.results, results, strict=True))
+        where = ".".join(p for p in (path, call.path) if p)
+        taken = tuple(env[v] for v in call.args)
+        calls.append(replace(call, args=taken, results=results, path=where))
+    return calls, [env[v] for v in program.outputs]
 
 
 class Draws:

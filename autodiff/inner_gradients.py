@@ -33,10 +33,10 @@ from ..reuse.ir.program import (
     walk_closures,
 )
 from ..reuse.ir.rewrite import FlatStructs
-from ..reuse.ir.types import StructType, TensorType
-from ..reuse.torch_names import module_of
+from ..reuse.ir.types import StructType
+from .control_derivative import zeros_call
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .flows import drawing_leaf, needed_calls
+from .flows import drawing_leaf, inlined, needed_calls
 from .forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
 from .forward_mode.jet_interpreter import Fallback
 from .forward_mode.jets import Series
@@ -421,7 +421,8 @@ def expanded(
         # series. They run twice, under names of their own.
         is_fed_back = not values.isdisjoint(asked.seeds)
         if is_fed_back:
-            beside = _renamed(beside, made)
+            again, renamed = inlined(beside, beside.inputs)
+            beside = replace(beside, calls=tuple(again), outputs=tuple(renamed))
         calls, found = _called(derivative, beside, inputs, outputs, asked)
         kept = {*before} if is_fed_back else {*before} - {*between, *later}
         first = [call for call in before if call in kept]
@@ -432,7 +433,7 @@ def expanded(
         if key in found:
             new[result] = found[key]
         else:
-            zeros.append(_zeros(result))
+            zeros.append(zeros_call(result))
     rest = [replace(call, args=tuple(new.get(a, a) for a in call.args)) for call in after]
     results = tuple(new.get(v, v) for v in program.outputs)
     return replace(program, calls=(*placed, *zeros, *rest), outputs=results), fallbacks
@@ -492,26 +493,3 @@ def _dependent(
             values.update(call.results)
             later[call] = None
     return values, later
-
-
-def _renamed(program: Program, values: set[Value]) -> Program:
-    """Returns a program that computes some values under names of its own."""
-    new = {v: Value(v.type, v.hint) for v in values}
-
-    def named(old: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(new.get(v, v) for v in old)
-
-    calls = (replace(c, args=named(c.args), results=named(c.results)) for c in program.calls)
-    return replace(program, calls=tuple(calls), outputs=named(program.outputs))
-
-
-def _zeros(result: Value) -> Call:
-    """Returns the call that makes a coefficient which is zero whatever the inputs are."""
-    type_ = result.type
-    assert isinstance(type_, TensorType)
-    graph = torch.fx.Graph()
-    options: dict[str, Any] = {"dtype": type_.dtype, "device": type_.device}
-    made = graph.call_function(torch.ops.aten.zeros.default, (list(type_.shape),), options)
-    made.meta["val"] = torch.empty(type_.shape, dtype=type_.dtype, device="meta")
-    graph.output((made,))
-    return Call(Leaf("zeros", module_of(graph), (), (type_,)), (), (result,))

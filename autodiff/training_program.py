@@ -45,7 +45,7 @@ from ..reuse.ir.torch_updates import STATE, update_leaf
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import OPERATOR_TYPES
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .flows import Draws, needed_calls
+from .flows import Draws, inlined, needed_calls
 from .traces.torch_interpreters import DIFFERENTIABLE
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
@@ -285,7 +285,7 @@ def training_program(program: Program, derivative: Derivative, seeds: Sequence[S
 
 def backward_calls(
     derivative: Derivative, program: Program, cotangents: Sequence[Value]
-) -> tuple[list[Call], tuple[Value, ...]]:
+) -> tuple[list[Call], list[Value]]:
     """Returns the calls of a backward behind its forward, and the gradients that they compute.
 
     Args:
@@ -302,13 +302,7 @@ def backward_calls(
         *(program.outputs[i] for i in derivative.kept_outputs),
         *cotangents,
     )
-    env = dict(zip(backward.inputs, operands, strict=True))
-    calls = []
-    for call in backward.calls:
-        env.update((v, Value(v.type, v.hint)) for v in call.results)
-        args, made = (tuple(env[v] for v in values) for values in (call.args, call.results))
-        calls.append(Call(call.closure, args, made, call.path))
-    return calls, tuple(env[v] for v in backward.outputs)
+    return inlined(backward, operands)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .stage_derivative import StageDerivative
 Durations = Callable[[Action], float]
 """Seconds that an action takes."""
 CostOf = Callable[[Program], Cost]
-"""What one run of a program costs."""
+"""Predicts the cost of one run of a program."""
 
 
 @dataclass(frozen=True)

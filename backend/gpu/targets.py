@@ -61,7 +61,7 @@ class Target:
 
     @property
     def usable_bytes(self) -> int:
-        """What a program may plan with: less CUDA's context, its modules, and a margin.
+        """Says how much a program may plan with: less CUDA's context and modules, and a margin.
 
         The margin is for what no plan knows: pieces of 2 and 20 MiB that PyTorch's allocator takes,
         the first choice among ways to launch a kernel, the batches of a loader.

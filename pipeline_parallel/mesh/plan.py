@@ -22,7 +22,7 @@ REPLICATED = ("data", "dp", "dp_replicate")
 GATHERED = ("fsdp", "dp_shard")
 TENSOR = ("tensor", "tp")
 PIPELINE = ("pipeline", "pp")
-"""What dimensions of a mesh are for, by their names."""
+"""Names of dimensions of a mesh, by their purpose."""
 
 Placements: TypeAlias = "tuple[Placement, ...]"
 """How one tensor lies: a placement for each dimension of the mesh."""

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...autodiff.flows import inlined
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
@@ -33,7 +34,7 @@ from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import RESHAPES, module_of
 from .plan import LeafPlan, NodeLayouts, Placements
-from .split import Part, Schedule, in_closure, inlined, opened, split_at_collectives, with_structs
+from .split import Part, Schedule, in_closure, opened, split_at_collectives, with_structs
 from .torch_collectives import with_own_collectives
 from .torch_sharding import local_graph, local_type, replicated
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.fx
 
+from ...autodiff.flows import inlined
 from ...reuse.ir.program import (
     Call,
     Closure,
@@ -356,18 +357,6 @@ def in_closure(name: str, calls: Sequence[Call], later: Collection[Value], path:
 
 
 # ---- calls moved apart -------------------------------------------------------------------------
-
-
-def inlined(program: Program, args: Sequence[Value], path: str) -> tuple[list[Call], list[Value]]:
-    """Returns the calls of a program that is called with ``args``, and its results there."""
-    env, calls = dict(zip(program.inputs, args, strict=True)), []
-    for call in program.calls:
-        results = tuple(Value(v.type, v.hint) for v in call.results)
-        env.update(zip(call.results, results, strict=True))
-        where = ".".join(p for p in (path, call.path) if p)
-        taken = tuple(env[v] for v in call.args)
-        calls.append(replace(call, args=taken, results=results, path=where))
-    return calls, [env[v] for v in program.outputs]
 
 
 def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:

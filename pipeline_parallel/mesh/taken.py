@@ -1,4 +1,4 @@
-"""What was chosen: by operator and by slot, as the plan that shards a program, and as text."""
+"""Reads a solution by operator and by slot: as the plan that shards a program, and as text."""
 
 from __future__ import annotations
 
