@@ -35,10 +35,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_319, 110),
     "reuse": (9_648, 35),
-    "autodiff": (6_425, 22),
+    "autodiff": (6_413, 22),
     "recompute": (1_201, 6),
-    "pipeline_parallel": (8_034, 29),
-    "backend": (12_899, 46),
+    "pipeline_parallel": (7_958, 29),
+    "backend": (12_887, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
