@@ -516,6 +516,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, types.FunctionType):
             todo += function_parts(value)
         elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and _SCOPE in value):
+            # All that C holds, too, which no row of the table says.
             todo += gc.get_referents(value)
             if isinstance(value, weakref.ReferenceType):
                 todo.append(value())

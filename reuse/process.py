@@ -92,6 +92,7 @@ def own_files(root: Path | None = None) -> Iterator[Path]:
     """Yields every file of the package, at any depth, in an order that depends on names alone."""
     for place in own_places(root):
         for folder, inside, names in os.walk(place, followlinks=True):  # make lint has links
+            # Sorted: other machines list a folder in another order, and digests must agree.
             inside[:] = sorted(name for name in inside if name != "__pycache__")
             yield from (Path(folder, name) for name in sorted(names) if name[0] != ".")
 

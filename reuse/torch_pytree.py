@@ -375,6 +375,7 @@ def flatten_call(
 
     These are what :func:`containers` returns. Where nothing is nested, the registry is not asked.
     """
+    # Most calls pass tensors alone, and need not pay for the registry.
     if not kwargs and _TENSORS.issuperset(map(type, args)):
         return list(args), _flat_call(len(args), ()), ()
     leaves, classes = [*args, *kwargs.values()], cache_classes()

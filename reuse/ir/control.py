@@ -209,6 +209,7 @@ def with_bodies(leaf: Leaf, bodies: Sequence[Composite]) -> Leaf:
     assert isinstance(control, _Operator)
     if tuple(bodies) == control.bodies:
         return leaf
+    # A copy: whoever has the leaf as it was goes on with its graph.
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(leaf.module.graph, {}))
     changed = next(node for node in graph.nodes if isinstance(node.target, Control))
