@@ -52,6 +52,10 @@ class FileError(LazyInlineError):
     """A compiled program cannot be saved in a file, or a file cannot be opened."""
 
 
+class NoProgramError(FileError):
+    """A file has no program for a call; the message says which sizes and types it has some for."""
+
+
 class CacheError(LazyInlineError):
     """The on-disk cache cannot be used as asked."""
 
@@ -81,6 +85,7 @@ for _public in (
     PipelineError,
     ExportError,
     FileError,
+    NoProgramError,
     CacheError,
     VerifyError,
 ):

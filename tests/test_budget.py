@@ -33,12 +33,12 @@ from link_tree import ROOT
 # compiled programs as files (frontend +1,247, reuse +127, backend +409), other forms of programs
 # (frontend +73, reuse +664).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_319, 110),
-    "reuse": (9_652, 35),
+    "frontend": (28_728, 111),
+    "reuse": (9_826, 35),
     "autodiff": (6_413, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (7_958, 29),
-    "backend": (12_887, 46),
+    "backend": (12_972, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

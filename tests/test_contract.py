@@ -39,6 +39,7 @@ from lazyinline.backend.link import torch_generated
 from lazyinline.frontend.tracing import torch_tracing
 from lazyinline.frontend.tracing.torch_operators import refused_operators
 from lazyinline.reuse import torch_names
+from lazyinline.reuse.ir.torch_symbols import ReadSizes, size_in
 from lazyinline.reuse.torch_names import operators_tagged
 
 pytestmark = pytest.mark.smoke
@@ -562,3 +563,15 @@ def test_generated_code_asks_whether_a_profiler_runs_and_names_ranges_in_it() ->
 def test_the_device_that_is_left_to_users_has_a_name() -> None:
     name = torch._C._get_privateuse1_backend_name()
     assert torch.device(name).type == name
+
+
+@contract("torch._guards.Source", "torch.utils._sympy.symbol: SymT SymT.SIZE make_symbol")
+def test_a_symbol_is_made_by_its_name_without_an_environment() -> None:
+    from torch.utils._sympy.symbol import SymT, make_symbol
+
+    sizes = ReadSizes({"s7": 5})
+    symbol = sizes.symbol("s7")
+    assert not sizes.has_environment
+    assert symbol == make_symbol(SymT.SIZE, 7, positive=True, integer=True)
+    assert sizes.environment.replace(symbol) == symbol
+    assert size_in(sizes.environment, symbol).node.hint == 5

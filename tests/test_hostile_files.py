@@ -6,6 +6,7 @@ a part can notice. No machine's key signs that, so operators are checked one by 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -171,6 +172,38 @@ def header_changed(parts: Parts, random: Random) -> None:
     parts[name] = len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
+def sizes_said_otherwise(parts: Parts, random: Random) -> None:
+    """Lies about which sizes are symbols, their examples, or conditions; or leaves them out."""
+    told = json.loads(parts["model.json"])
+    names, examples, conditions = random.choice([p for p in told["programs"] if p["sizes"]])[
+        "sizes"
+    ]
+    odd = ("s1", "s2+1", "s99", "s1+-3", "0", "", 7, None, "s1 <= 4", "s1 < 10**9", "Eq(s1,s2)")
+    further = ("s1//0 < 1", "s1**99 < 1", "~(s1 < 2)", "eval(1)", "(" * 300, "s1" * 999, "1 < s1")
+    what = random.randrange(4)
+    if what == 0:
+        row = random.choice(names)
+        row[random.randrange(len(row))] = random.choice((*odd, *further))
+    elif what == 1:
+        examples[random.choice((*examples, "s1", "s7", "x"))] = random.choice((0, 1, 3, *ODD))
+    elif what == 2:
+        place = random.randrange(len(conditions) + 1)
+        conditions[place : place + random.randrange(2)] = [random.choice((*odd, *further))]
+    else:
+        conditions.clear()
+    parts["model.json"] = json.dumps(told).encode()
+
+
+def sizes_used_otherwise(parts: Parts, random: Random) -> None:
+    """Computes with other sizes in one operator or header than what is there."""
+    name = random.choice([n for n in parts if n.endswith(".txt") and b"[s" in parts[n]])
+    text = parts[name].decode()
+    found = random.choice(list(re.finditer(r"\bs\d+\b", text)))
+    other = random.choice(("(s1+1)", "(s1//3)", "(99*s1)", "(s1-3)", "4", "s1**7", "Eq(s1,4)"))
+    other = other.replace("s1", found[0])
+    parts[name] = (text[: found.start()] + other + text[found.end() :]).encode()
+
+
 OF_PARTS: tuple[Callable[[Parts, Random], None], ...] = (
     swapped,
     renamed,
@@ -185,9 +218,12 @@ OF_PARTS: tuple[Callable[[Parts, Random], None], ...] = (
 )
 
 
-def damaged(content: bytes, random: Random) -> bytes:
+OF_SIZES = (sizes_said_otherwise, sizes_said_otherwise, sizes_used_otherwise)
+
+
+def damaged(content: bytes, random: Random, *ways: Any) -> bytes:
     """Returns a file to which one thing was done."""
-    ways: tuple[Any, ...] = (*OF_BYTES, *OF_PARTS)
+    ways = ways or (*OF_BYTES, *OF_PARTS)
     way = random.choice(ways)
     if way in OF_BYTES:
         return bytes(way(content, random))
@@ -286,6 +322,69 @@ def test_ten_thousand_files_are_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
     assert refused(sound, tmp_path / "model.lz", range(300, 10_300)) > 7_000
+
+
+class Halves(torch.nn.Module):
+    """Its batch is even, and of at most 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(Block, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 40:
+            return self.net(x)
+        first, second = self.net(x).view(2, -1, 2)
+        return first + second.as_strided((x.shape[0] // 2, 1), (2, 1))
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Halves]:
+    """A file of a model whose sizes are symbols, with conditions, and the model."""
+    model = Halves()
+    compiled: Any = lazyinline.compile(model, backend="eager", dynamic=True)
+    with torch.no_grad():
+        compiled(batch(8))
+    path = tmp_path_factory.mktemp("sized") / "model.lz"
+    lazyinline.save(compiled, path)
+    return path.read_bytes(), model
+
+
+def results(path: pathlib.Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what a file computes for some sizes, and from what; nothing where it is refused."""
+    found = {}
+    try:
+        loaded = lazyinline.load(path)
+        for size in (2, 6, 7, 8, 12, 42):
+            x = batch(size)
+            with torch.no_grad(), contextlib.suppress(lazyinline.NoProgramError):
+                found[size] = x, loaded(x)
+    except lazyinline.LazyInlineError as error:
+        said = str(error)
+        assert said.endswith(".") and "\n" not in said, said
+    return found
+
+
+@pytest.mark.sweep(keep="few")
+@pytest.mark.parametrize("count", [60, 3_000], ids=["few", "many"])
+def test_sizes_and_conditions_that_lie_are_refused_or_change_no_number(
+    count: int,
+    sized: tuple[bytes, Halves],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    content, model = sized
+    path, num_refused = tmp_path / "model.lz", 0
+    for seed in range(count):
+        way = OF_SIZES[seed % len(OF_SIZES)]
+        path.write_bytes(damaged(content, Random(seed), way))
+        found = results(path)
+        num_refused += not found
+        if way is sizes_said_otherwise:  # whose program is the model's, up to the size it asks for
+            for size, (x, result) in found.items():
+                assert size > 40 or torch.allclose(result, model(x)), (seed, size)
+    assert num_refused > count / 2
 
 
 def test_what_is_compressed_is_refused_before_it_grows(

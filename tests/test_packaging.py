@@ -184,9 +184,8 @@ def test_the_newest_python_is_the_one_that_is_declared() -> None:
 # Changing this list changes what users may rely on: say so in CHANGELOG.md.
 NAMES = """
     Advice Budget CacheError CaptureError CompileReport CompiledModule DecompositionError
-    ExportError ExportReport FileError Fit LazyInlineError MeasureReport ParallelStep Pipeline
-    PipelineError
-    PlanError
+    ExportError ExportReport FileError Fit LazyInlineError MeasureReport NoProgramError
+    ParallelStep Pipeline PipelineError PlanError
     Primitive Program ReuseError StepStats TrainingStep VerifyError advise capture compile
     compile_step decomposition export_onnx fit for_checkpoint from_exported func
     last_report lazy_inline load measure

@@ -351,9 +351,9 @@ def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: pathlib.Pat
 
 
 class Loss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: Any = BatchNormBlock) -> None:
         super().__init__()
-        self.net = Net(BatchNormBlock)
+        self.net = Net(block)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.net(x), y)
@@ -403,12 +403,94 @@ def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: pathlib.Path
         lazyinline.save(step, tmp_path / "model.lz")
 
 
-def test_sizes_that_vary_are_refused_by_name(tmp_path: pathlib.Path) -> None:
-    compiled = lazyinline.compile(Net(), backend="eager", dynamic=True)
+# ---- sizes that vary -----------------------------------------------------------------------------
+
+
+class Sized(nn.Module):
+    """Halves of what it is given, which is even, and as many numbers as there are in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(MarkedBlock, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 40:
+            return self.net(x) * 2
+        first, second = self.net(x).view(2, -1, 2)
+        return first + second * x.shape[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_sizes_that_vary_are_linked_without_source_or_tracing(
+    train: bool, backend: str, tmp_path: pathlib.Path
+) -> None:
+    torch.manual_seed(0)
+    compiled: Any = lazyinline.compile(Sized(), backend=backend, dynamic=True, fallback="error")
+    with torch.set_grad_enabled(train):
+        compiled(batch(8))
+        loaded: Any = reloaded(compiled, tmp_path)
+        for size in (6, 8, 12, 40):
+            x = batch(size)
+            if not train:
+                assert torch.equal(loaded(x), compiled(x)), size
+                continue
+            out, grads = trained(loaded, x)
+            expected, expected_grads = trained(compiled, x)
+            assert torch.equal(out, expected)
+            assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
+        report = loaded.last_report
+        assert report.opened_from or report.num_links
+        with pytest.raises(lazyinline.NoProgramError, match=r"<= 40.* has to hold, and s\d+ = 42"):
+            loaded(batch(42))
+        with pytest.raises(lazyinline.NoProgramError, match=r"Mod\(.* has to hold, and s\d+ = 7"):
+            loaded(batch(7))
+    assert list(loaded.state_dict()) == list(compiled.state_dict())
+
+
+def test_a_step_of_sizes_that_vary_goes_on_at_others(tmp_path: pathlib.Path) -> None:
+    model = Loss(MarkedBlock)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = lazyinline.compile_step(
+        model, optimizer=optimizer, micro_batches=2, backend="eager", dynamic=True
+    )
+    step(batch(12), batch(12, 2))
+    loaded: Any = reloaded(step, tmp_path)
+    for size in (4, 12, 20):
+        x, y = batch(size), batch(size, 2)
+        assert torch.equal(loaded(x, y), step(x, y))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor), name
+
+
+def test_kernels_for_sizes_that_vary_are_made_again_where_nobody_trusts_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = lazyinline.compile(Sized(), backend="eager", dynamic=True)
     with torch.no_grad():
-        compiled(batch())
-    with pytest.raises(FileError, match="Sizes of this program are symbols"):
+        compiled(batch(8))
         lazyinline.save(compiled, tmp_path / "model.lz")
+        monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
+        loaded = lazyinline.load(tmp_path / "model.lz")
+        assert torch.equal(loaded(batch(12)), compiled(batch(12)))
+        with pytest.raises(lazyinline.NoProgramError, match="has to hold"):
+            loaded(batch(42))
+
+
+def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path) -> None:
+    model, _ = of_hugging_face("llama", layers=2)
+    model.config.use_cache = False
+    compiled: Any = lazyinline.compile(model.eval(), dynamic=True)
+    ids = torch.arange(80).view(2, 40) % 50
+    with torch.no_grad():
+        compiled(input_ids=ids[:, :12].contiguous())
+        loaded: Any = reloaded(compiled, tmp_path)
+        assert loaded.last_report.num_kernels == 0, "kernels that this machine signed are taken"
+        for length in (5, 12, 23, 40):
+            given = ids[:, :length].contiguous()
+            found = loaded(input_ids=given).logits
+            assert torch.equal(found, compiled(input_ids=given).logits)
+            torch.testing.assert_close(found, model(input_ids=given).logits)
 
 
 # ---- commands and families -----------------------------------------------------------------------

@@ -24,7 +24,14 @@ from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
 from ..gpu.torch_triton import MachineCode, TritonKernel
 from ..launches import torch_facts
-from ..launches.kernel_list import BufferInfo, KernelList, Launch, View, with_native
+from ..launches.kernel_list import (
+    BufferInfo,
+    KernelList,
+    Launch,
+    SymbolicList,
+    View,
+    with_native,
+)
 from ..launches.torch_native import BuiltKernel
 
 Encode = Callable[[Any], Any]
@@ -74,7 +81,8 @@ _PARTS: dict[type, Coded] = {
     dict: ("dict", lambda d: list(d.items()), dict),
     slice: ("slice", lambda s: [s.start, s.stop, s.step], lambda made: slice(*made)),
     **{kind: _record(kind) for kind in (TensorType, StructType, Stamp, View, BufferInfo)},
-    **{kind: _record(kind) for kind in (Launch, KernelList, TritonKernel, MachineCode)},
+    **{kind: _record(kind) for kind in (Launch, KernelList, SymbolicList)},
+    **{kind: _record(kind) for kind in (TritonKernel, MachineCode)},
 }
 _READ_WHOLE = {name: read for name, _, read in _WHOLE.values()}
 _READ_PARTS = {name: read for name, _, read in _PARTS.values()}
@@ -258,6 +266,8 @@ def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any])
     """
 
     def own(value: Any) -> Any:
+        if isinstance(value, sympy.Basic):
+            return {"size": str(value)}
         if not isinstance(value, BuiltKernel):
             return None
         reference = object_of(value)
@@ -275,6 +285,7 @@ def decode_kernels(
     name: str,
     kernel_of: Callable[[Any], BuiltKernel],
     runs: Literal["native", "python"] = "native",
+    size_of: Callable[[str], Any] | None = None,
 ) -> KernelList:
     """Rebuilds the launches of a leaf.
 
@@ -283,9 +294,12 @@ def decode_kernels(
         name: of the leaf.
         kernel_of: loads a compiled kernel by what ``object_of`` returned.
         runs: who may run the launches.
+        size_of: reads an expression of symbols, where there are any.
     """
 
-    def own(kind: str, inner: Any) -> BuiltKernel:
+    def own(kind: str, inner: Any) -> Any:
+        if kind == "size" and size_of is not None:
+            return size_of(inner)
         if kind != "kernel":
             raise MalformedError(f"{kind} is not a part of a launch")
         return kernel_of(inner)
@@ -294,6 +308,6 @@ def decode_kernels(
     if not isinstance(kernels, KernelList):
         raise MalformedError("no launches")
     launches = kernels.launches
-    if runs == "native":
+    if runs == "native" and not isinstance(kernels, SymbolicList):
         launches = tuple(map(with_native, launches))
     return replace(kernels, name=name, launches=launches)

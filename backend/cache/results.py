@@ -245,9 +245,9 @@ class CompileCache:
 
         return encode_kernels(kernels, object_of), objects
 
-    def unpacked(self, data: Any, name: str) -> KernelList:
-        """Returns launches whose objects are kept here by now."""
-        return decode_kernels(data, name, self._kernel)
+    def unpacked(self, data: Any, name: str, size_of: Callable[[str], Any]) -> KernelList:
+        """Returns launches whose objects are kept here by now; ``size_of`` reads their sizes."""
+        return decode_kernels(data, name, self._kernel, size_of=size_of)
 
     def plan(
         self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]

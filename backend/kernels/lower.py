@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -24,13 +24,21 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import SizeTrace, Values, module_at, symbols_of, type_at
+from ...reuse.ir.torch_symbols import (
+    SizeTrace,
+    SymbolTrace,
+    Values,
+    module_at,
+    symbols_of,
+    type_at,
+    value_of,
+)
 from ...reuse.ir.torch_updates import update_of
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
-from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
+from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View
 from . import torch_corrections, torch_inductor
 from .torch_attention import as_on_a_gpu, with_plain_attention
 from .torch_recorder import Traced, record_graph, record_wrapper
@@ -384,7 +392,7 @@ def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]
 def _leaf_at(leaf: Leaf, values: Values) -> Leaf:
     types_ = (leaf.input_types, leaf.output_types)
     inputs, outputs = (tuple(type_at(t, values) for t in one) for one in types_)
-    return replace(leaf, input_types=inputs, output_types=outputs)
+    return leaf.retyped(inputs, outputs)
 
 
 def launches_at(
@@ -399,11 +407,26 @@ def launches_at(
         trace: a size that PyTorch computes with, for each symbol.
     """
     made = _leaf_at(leaf, values)
+    return made, _traced_launches(made, leaf, kernel, trace)
+
+
+def _traced_launches(made: Leaf, leaf: Leaf, kernel: Kernel, trace: SizeTrace) -> KernelList:
     traced = Traced(_leaf_at(leaf, trace.values), trace)
     if kernel.convention == "boxed":
         sizes = [trace.values[s] for s in symbols_of(leaf.module)]
-        return made, record_wrapper(made, kernel.written or kernel.function, sizes, traced)
-    return made, record_graph(made, traced)
+        return record_wrapper(made, kernel.written or kernel.function, sizes, traced)
+    return record_graph(made, traced)
+
+
+def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: SymbolTrace) -> SymbolicList:
+    """Returns the launches of a leaf whose numbers are expressions of its symbols."""
+    found = _traced_launches(leaf, leaf, kernel, trace)
+    return SymbolicList(*(getattr(found, field.name) for field in fields(found)))
+
+
+def numbered(leaf: Leaf, kernels: SymbolicList, values: Values) -> tuple[Leaf, KernelList]:
+    """Returns a leaf and its launches with a number in place of each symbolic size."""
+    return _leaf_at(leaf, values), kernels.at(lambda size: value_of(size, values))
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace
+from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace, SymbolTrace
 from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
@@ -60,6 +60,7 @@ _NATIVE_OUT_FORMS = {
     operator: operator.overloadpacket.out
     for operator in (_ATEN.embedding.default, _ATEN.embedding_dense_backward.default)
 }
+_NATIVE_PLACES = tuple(_NATIVE_OUT_FORMS.values())
 
 
 def record_wrapper(
@@ -209,6 +210,7 @@ class _Recorder(TorchDispatchMode):
         self._traced = traced.leaf if traced else leaf
         self._types = flat_types(self._traced.input_types)
         self._number = traced.sizes.number if traced else _as_it_is
+        self._has_symbols = traced is not None and isinstance(traced.sizes, SymbolTrace)
         environment = traced.sizes.environment if traced else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self._buffers: dict[int, int] = {}
@@ -285,7 +287,9 @@ class _Recorder(TorchDispatchMode):
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
         launch = Launch(name, function, given, named, results, returns, operands)
-        self._launches.append(with_native(launch) if self._is_native else launch)
+        # Words of the native loop are numbers; whether there is a form in place, symbols can say.
+        words = self._is_native and (not self._has_symbols or function in _NATIVE_PLACES)
+        self._launches.append(with_native(launch) if words else launch)
 
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NoReturn, TypeAlias
 
+import sympy
 import torch
 
 from ...reuse.ir.size_tape import Size
@@ -128,6 +129,25 @@ class KernelList:
     def foreign(self) -> tuple[int, ...]:
         """Buffers that a launch allocates itself."""
         return tuple(i for i, b in enumerate(self.buffers) if b.kind == "foreign")
+
+
+class SymbolicList(KernelList):
+    """Launches whose numbers are expressions of symbols: they run with numbers in their place."""
+
+    def at(self, number: Callable[[Any], Any]) -> KernelList:
+        """Returns the launches with numbers; ``number`` computes one from an expression."""
+
+        def of(value: Any) -> Any:
+            if isinstance(value, sympy.Basic):
+                return number(value)
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(of, value))
+            if isinstance(value, (View, BufferInfo, Launch, TensorType)):
+                made: Any = type(value)(*(of(getattr(value, f.name)) for f in fields(value)))
+                return with_native(made) if isinstance(made, Launch) else made
+            return value
+
+        return KernelList(*(of(getattr(self, field.name)) for field in fields(KernelList)))
 
 
 def views_in(value: Any) -> Iterator[View]:

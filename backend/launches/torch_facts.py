@@ -19,6 +19,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...reuse import torch_names
+from ...reuse.ir.torch_updates import IN_PLACE
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
 
@@ -27,6 +28,7 @@ _NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
 _FUNCTIONS: dict[str, Any] = {
     **{f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)},
     "getitem": operator.getitem,
+    **{f"lazyinline.{f.__name__}": f for f in IN_PLACE.values()},
 }
 _VECTORS = "ATEN_CPU_CAPABILITY"  # PyTorch reads it once, Inductor for each kernel
 # Settings that say how Inductor works and not what it makes.

@@ -227,11 +227,13 @@ class NativeLibrary:
         hold: ``hold(entries, absent, values, attributes, own_attributes, classes)`` tells whether
             Python's objects hold what they held; None where Python's headers are missing.
         move: ``move(to, start, num_bytes)`` copies memory.
+        functions: those of the library that are called by ctypes.
     """
 
     run: Callable[[int, int, int], int]
     hold: Hold | None
     move: Move
+    functions: ctypes.CDLL
 
 
 class NotBuiltError(PlanError):
@@ -329,22 +331,29 @@ def _native_of(library: ctypes.CDLL) -> NativeLibrary:
         function = library.lazyinline_run
         function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         function.restype = ctypes.c_int
-        return NativeLibrary(function, None, ctypes.memmove)
+        return NativeLibrary(function, None, ctypes.memmove, library)
     loader = ExtensionFileLoader(_MODULE, library._name)
     spec = spec_from_file_location(_MODULE, library._name, loader=loader)
     assert spec is not None
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
-    return NativeLibrary(native.run, native.hold, native.move)
+    return NativeLibrary(native.run, native.hold, native.move, library)
 
 
-def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
+def first_fit(
+    buffers: Buffers, order: IntArray, library: Callable[[], ctypes.CDLL] = _library
+) -> IntArray:
     """Gives each buffer, in an order, the lowest address that is free all its life.
+
+    Args:
+        buffers: what is placed.
+        order: their numbers.
+        library: returns our C++, where it need not be built.
 
     Raises:
         NotBuiltError: if the library cannot be built.
     """
-    function = _library().lazyinline_first_fit
+    function = library().lazyinline_first_fit
     function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]
     function.restype = None
     offsets = np.zeros(len(buffers), np.int64)
@@ -354,13 +363,19 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     return offsets
 
 
-def exact_search(buffers: Buffers, enough: int, peak: int, steps: int) -> IntArray | None:
+def exact_search(
+    buffers: Buffers,
+    enough: int,
+    peak: int,
+    steps: int,
+    library: Callable[[], ctypes.CDLL] = _library,
+) -> IntArray | None:
     """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.live_ranges.ExactSearch`.
 
     Raises:
         NotBuiltError: if the library cannot be built.
     """
-    function = _library().lazyinline_exact_search
+    function = library().lazyinline_exact_search
     function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
     function.restype = ctypes.c_int64
     offsets = np.zeros(len(buffers), np.int64)

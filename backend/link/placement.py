@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import reach
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
-from ..arena.live_ranges import Buffers, IntArray, lower_bound
+from ..arena.live_ranges import Buffers, FirstFit, IntArray, lower_bound
 from ..gpu.targets import Target
 from ..gpu.torch_triton import TritonKernel, aligned_arguments
 from ..launches import torch_native
@@ -117,6 +118,10 @@ class Tools:
     alignment: int = ALIGNMENT
     place: Place = HERE
 
+    def functions(self) -> Any:
+        """Returns our C++, by ctypes."""
+        return self.native().functions
+
 
 TOOLS = Tools()
 
@@ -151,7 +156,7 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
     both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
     buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
     asked = [len(gradients), *map(int, can_move)]
-    found = tools.plan(buffers, asked, lambda: plan_overlaid(buffers, can_move))
+    found = tools.plan(buffers, asked, lambda: plan_overlaid(buffers, can_move, tools))
     arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
     if not overlay.guests:
         return None
@@ -163,12 +168,14 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
 
 def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
     """Places buffers in an arena as well as a program's are placed."""
-    return tools.plan(buffers, (tools.alignment,), lambda: _plan(buffers, tools.alignment))
+    return tools.plan(buffers, (tools.alignment,), lambda: _plan(buffers, tools))
 
 
-def _plan(buffers: Buffers, alignment: int) -> ArenaPlan:
+def _plan(buffers: Buffers, tools: Tools) -> ArenaPlan:
+    fit = partial(first_fit, library=tools.functions)
+    exact = partial(exact_search, library=tools.functions)
     how = {"effort_s": _PLAN_EFFORT_S, "enough": _ENOUGH}
-    return plan(buffers, alignment=alignment, **how, fit=first_fit, exact=exact_search)
+    return plan(buffers, alignment=tools.alignment, **how, fit=fit, exact=exact)
 
 
 def gradients_of(layout: Layout) -> list[int]:
@@ -200,14 +207,14 @@ def buffers_with_gradients(instances: Sequence[Instance], gradients: Sequence[In
     return buffers_of([*instances, *kept])
 
 
-def plan_overlaid(buffers: Buffers, can_move: Sequence[bool]) -> ArenaPlan:
+def plan_overlaid(buffers: Buffers, can_move: Sequence[bool], tools: Tools) -> ArenaPlan:
     """Plans ``len(can_move)`` buffers, in memory of the gradients that follow or in an arena."""
     padded = buffers.aligned(ALIGNMENT)
     num_placed = len(can_move)
-    hosts = _Hosts(padded, buffers.size, num_placed)
+    hosts = _Hosts(padded, buffers.size, num_placed, partial(first_fit, library=tools.functions))
     hosts.fill(np.flatnonzero(can_move))
     rest = np.flatnonzero(hosts.of < 0)
-    arena = _plan(buffers.take(rest), ALIGNMENT)
+    arena = _plan(buffers.take(rest), replace(tools, alignment=ALIGNMENT))
     starts, peak_bytes = hosts.starts(arena.peak_bytes)
     offsets = np.concatenate([hosts.place, starts])
     guests = np.flatnonzero(hosts.of >= 0)
@@ -224,8 +231,8 @@ class _Hosts:
         place: at which offset in it.
     """
 
-    def __init__(self, padded: Buffers, sizes: IntArray, num_placed: int) -> None:
-        self._padded = padded
+    def __init__(self, padded: Buffers, sizes: IntArray, num_placed: int, fit: FirstFit) -> None:
+        self._padded, self._fit = padded, fit
         self._first = num_placed
         self._room = sizes // ALIGNMENT * ALIGNMENT
         hosts = num_placed + np.flatnonzero(self._room[num_placed:] >= _MIN_HOST_BYTES)
@@ -244,7 +251,7 @@ class _Hosts:
                 continue
             # What dies last is placed first, at the bottom: what dies sooner fits above it.
             sub = self._padded.take(found)
-            places = first_fit(sub, np.lexsort((-sub.size, -sub.death)))
+            places = self._fit(sub, np.lexsort((-sub.size, -sub.death)))
             fits = places + sub.size <= room
             self.of[found[fits]], self.place[found[fits]] = host, places[fits]
             waiting = np.setdiff1d(waiting, found[fits], assume_unique=True)

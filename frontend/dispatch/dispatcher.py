@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import nn
@@ -36,11 +36,11 @@ from ..checks.refusals import (
     watching_tensor,
 )
 from ..checks.torch_state import mode_around
-from ..compiled import CompiledProgram
+from ..compiled import CompiledProgram, Relinking
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced
 from ..effects.kept import Arguments
-from ..guards.guard import SMALL_ARENA, AnyEntry, Inputs, KeptPrograms
+from ..guards.guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
 from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass
@@ -184,6 +184,7 @@ class Dispatcher(Generic[AnyEntry]):
         self._made_with = (options, dynamic, names)
         self._forget()
         self._report: CompileReport | None = None
+        self._refuse: Callable[[Inputs], NoReturn] | None = None
 
     def _forget(self) -> None:
         """Drops all programs; what was made per closure is kept."""
@@ -205,10 +206,24 @@ class Dispatcher(Generic[AnyEntry]):
         """The module that is compiled; of a step, the model with its loss."""
         return self._subject
 
+    @property
+    def symbolic_programs(self) -> list[tuple[Guard, Relinking]]:
+        """The programs that are linked for sizes as calls ask for them."""
+        return self._shapes.linkers
+
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         """Takes a program that was compiled before, for a call with these flat inputs."""
         self._entries.add(self._entry(made, leaves))
         self._report = made.report
+
+    def adopt_symbolic(self, guard: Guard, linker: Relinking, report: CompileReport) -> None:
+        """Takes a program of symbolic sizes that was compiled before, as for a guard's call."""
+        self._shapes.adopt(guard, linker)
+        self._report = report
+
+    def refuse_others(self, refuse: Callable[[Inputs], NoReturn]) -> None:
+        """Compiles no more: calls that no program is for are refused."""
+        self._refuse = refuse
 
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
         """Compiles for a call, or links for its sizes what was compiled with symbols."""
@@ -217,7 +232,9 @@ class Dispatcher(Generic[AnyEntry]):
             made_meanwhile = self._entries.fitting(inputs.given, inputs.tree)
             if made_meanwhile is not None:
                 return made_meanwhile
-            made = self._shapes.symbolic(inputs, goal)
+            made = None if self._refuse else self._shapes.symbolic(inputs, goal)
+            if self._refuse is not None:
+                made = self._shapes.linked(inputs) or self._refuse(inputs)
             if made is None:
                 compiled, report = self._compiler.compile(
                     self._subject, inputs.args, inputs.kwargs, goal, watch=self._watch

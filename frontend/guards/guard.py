@@ -374,6 +374,11 @@ class Difference:
     now: str = ""
 
 
+def shown(leaves: Sequence[Any]) -> str:
+    """Describes flat arguments, or their layouts."""
+    return f"({', '.join(map(_text, leaves))})"
+
+
 def _text(leaf: Any) -> str:
     """Describes an argument or its layout."""
     if isinstance(leaf, torch.Tensor):

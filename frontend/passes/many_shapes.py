@@ -14,13 +14,27 @@ from typing import Any
 
 import torch
 
-from ...backend.kernels.lower import has_sizes, kernel_at, kernel_list, launches_at
-from ...backend.launches.kernel_list import BufferInfo, KernelList, Launch, NativeOp, View
+from ...backend.kernels.lower import (
+    has_sizes,
+    kernel_at,
+    kernel_list,
+    launches_at,
+    numbered,
+    symbolic_launches,
+)
+from ...backend.launches.kernel_list import (
+    BufferInfo,
+    KernelList,
+    Launch,
+    NativeOp,
+    SymbolicList,
+    View,
+)
 from ...backend.run.planned import PlannedProgram
 from ...recompute.planner import Budget
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, SizeTape
-from ...reuse.ir.torch_symbols import SizeTrace, Values
+from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
 from .link import devices_of, plan_at, run_by, why_unplanned
@@ -108,15 +122,20 @@ class _Pattern:
         if state.context.options.target is not None or devices_of(state.linked) != [_CPU]:
             return None  # kernels of a GPU were never run with other numbers
         context, sizes, tape = state.context, state.captured.sizes, SizeTape(room)
-        trace = SizeTrace(tape.values)
+        trace: SizeTrace | None = None  # whose environment takes Dynamo to be imported
         leaves, lists = {}, {}
         for leaf in leaves_of(state.linked):
             made, launches = leaf, None
-            if has_sizes(leaf):
+            known = context.recorded.get(leaf)
+            if isinstance(known, SymbolicList):
+                made, launches = numbered(leaf, known, tape.values)
+                check_layouts(launches)
+            elif known is None and has_sizes(leaf):
+                trace = trace or SizeTrace(tape.values)
                 made, launches = launches_at(leaf, context.kernels[leaf], tape.values, trace)
                 check_layouts(launches)
             leaves[leaf], lists[made] = made, launches or context.launches_of_leaf(leaf)
-        if not trace.holds() or not sizes.are_right(tape.values):
+        if (trace is not None and not trace.holds()) or not sizes.are_right(tape.values):
             return None
         results_at(state.captured.program, tape.values)
         program = plan_at(with_numbers(state, tape.values, leaves), lists)
@@ -144,11 +163,45 @@ def _are_equal(
 ) -> bool:
     """Whether launches with the numbers of a shape are those that are recorded for it."""
     return numbers is not None and all(
-        _described(lists[made], numbers)
-        == _described(kernel_list(*kernel_at(leaf, context.kernels[leaf], values)))
+        _described(lists[made], numbers) == _described(_recorded_at(context, leaf, values))
         for leaf, made in leaves.items()
-        if has_sizes(leaf)
+        if made is not leaf
     )
+
+
+def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
+    """Returns the launches of a leaf of symbolic sizes, for plain numbers."""
+    known = context.recorded.get(leaf)
+    if isinstance(known, SymbolicList):
+        return numbered(leaf, known, values)[1]
+    return kernel_list(*kernel_at(leaf, context.kernels[leaf], values))
+
+
+def launches_for_all(
+    state: Compilation, examples: Values
+) -> tuple[dict[Leaf, KernelList], list[Any]] | None:
+    """Returns launches with symbols in them, and under which conditions they are right.
+
+    None where that cannot be, or is not what is recorded for the sizes of a call.
+
+    Args:
+        state: lowered, of symbolic sizes.
+        examples: sizes to find the conditions with: those that the capture had.
+    """
+    context, trace = state.context, SymbolTrace(examples)
+    if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
+        return None
+    new = [x for x in leaves_of(state.linked) if x not in context.recorded and has_sizes(x)]
+    called = state.captured.sizes.example
+    try:
+        found = {x: symbolic_launches(x, context.kernels[x], trace) for x in new}
+        for leaf, launches in found.items():
+            expected = _recorded_at(context, leaf, called)
+            if _described(numbered(leaf, launches, called)[1]) != _described(expected):
+                return None
+    except Exception:  # whatever it is, kernels are recorded for each shape alone
+        return None
+    return {**context.recorded, **found}, trace.conditions()
 
 
 def _described(value: Any, numbers: Numbers = PLAIN) -> Any:

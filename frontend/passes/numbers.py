@@ -14,7 +14,8 @@ import torch.fx
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.traces.torch_make_fx import SizesAt, fake_tensor, new_fake_mode
-from ...backend.kernels.lower import kernel_at
+from ...backend.kernels.lower import kernel_at, numbered
+from ...backend.launches.kernel_list import SymbolicList
 from ...backend.link.link import FlatProgram, Launch
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
@@ -27,7 +28,6 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
-from ...reuse.ir.torch_updates import update_of
 from .context import Context
 from .state import State
 
@@ -111,7 +111,11 @@ def results_at(program: Program, values: Values) -> Program:
 
 def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:
     """Makes the kernel of a leaf for numbers; returns the leaf that has it."""
-    if update_of(leaf) is not None:  # its launch needs no kernel, and parameters have no symbols
+    known = context.recorded.get(leaf)
+    if isinstance(known, SymbolicList):
+        found, context.recorded[found] = numbered(leaf, known, values)
+        return found
+    if known is not None:  # without symbols, such as an update of parameters
         return leaf
     found, kernel = kernel_at(leaf, context.kernels[leaf], values)
     context.kernels[found] = kernel

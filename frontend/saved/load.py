@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from ...backend.cache.codec import decode_value
 from ...backend.files.container import Parts, open_parts, read_json
 from ...backend.files.safetensors import Described, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
+from ...recompute.planner import Budget
 from ...reuse import torch_pytree
-from ...reuse.errors import FileError, door
+from ...reuse.errors import FileError, NoProgramError, door
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir.program import Program, Source, UserInput, wants_gradient
@@ -25,10 +26,12 @@ from ..capture.regions import CapturedModel
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
-from ..guards.guard import Guard
+from ..guards.guard import Guard, Inputs, shown
 from ..options import Batching, Options
+from ..passes.link import linked
 from ..passes.state import Compilation, Goal, between, run, step_goal
 from ..sizes.shapes import CompileResult
+from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
@@ -36,7 +39,7 @@ from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
 
-_LOWER_AND_LINK = between(PASSES, "lower", "link")
+_LOWER, _LOWER_AND_LINK = between(PASSES, "lower", "lower"), between(PASSES, "lower", "link")
 
 
 @door
@@ -137,8 +140,9 @@ class _Opened:
     @property
     def options(self) -> Options:
         """Those that the programs were compiled with."""
-        backend, reuse = self._told["options"]
-        return Options(reuse, backend, cache="disk", fallback="error")
+        backend, reuse, recompute = self._told["options"]
+        policy = Budget(**recompute) if isinstance(recompute, dict) else recompute
+        return Options(reuse, backend, policy, cache="disk", fallback="error")
 
     def module(
         self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
@@ -208,12 +212,32 @@ class _Opened:
             with _modes(told["modes"]):
                 model.set_modes(*told["training"])
                 calls.subject.training = model.training
-                state = self._linked(compiler, number, model)
-                leaves, tree = _inputs(told["inputs"], program)
-                compiled = Linker.of(compiler, state).result(state)
-                guard = Guard(calls.subject, state.captured, leaves, tree, compiled.hold)
-            calls.adopt(CompileResult(guard, compiled.without_tensors(), state.report), leaves)
+                inputs = _inputs(told, program)
+                # Symbols of two captures are not the same, so each has a compiler of its own.
+                own = compiler if inputs.sizes is None else Compiler(self.options)
+                self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
+        calls.refuse_others(_Refusing(calls, self._told["class"]))
         return loaded
+
+    def _adopt(
+        self, calls: Dispatcher[Any], compiler: Compiler, state: Compilation, inputs: _Inputs
+    ) -> None:
+        """Links a program for its sizes, or keeps it to be linked for those of calls."""
+        context, report = compiler.context, state.report
+        is_symbolic = state.captured.sizes is not None
+        with context.cached(report):
+            state = run(_LOWER if is_symbolic else _LOWER_AND_LINK, state)
+            if is_symbolic:
+                state = linked(state)
+                linker = Linker.of(compiler, replace(state, symbolic=state))
+                guard = Guard(calls.subject, state.captured, inputs.leaves, inputs.tree)
+                calls.adopt_symbolic(guard, linker, report)
+                return
+        report.made = made_by(state)  # for a page
+        compiled = Linker.of(compiler, state).result(state)
+        guard = Guard(calls.subject, state.captured, inputs.leaves, inputs.tree, compiled.hold)
+        made = CompileResult(guard, compiled.without_tensors(), report)
+        calls.adopt(made, inputs.leaves)
 
     def _optimizer(self, tensors: Callable[[str], torch.Tensor]) -> StepOptimizer | None:
         if self._told["optimizer"] is None:
@@ -231,7 +255,9 @@ class _Opened:
             held = tensor if kind == "step" else torch.empty_like(parameter.detach()).copy_(tensor)
             update.optimizer.state[parameter][kind] = held
 
-    def _linked(self, compiler: Compiler, number: int, model: SavedModel) -> Compilation:
+    def _state(
+        self, compiler: Compiler, number: int, model: SavedModel, inputs: _Inputs
+    ) -> Compilation:
         program, told = self._programs[number], self._told["programs"][number]
         context, goal = compiler.context, Goal(train=told["train"] is True)
         if self._batching is not None:
@@ -240,7 +266,7 @@ class _Opened:
         report.model, report.opened_from = model.class_name, "opened from a file"
         captured = replace(program.captured, sources=self._bound(program.captured, model))
         evidence = RootEvidence(Reads(), (), ())
-        seen = CapturedModel(captured, [], evidence, [], {})
+        seen = CapturedModel(captured, [], evidence, [], {}, sizes=inputs.sizes)
         report.describe(seen)
         state = Compilation(
             context=context,
@@ -251,12 +277,9 @@ class _Opened:
             composed=program.step,
             programs=program.runs,
         )
-        with context.cached(report):
-            if self._store is not None:
-                known = take_made(context, self._parts, _place(number), program.runs)
-                state = replace(state, known=known)
-            state = run(_LOWER_AND_LINK, state)
-        report.made = made_by(state)  # for a page
+        if self._store is not None:
+            known = take_made(context, self._parts, _place(number), program)
+            state = replace(state, known=known)
         return state
 
     @property
@@ -288,31 +311,95 @@ def _place(number: int) -> str:
     return f"programs/{number}/"
 
 
-def _inputs(data: Any, program: ReadProgram) -> tuple[list[Any], torch_pytree.TreeSpec]:
-    """Returns inputs of the kind that a program was compiled for, and their structure."""
-    rows, tree = tree_of(data)
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of the kind that a program was compiled for, flat; their structure; their symbols."""
+
+    leaves: list[Any]
+    tree: torch_pytree.TreeSpec
+    sizes: KnownSizes | None
+
+
+def _inputs(told: Mapping[str, Any], program: ReadProgram) -> _Inputs:
+    """Returns inputs of the kind that a program was compiled for.
+
+    Raises:
+        FileError: if the program takes others.
+    """
+    rows, tree = tree_of(told["inputs"])
     leaves: list[Any] = []
-    tensors: list[torch.Tensor] = []
     for kind, *said in rows:
         if kind == "constant":
             leaves.append(said[0])
             continue
         type_, first, wants_grad = said
-        if first == len(tensors):
-            tensors.append(type_.empty("cpu").requires_grad_(wants_grad is True))
-        else:
-            tensors.append(tensors[first])
-        leaves.append(tensors[-1])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        new = first == len(tensors)
+        leaves.append(
+            type_.empty("cpu").requires_grad_(wants_grad is True) if new else tensors[first]
+        )
     count = len(program.step.batch) if program.step is not None else 1
+    taken = [_first_part(leaf, count) for leaf in leaves]
+    sizes = None
+    if program.sizes is not None:
+        sizes = ReadKnownSizes(taken, told["sizes"][0], program.sizes)
+    places = [i for i, leaf in enumerate(taken) if isinstance(leaf, torch.Tensor)]
     pairs = zip(program.captured.sources, program.captured.inputs, strict=True)
     for source, value in pairs:
         if isinstance(source, UserInput):
-            found = tensors[source.index]
-            if count > 1:
-                found = torch.empty_like(found).tensor_split(count)[0]
-            if TensorType.of(found) != value.type:
+            index = places[source.index]
+            leaf = taken[index]
+            found = TensorType.of(leaf) if sizes is None else sizes.type_of(index, leaf)
+            if found != value.type:
                 raise FileError(f"the input {source.name} is of another type than programs take")
-    return leaves, tree
+    return _Inputs(leaves, tree, sizes)
+
+
+def _first_part(leaf: Any, count: int) -> Any:
+    """Returns the first micro-batch of an input."""
+    if count == 1 or not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_like(leaf).tensor_split(count)[0]
+
+
+class _Refusing:
+    """Refuses a call that no program of a file is for.
+
+    Args:
+        calls: has the programs.
+        class_name: of the model.
+    """
+
+    def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
+        self._calls, self._class_name = calls, class_name
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        """Says what there is.
+
+        Raises:
+            NoProgramError: always.
+        """
+        rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
+        numbers = [x for x in self._calls.programs if x.compiled.linker is None]
+        rows += [_row(entry.guard, inputs) for entry in numbers]
+        way = "training" if torch.is_grad_enabled() else "inference"
+        raise NoProgramError(
+            f"This {self._class_name} was loaded from a file, which has programs and no Python: "
+            f"none of them is for a call like this, {way} with {shown(inputs.given)}. It has "
+            f"{'; '.join(dict.fromkeys(rows)) or 'none for the model as it is now'}. Call it as "
+            "before it was saved, or save it after such a call."
+        )
+
+
+def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
+    """Says what a program is for, and why a call is not that."""
+    way = "training" if guard.modes.captured[0][0] else "inference"
+    row = f"{way} with {shown(guard.layouts)}"
+    if linker is None:
+        return row
+    is_resized = guard.resized(inputs.given) is not None
+    why = linker.sizes.why_not(inputs.leaves) if is_resized else ""
+    return f"{row} and of further sizes{f' (not of these: {why})' if why else ''}"
 
 
 @contextmanager

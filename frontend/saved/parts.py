@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.training_program import StepProgram, Updates
+from ...backend.arena.arena import ArenaPlan
 from ...backend.cache.codec import NotCacheableError
-from ...backend.cache.results import plan_data, plan_of
+from ...backend.cache.results import CompileCache, plan_data, plan_of
 from ...backend.files.container import Content, Parts, read_json, to_json
+from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_facts import function_name
 from ...reuse.errors import FileError, ParseError
-from ...reuse.ir.parser import parse_program
+from ...reuse.ir.parser import parse_program, parse_size
 from ...reuse.ir.printer import closure_names, text_to_compare
 from ...reuse.ir.program import (
     Call,
@@ -35,11 +38,13 @@ from ...reuse.ir.program import (
     tensor_type,
     walk_closures,
 )
+from ...reuse.ir.torch_symbols import ReadSizes
 from ...reuse.ir.torch_updates import IN_PLACE, STATE
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.ir.verify import name_of, verify
 from ..capture.assemble import OutputTree
-from ..compiled import Compiled, CompiledStep
+from ..compiled import Compiled, CompiledStep, Facts
+from ..guards.guard import Guard
 from ..passes.context import Context
 from ..passes.programs import PARTS
 from ..passes.state import Compilation
@@ -48,52 +53,87 @@ from .trees import tree_data, tree_of
 _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
 _CAPTURED, STEP = "captured", "step"
+_MAX_EXAMPLE = 2**31
 
 
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def program_parts(compiled: Compiled, state: Compilation) -> Iterator[tuple[str, Content]]:
+@dataclass(frozen=True)
+class KeptProgram:
+    """A program that a compiled model keeps.
+
+    Attributes:
+        guard: of the call that it was compiled for.
+        lowered: its compile up to link.
+        plans: where it has memory, if it is linked.
+        facts: what is known of it; nothing of a step.
+    """
+
+    guard: Guard
+    lowered: Compilation
+    plans: Sequence[ArenaPlan] = ()
+    facts: tuple[Facts, tuple[int, ...]] | None = None
+
+    @classmethod
+    def of(cls, guard: Guard, compiled: Compiled) -> KeptProgram:
+        """Returns one that is linked for its sizes alone."""
+        if isinstance(compiled, CompiledStep):
+            return cls(guard, compiled.lowered, compiled.runner.plans)
+        facts = compiled.facts, compiled.watched_inputs
+        return cls(guard, compiled.lowered, compiled.runtime.program.plans, facts)
+
+    @classmethod
+    def symbolic(cls, guard: Guard, linker: Any) -> KeptProgram:
+        """Returns one that is linked for any sizes."""
+        is_step = linker.lowered.goal.kind == "step"
+        facts = None if is_step else (linker.facts, linker.watched_inputs)
+        return cls(guard, linker.lowered, (), facts)
+
+
+def program_parts(
+    kept: KeptProgram, state: Compilation, launches: Mapping[Any, KernelList] | None, sizes: Any
+) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a compiled program: texts, then what was made of them here.
 
     Args:
-        compiled: it.
-        state: its compile up to link.
+        kept: it.
+        state: its compile up to link, with the names that the file has for tensors.
+        launches: of its leaves; None where they cannot be told.
+        sizes: that are symbols, as the file has them.
 
     Raises:
         FileError: if a part of it is no data.
     """
-    context = state.context
+    # What has symbols was compiled without a cache, which a file needs to find kernels' objects.
+    cache = CompileCache.of_user(state.context.options.backend)
     runs = {name: _plainly_named(one) for name, one in state.programs.items()}
     for name, one in {_CAPTURED: state.captured.program, **runs}.items():
-        yield f"{name}.txt", [_text(one)]
-    lists: dict[str, Any] = {}
-    objects: dict[str, bytes] = {}
+        yield f"{name}.txt", [_text(one, sizes)]
+    if not cache.facts or launches is None:
+        return  # then it is made again wherever it is opened
+    made, objects = {}, dict[str, bytes]()
     try:
         for part, one in runs.items():
-            lists[part] = {}
-            for leaf, name in closure_names(one).items():
-                if isinstance(leaf, Leaf) and leaf in context.recorded:
-                    lists[part][name], found = context.cache.packed(context.recorded[leaf])
-                    objects.update(found)
-    except (NotCacheableError, OSError):  # then it is made again wherever it is opened
+            named = {leaf: name for leaf, name in closure_names(one).items() if leaf in launches}
+            packed = {name: cache.packed(launches[leaf]) for leaf, name in named.items()}
+            made[part] = {name: data for name, (data, _) in packed.items()}
+            objects |= {d: content for _, found in packed.values() for d, content in found.items()}
+    except (NotCacheableError, OSError):
         return
-    if context.cache.facts:
-        known: Any = None
-        if isinstance(compiled, CompiledStep):
-            program = compiled.runner
-        else:
-            program = compiled.runtime.program
-            # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
-            roots = compiled.facts.view_roots
-            numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
-            known = [numbers, compiled.facts.draws, list(compiled.watched_inputs)]
-        made = [context.cache.facts, lists, list(map(plan_data, program.plans)), known]
-        yield "made.json", [to_json(made)]
-        yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
+    known: Any = None
+    if kept.facts is not None:
+        facts, watched = kept.facts
+        # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
+        roots = facts.view_roots
+        numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
+        known = [numbers, facts.draws, list(watched)]
+    plans = list(map(plan_data, kept.plans))
+    yield "made.json", [to_json([cache.facts, made, plans, known])]
+    yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
 
-def _text(program: Program) -> bytes:
+def _text(program: Program, told: Any) -> bytes:
     """Returns the text of a program, of which it is known that it can be read.
 
     Raises:
@@ -110,7 +150,8 @@ def _text(program: Program) -> bytes:
     text = text_to_compare(program)
     for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
         try:
-            again = text_to_compare(parse_program(text))
+            sizes = None if told is None else read_sizes(told)
+            again = text_to_compare(parse_program(text, sizes=sizes))
         except ParseError as error:
             raise FileError(f"This program has no text that can be read again: {error}") from error
         if again == text:
@@ -172,6 +213,7 @@ class ReadProgram:
 
     captured: Program
     runs: Mapping[str, Program]
+    sizes: ReadSizes | None = None
     derivative: Derivative | None = None
     step: StepProgram | None = None
 
@@ -200,13 +242,12 @@ def read_program(
     is_step = settings is not None
     names = (_CAPTURED, STEP) if is_step else (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
     texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
-    if trusted:
-        programs = {name: parse_program(text, "later") for name, text in texts.items()}
-    else:
-        programs = {
-            name: verify(parse_program(text), "shared" if name == _CAPTURED else "aten")
-            for name, text in texts.items()
-        }
+    sizes = None if told["sizes"] is None else read_sizes(told["sizes"])
+    bodies: Literal["now", "later"] = "later" if trusted else "now"
+    programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
+    if not trusted:
+        for name, program in programs.items():
+            verify(program, "shared" if name == _CAPTURED else "aten")
     leaves, spec = tree_of(told["output"])
     captured = replace(
         programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
@@ -214,14 +255,30 @@ def read_program(
     _check_leaves(captured)
     if settings is not None:
         step = _step(captured, programs[STEP], settings, boundary)
-        return ReadProgram(captured, programs, _halves(step.program), step)
+        return ReadProgram(captured, programs, sizes, _halves(step.program), step)
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
-        return ReadProgram(captured, programs)
+        return ReadProgram(captured, programs, sizes)
     forward, backward = (Composite(f"main.{n}", p) for n, p in programs.items())
     found = Derivative(forward, backward, *(tuple(map(_index, row)) for row in boundary))
     _check_derivative(captured, found)
-    return ReadProgram(captured, programs, found)
+    return ReadProgram(captured, programs, sizes, found)
+
+
+def read_sizes(told: Any) -> ReadSizes:
+    """Reads the symbols of a program, and their conditions.
+
+    Raises:
+        FileError: if the examples of symbols are no sizes, or break a condition.
+    """
+    _, examples, conditions = told
+    for name, number in examples.items():
+        if type(number) is not int or not 2 <= number <= _MAX_EXAMPLE:
+            raise FileError(f"{name[:20]} cannot be {str(number)[:20]}")
+    sizes = ReadSizes(examples)
+    for condition in conditions:
+        sizes.require(parse_size(condition, sizes))
+    return sizes
 
 
 def _index(number: Any) -> int:
@@ -324,7 +381,7 @@ def _step(
 
 
 def take_made(
-    context: Context, parts: Parts, place: str, runs: Mapping[str, Program]
+    context: Context, parts: Parts, place: str, program: ReadProgram
 ) -> Mapping[str, Any]:
     """Takes over what was made of a program where the file was written: trusted code.
 
@@ -337,11 +394,12 @@ def take_made(
     facts, lists, plans, known = read_json(parts.read(name))
     if facts != context.cache.facts:
         return {}
-    for part, program in runs.items():
-        for leaf, leaf_name in closure_names(program).items():
+    size_of = partial(parse_size, sizes=program.sizes or ReadSizes())
+    for part, one in program.runs.items():
+        for leaf, leaf_name in closure_names(one).items():
             if isinstance(leaf, Leaf) and leaf_name in lists[part]:
                 data = lists[part][leaf_name]
-                context.recorded[leaf] = context.cache.unpacked(data, leaf.name)
+                context.recorded[leaf] = context.cache.unpacked(data, leaf.name, size_of)
     answers = list(map(plan_of, plans))
 
     def plan(buffers: Any, asked: Sequence[int], make: Any) -> Any:

@@ -14,6 +14,7 @@ from ...backend.cache.codec import NotCacheableError, encode_value
 from ...backend.files.container import Content, to_json, write_parts
 from ...backend.files.safetensors import pieces_of
 from ...backend.files.torch_store import open_cache
+from ...recompute.planner import Budget
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
@@ -22,10 +23,11 @@ from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
 from ..options import Batching, Options
+from ..passes.many_shapes import launches_for_all
 from ..passes.state import Compilation
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
-from .parts import boundary_data, output_data, program_parts, used_parameters
+from .parts import KeptProgram, boundary_data, output_data, program_parts, used_parameters
 from .saved_model import TensorNames
 from .trees import tree_data
 
@@ -108,8 +110,14 @@ class _Saved:
         self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
         self._constants: dict[int, torch.Tensor] = {}
-        self._entries = [entry for entry in calls.programs if entry.guard.rebind()]
-        if not self._entries:
+        numbers = [
+            KeptProgram.of(entry.guard, entry.compiled)
+            for entry in calls.programs
+            if entry.compiled.linker is None
+        ]
+        self._kept = [*numbers, *(KeptProgram.symbolic(*one) for one in calls.symbolic_programs)]
+        self._kept = [kept for kept in self._kept if kept.guard.rebind()]
+        if not self._kept:
             report = calls.last_report
             eager = report.ran_eagerly if report is not None else ""
             raise FileError(
@@ -126,17 +134,23 @@ class _Saved:
         """Yields all parts."""
         found: dict[str, Content] = {}
         programs, captured = [], []
-        for number, entry in enumerate(self._entries):
-            program, parts, state = self._program(entry)
+        for number, kept in enumerate(self._kept):
+            program, parts, state = self._program(kept)
             programs.append(program)
             captured.append(state.captured.program)
             for name, content in parts:
                 shared = name.startswith("objects/")
                 found[name if shared else f"programs/{number}/{name}"] = content
+        recompute = self._options.recompute
         told = {
             "class": getattr(self._model, "class_name", type(self._model).__name__),
             "weights": weights,
-            "options": [self._options.backend, self._options.reuse],
+            # Of a budget its bounds.
+            "options": [
+                self._options.backend,
+                self._options.reuse,
+                asdict(recompute) if isinstance(recompute, Budget) else recompute,
+            ],
             "batching": None if self._batching is None else astuple(self._batching),
             "optimizer": optimizer_data(self._optimizer, self._by_id),
             **asdict(self._names),
@@ -155,35 +169,42 @@ class _Saved:
         if self._optimizer is not None:
             yield STATE, pieces_of(optimizer_state(self._optimizer, self._by_id))
 
-    def _program(self, entry: Any) -> tuple[Any, Iterator[tuple[str, Content]], Compilation]:
-        compiled, guard = entry.compiled, entry.guard
+    def _program(self, kept: KeptProgram) -> tuple[Any, Iterator[tuple[str, Content]], Compilation]:
+        guard, lowered = kept.guard, kept.lowered
         if guard.answers:
             raise FileError(
                 "The forward asks its inputs for numbers (int(batch.max())), and a file holds no "
                 "code that could ask again."
             )
-        if compiled.lowered.captured.sizes is not None:
+        sizes = lowered.captured.sizes
+        if sizes is not None and isinstance(self._options.recompute, Budget):
             raise FileError(
-                "Sizes of this program are symbols, which a file does not say yet: compile with "
+                "A Budget is kept at each size anew, which a file does not say: compile with "
                 "dynamic=False, and call it for each shape that the file shall have."
             )
-        program = compiled.captured.program
+        program = lowered.captured.program
         own = iter(guard.tensors)
         sources = tuple(
             self._bound(next(own)) if isinstance(s, ModelTensor) else s for s in program.sources
         )
-        captured = replace(compiled.captured, program=replace(program, sources=sources))
-        state = replace(compiled.lowered, seen=captured)
+        captured = replace(lowered.captured, program=replace(program, sources=sources))
+        state = replace(lowered, seen=captured)
+        made: Any = (state.context.recorded, ())
+        told_sizes = None
+        if sizes is not None:
+            made = launches_for_all(state, sizes.hints) or (None, ())
+            told_sizes = sizes.told(made[1])
         (grad, autocast, *_), (inference, *_) = guard.modes.captured
         told = {
             "train": state.goal.train,
             "modes": [grad, inference, encode_value(autocast)],
             "training": guard.training_of(self._subject),
             "inputs": _input_data(guard),
+            "sizes": told_sizes,
             "output": output_data(program.output_tree),
             "boundary": boundary_data(state),
         }
-        return told, program_parts(compiled, state), state
+        return told, program_parts(kept, state, made[0], told_sizes), state
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
         """Returns what an input is bound to, under the name that the file has for it."""

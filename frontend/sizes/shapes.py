@@ -90,6 +90,16 @@ class ShapeCache:
         """Whether something may be linked for further sizes."""
         return any(compile_.linker is not None for compile_ in self._compiles)
 
+    @property
+    def linkers(self) -> list[tuple[Guard, Relinking]]:
+        """What may be linked for further sizes, with the guards of the calls it was made for."""
+        return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
+
+    def adopt(self, guard: Guard, linker: Relinking) -> None:
+        """Takes what was compiled with symbols before; its sizes are linked as calls ask for."""
+        self._compiles = (*self._compiles, _Compile(guard, linker.sizes.shapes, "", linker))
+        self.dynamic = None
+
     def linked(self, inputs: Inputs) -> CompileResult | None:
         """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
         self._why_static = ""

@@ -8,9 +8,7 @@ Sizes may also be declared, as torch.export has them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,12 +19,12 @@ from torch import nn
 from torch.export.dynamic_shapes import _combine_args, _DimHint, _tree_map_with_path
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...reuse.errors import ExportError, PlanError
+from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
-from ...reuse.ir.torch_symbols import Values, size_in, value_of
-from ...reuse.ir.types import contiguous_stride
+from ...reuse.ir.torch_symbols import size_in
 from ..capture.regions import Region, shapes_of
 from ..tracing.frames import user_line
+from .torch_known_sizes import KnownSizes, Names, Shapes, may_vary, parted
 from .torch_sizes import TracedSizes, make_sizes_literal, make_sizes_local
 
 
@@ -236,13 +234,6 @@ def _pairs(
     return found
 
 
-Names = tuple[tuple[str, ...], ...]
-"""For each flat input, for each dimension the name of its symbol; empty where it is a number.
-
-``n0+2`` is larger by two than ``n0``.
-"""
-Shapes = tuple[tuple[int, ...], ...]
-"""For each flat input its shape; a whole number is its own, others have none."""
 Batch = Literal["open", "as it varied"]
 """Whether a batch is a symbol although it did not vary yet: the last one of an epoch is smaller."""
 
@@ -284,7 +275,7 @@ def learned_names(
             grows = bool(grown) and _grows(sizes, dim, leaf, growing[index], grown, steps)
             every_dim = every and isinstance(leaf, torch.Tensor)
             varies = every_dim or grows or len(set(sizes)) > 1
-            varying[-1].append(sizes if varies and size > 1 and _may_vary(leaf) else ())
+            varying[-1].append(sizes if varies and size > 1 and may_vary(leaf) else ())
             related.update([sizes] if grows or len(history) > 1 else [])
     if batch == "open" and earlier:
         related -= _open_batches(varying, history, leaves)
@@ -309,7 +300,7 @@ def _open_batches(
         if any(dims) and not dims[0] and sizes[-1] > 1
     }
     for sizes, dims, leaf in zip(sizes_of_first, varying, leaves, strict=True):
-        if sizes in batches and isinstance(leaf, torch.Tensor) and _may_vary(leaf):
+        if sizes in batches and isinstance(leaf, torch.Tensor) and may_vary(leaf):
             dims[0] = sizes
     return batches
 
@@ -382,23 +373,6 @@ def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
     )
 
 
-def parted(name: str) -> tuple[str, int]:
-    """Returns a dimension's symbol, and what it is larger by."""
-    symbol, _, offset = name.partition("+")
-    return symbol, int(offset or 0)
-
-
-def _may_vary(leaf: Any) -> bool:
-    """Whether sizes may be symbols: of a tensor that is not contiguous they stay numbers."""
-    if not isinstance(leaf, torch.Tensor):
-        return True
-    return tuple(leaf.stride()) == contiguous_stride(tuple(leaf.shape))
-
-
-def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(x.stride()) if isinstance(x, torch.Tensor) else () for x in leaves)
-
-
 _EDGES = 3
 """In how many programs a symbol has to turn out to be a number until it is taken for one."""
 
@@ -420,7 +394,7 @@ class NotingEnv(ShapeEnv):
         super()._set_replacement(a, tgt, msg)
 
 
-class InputSizes(TracedSizes):
+class InputSizes(TracedSizes, KnownSizes):
     """The symbols of one capture, named by what calls taught.
 
     Args:
@@ -434,13 +408,10 @@ class InputSizes(TracedSizes):
         self, leaves: Sequence[Any], names: Names, hints: frozenset[int] | None = frozenset()
     ) -> None:
         env = NotingEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
-        super().__init__(env, hints or ())
+        TracedSizes.__init__(self, env, hints or ())
+        KnownSizes.__init__(self, env, leaves, names)
         self._settled_at = env.lines
-        self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
-        known = zip(names, self._example, strict=True)
-        self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
         self._moves = hints is not None
-        self._symbols: dict[str, Any] = {}
         self._counts: dict[int, Any] = {}  # by place: equal numbers are one object
         for index, (leaf, dims) in enumerate(zip(leaves, self._names, strict=True)):
             if any(dims):
@@ -467,94 +438,3 @@ class InputSizes(TracedSizes):
     def settle(self, root: Region, sources: Any) -> None:
         """Makes the sizes in a recorded run literals."""
         make_sizes_literal(root)
-
-    @property
-    def why_numbers(self) -> str:
-        """Says which sizes turned out to be numbers, and where; "" if none did."""
-        numbers = ((s, self._env.replace(s)) for s in self._symbols.values())
-        lines = self._settled_at
-        found = [
-            f"a size of {n} is taken as a number{f' at {at}' if (at := lines.get(s)) else ''}"
-            for s, n in numbers
-            if n.is_number
-        ]
-        return ", ".join(found)
-
-    @property
-    def fixed(self) -> tuple[tuple[bool, ...], ...]:
-        """Says of each dimension of the inputs whether its symbol turned out to be a number."""
-        numbers = {n for n, s in self._symbols.items() if self._env.replace(s).is_number}
-        return tuple(tuple(parted(name)[0] in numbers for name in names) for names in self._names)
-
-    def values(self, leaves: Sequence[Any]) -> Values | None:
-        """Returns the number of each symbol for inputs that are known to differ in sizes only.
-
-        None if what was compiled is not right for them.
-        """
-        found = Values()
-        shapes, strides = shapes_of(leaves), _strides_of(leaves)
-        for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
-            # Kernels compute strides from symbols as those of a contiguous tensor.
-            if any(names) and not _may_vary(leaves[index]):
-                return None
-            if not any(names) and strides[index] != self._strides[index]:
-                return None  # a kernel has the steps of what has no symbols as numbers
-            for dim, name in enumerate(names):
-                size = int(shapes[index][dim])
-                if not name and size != example[dim]:
-                    return None
-                # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
-                symbol, offset = parted(name)
-                size -= offset
-                if name and (size < 2 or found.setdefault(self._symbols[symbol], size) != size):
-                    return None
-        return found if self.are_right(found) else None
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of the inputs of the call that is captured."""
-        return self._example
-
-    @property
-    def example(self) -> Values:
-        """The number of each symbol in the call that is captured."""
-        found = Values()
-        for names, sizes in zip(self._names, self._example, strict=True):
-            for name, size in zip(names, sizes, strict=True):
-                if name:
-                    symbol, offset = parted(name)
-                    found[self._symbols[symbol]] = int(size) - offset
-        return found
-
-    @property
-    def settled(self) -> tuple[Any, ...]:
-        """Returns what each symbol has become: the same symbol, another one, or a number."""
-        return tuple(map(self._env.replace, self._symbols.values()))
-
-    @contextmanager
-    def staying_open(self) -> Iterator[None]:
-        """Undoes what was asked of sizes within it, if it raises or settles one.
-
-        Raises:
-            PlanError: if it settles one.
-        """
-        env, settled = self._env, self.settled
-        before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
-        try:
-            yield
-            if self.settled != settled:
-                raise PlanError("It settles a size that varies.")
-        except Exception:
-            vars(env).update(before)
-            for counter in ("_version_counter", "_replacements_version_counter"):
-                if hasattr(env, counter):  # by which PyTorch knows what it may remember
-                    setattr(env, counter, getattr(env, counter) + 1)
-            raise
-
-    def are_right(self, values: Values) -> bool:
-        """Whether every question about sizes gets the answer that the compile relied on."""
-        questions = {guard.expr: None for guard in self._env.guards}
-        try:
-            return all(bool(value_of(q, values)) for q in questions)
-        except (KeyError, TypeError, ValueError, ArithmeticError):
-            return False

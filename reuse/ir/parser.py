@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, NoReturn, get_args
 
+import sympy
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate
@@ -39,6 +40,7 @@ from .types import (
 )
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
+_MAX_NUMBER = 2**64  # in what computes one
 _UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
@@ -72,36 +74,60 @@ _ARITHMETIC: dict[type, Any] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: SIZE_FUNCTIONS["FloorDiv"],
     ast.Mod: SIZE_FUNCTIONS["Mod"],
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
 }
+_SIGNS_BEFORE: dict[type, Any] = {ast.USub: operator.neg, ast.Invert: operator.invert}
 
 
-def parse_program(text: str, bodies: Literal["now", "later"] = "now") -> ir.Program:
+def parse_program(
+    text: str, bodies: Literal["now", "later"] = "now", sizes: ReadSizes | None = None
+) -> ir.Program:
     """Returns the program of a text, not verified.
 
     Args:
         text: of it.
         bodies: ``"later"`` reads the operators of a leaf when something asks for them.
+        sizes: its symbols, if it shares them with other texts.
 
     Raises:
         ParseError: names the line and shows the place.
     """
-    reader = _Reader(text, bodies)
+    reader = _Reader(text, bodies, sizes or ReadSizes())
     try:
         return reader.program()
     except RecursionError:
         reader.fail_at(1, 0, "too many brackets or signs within one another")
 
 
+def parse_size(text: str, sizes: ReadSizes) -> Any:
+    """Returns a size of a text, or a condition on sizes, such as ``Eq(Mod(s0,8),0)``.
+
+    Raises:
+        ParseError: if it is none.
+    """
+    reader = _Reader(text, "now", sizes)
+    try:
+        return reader.computed(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reader.fail_at(1, 0, f"this cannot be read: {error}")
+
+
 class _Reader:
     """Reads one text, a statement on each line."""
 
-    def __init__(self, text: str, bodies: Literal["now", "later"]) -> None:
+    def __init__(self, text: str, bodies: Literal["now", "later"], sizes: ReadSizes) -> None:
         self._text = text
+        self._bodies = bodies
         self._leaf = self._leaf_now if bodies == "now" else self._leaf_later
         self._heads: list[list[str]] = []
         self._structs: dict[str, StructType] = {}
         self._closures: dict[str, ir.Closure] = {}
-        self._sizes = ReadSizes()
+        self._sizes = sizes
 
     def program(self) -> ir.Program:
         """Returns the program."""
@@ -221,28 +247,41 @@ class _Reader:
 
     def _size(self, tree: Any) -> Any:
         """Returns a number, a symbol, or an expression of symbols."""
-        try:
-            size = self._computed(tree)
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        size = self.computed(tree)
+        if isinstance(size, bool) or getattr(size, "is_Boolean", False):
             self._fail(tree, "expected a size")
         if isinstance(size, float) or (isinstance(size, int) and not 0 <= size <= _MAX_SIZE):
             self._fail(tree, f"a size is from 0 to {_MAX_SIZE}")
         return size
 
+    def computed(self, tree: Any) -> Any:
+        """Returns what sizes are computed to, or compared."""
+        try:
+            return self._computed(tree)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            self._fail(tree, "expected a size")
+
     def _computed(self, tree: Any) -> Any:
         if isinstance(tree, ast.Constant):
             return self._constant(tree, int, float)
         if isinstance(tree, ast.Name):
-            if not re.fullmatch(r"s\d{1,6}", tree.id):
+            if not re.fullmatch(r"s(0|[1-9]\d{0,5})", tree.id):
                 raise KeyError(tree.id)
             return self._sizes.symbol(tree.id)
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return -self._computed(tree.operand)
+        if isinstance(tree, ast.UnaryOp):
+            return _SIGNS_BEFORE[type(tree.op)](self._computed(tree.operand))
+        if isinstance(tree, ast.Compare):
+            (comparison,), (right,) = tree.ops, tree.comparators
+            return _ARITHMETIC[type(comparison)](*map(self._computed, (tree.left, right)))
         if isinstance(tree, ast.Call):
             return SIZE_FUNCTIONS[ast.unparse(tree.func)](*map(self._computed, tree.args))
         if isinstance(tree.op, ast.Pow):
-            return self._computed(tree.left) ** range(64)[tree.right.value]
-        return _ARITHMETIC[type(tree.op)](*map(self._computed, (tree.left, tree.right)))
+            found = self._computed(tree.left) ** range(8)[tree.right.value]
+        else:
+            found = _ARITHMETIC[type(tree.op)](*map(self._computed, (tree.left, tree.right)))
+        if isinstance(found, (int, sympy.Integer)) and abs(found) > _MAX_NUMBER:
+            raise ValueError("too large")
+        return found
 
     # ---- programs ----------------------------------------------------------------------------
 
@@ -421,7 +460,7 @@ class _Reader:
         if len(found) < len(given):
             self._fail(last, "expected tensors")
         outputs = self._outputs(tree) or found
-        if flat_types(outputs) != found:  # a kernel writes as much as its operators give
+        if not self._are_equal(flat_types(outputs), found):  # a kernel writes as much as they give
             self._fail(tree, "the header has other results than the operators give")
         return ir.Leaf(
             self._name(tree.name),
@@ -431,6 +470,17 @@ class _Reader:
             names,
             **self._said(words),
         )
+
+    def _are_equal(self, said: list[TensorType], found: list[TensorType]) -> bool:
+        """Whether types are equal; of sizes that are two expressions that is asked, for good."""
+        if said == found or list(map(_kind, said)) != list(map(_kind, found)):
+            return said == found
+        pairs = [
+            (a, b)
+            for one, other in zip(said, found, strict=True)
+            for a, b in zip((*one.shape, *one.stride), (*other.shape, *other.stride), strict=True)
+        ]
+        return all(a == b or self._sizes.are_equal(a, b) for a, b in pairs)
 
     def _node(
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
@@ -496,7 +546,7 @@ class _Reader:
         last: Any,
     ) -> None:
         """Gives each node the fake value that its operator gives, whose type must be the text's."""
-        values = _Values(module)
+        values = _Values(module, self._bodies)
         try:
             with self._sizes.running():
                 values.run_flat([self._sizes.fake(type_) for type_ in types])
@@ -534,10 +584,20 @@ class _LeafLater(ir.Leaf):
 
     read: Callable[[], ir.Leaf]
 
+    def retyped(self, inputs: tuple[Type, ...], outputs: tuple[Type, ...]) -> ir.Leaf:
+        """Returns the same leaf for other types, still not read."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), input_types=inputs, output_types=outputs)
+        return made
+
     @cached_property
     def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
         """The body."""
         return self.read().module
+
+
+def _kind(type_: TensorType) -> Any:
+    return type_.dtype, type_.device, len(type_.shape), type_.is_symbolic
 
 
 def _is_plain(line: Any) -> bool:
@@ -557,8 +617,9 @@ class _Values(ModalInterpreter):
 
     node: Any = None
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, bodies: Literal["now", "later"]) -> None:
         super().__init__(module)
+        self._bodies = bodies
         self._bytes: dict[int, int] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -581,9 +642,13 @@ class _Values(ModalInterpreter):
     def _check_memory(self, value: Any) -> None:
         """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
         for one in value if isinstance(value, (tuple, list)) else [value]:
-            if not isinstance(one, torch.Tensor) or (type_ := TensorType.of(one)).is_symbolic:
+            if not isinstance(one, torch.Tensor):
+                continue
+            # Of symbols this is a question, whose answer is a condition from here on; of what is
+            # read late, which is trusted, no more is asked than when it was captured.
+            if self._bodies == "later" and TensorType.of(one).is_symbolic:
                 continue
             there = self._bytes.setdefault(memory_id(one), one.untyped_storage().nbytes())
-            end = one.storage_offset() + reach(type_.shape, type_.stride)
-            if 0 not in type_.shape and end * type_.dtype.itemsize > there:
+            end = one.storage_offset() + reach(one.shape, one.stride())
+            if 0 not in TensorType.of(one).shape and end * one.dtype.itemsize > there:
                 raise ValueError("it reaches beyond the memory that it is a view of")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
 
@@ -130,6 +130,10 @@ class Leaf:
     def bodies(self) -> tuple[Composite, ...]:
         """The closures that its operator runs, if it is control flow."""
         return () if self.control is None else self.control.bodies
+
+    def retyped(self, inputs: tuple[Type, ...], outputs: tuple[Type, ...]) -> Leaf:
+        """Returns the same leaf for other types."""
+        return replace(self, input_types=inputs, output_types=outputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,11 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
+import sympy
 import torch
 import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import Source
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_aggregate, map_arg
@@ -24,6 +26,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy import functions
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, make_symbol
 
 from ..errors import CaptureError
 from ..torch_names import module_of
@@ -370,14 +373,28 @@ def type_at(type_: Type, values: Values) -> Type:
 
 def refuse_inexact(module: torch.fx.GraphModule) -> None:
     """Raises CaptureError for a float size that symbols may compute in another order."""
-    import sympy
-
     for size in _occurring(module):
         for part in sympy.preorder_traversal(size.node.expr):
             # Sums and products are reordered in expressions, which moves the last bit of floats.
             reordered = isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow))
             if reordered and not all(a.is_integer for a in part.args):
                 raise CaptureError(f"it computes {size.node.expr}, a float, from sizes")
+
+
+class _Named(Source):
+    """Names a symbol; PyTorch's own class for that imports Dynamo."""
+
+    def __init__(self, name: str) -> None:
+        self._named = name
+
+    @property
+    def _name_template(self) -> str:
+        return self._named
+
+    @property
+    def name(self) -> Any:
+        """The name."""
+        return self._named
 
 
 class SizeTrace:
@@ -392,12 +409,10 @@ class SizeTrace:
     """
 
     def __init__(self, numbers: Values) -> None:
-        from torch._dynamo.source import ConstantSource  # it imports Inductor
-
         self.environment = ShapeEnv()
         self.values, self._numbers = Values(), Values()
         for symbol, number in numbers.items():
-            source = ConstantSource(f"size{len(self.values)}")
+            source = _Named(f"size{len(self.values)}")
             own = self.environment.create_symbol(
                 int(number), source, dynamic_dim=DimDynamic.DYNAMIC
             )
@@ -415,11 +430,32 @@ class SizeTrace:
         return all([value_of(guard.expr, self._numbers) for guard in self.environment.guards])
 
 
+class SymbolTrace(SizeTrace):
+    """Symbols of an environment of its own, for operators that run for all shapes."""
+
+    def __init__(self, examples: Values) -> None:
+        super().__init__(examples)
+        self._symbols = dict(zip(self._numbers, examples, strict=True))
+
+    def number(self, size: Any) -> Any:
+        """Returns what a size is, as an expression of the symbols that this was made for."""
+        if not isinstance(size, SIZE_TYPES):
+            return size
+        # Expanded, it is the same when it is written and read again.
+        found = sympy.expand(expression_of(size).xreplace(self._symbols))
+        return value_of(found, Values()) if found.is_number else found
+
+    def conditions(self) -> list[Any]:
+        """Returns what was asked of the symbols, and taken for granted."""
+        return [guard.expr.xreplace(self._symbols) for guard in self.environment.guards]
+
+
 # ---- sizes read from text ------------------------------------------------------------------------
 
 
 SIZE_FUNCTIONS = {n: f for n, f in vars(functions).items() if getattr(f, "is_Function", False)}
-"""Functions by which PyTorch computes sizes, besides the operators of Python."""
+SIZE_FUNCTIONS |= {"Eq": sympy.Eq, "Ne": sympy.Ne}
+"""Functions by which PyTorch computes and compares sizes, besides the operators of Python."""
 
 
 class _NamedSymbols(ShapeEnv):
@@ -430,48 +466,112 @@ class _NamedSymbols(ShapeEnv):
 
 
 class ReadSizes:
-    """The sizes of a program that is read from text: each symbol is a size of at least two."""
+    """The sizes of programs that are read from text: each symbol is a size of at least two.
 
-    def __init__(self) -> None:
-        self._environment: Any = None
+    Args:
+        examples: of each symbol that there may be, by name: operators are tried with them. None
+            takes any symbol, with an example of its own.
+
+    Attributes:
+        required: conditions that are taken for granted.
+    """
+
+    def __init__(self, examples: Mapping[str, int] | None = None) -> None:
+        self._examples = examples
         self._symbols: dict[str, Any] = {}
+        self.required: list[Any] = []
+
+    @property
+    def examples(self) -> Mapping[str, int]:
+        """Those that it was made with."""
+        return self._examples or {}
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether operators may have asked something of sizes."""
+        return "environment" in vars(self)
 
     @cached_property
-    def _mode(self) -> FakeTensorMode:
-        return FakeTensorMode()  # the first of a process imports Dynamo
+    def environment(self) -> Any:
+        """Keeps the symbols, and what operators ask of them; the first one imports Dynamo."""
+        made = _NamedSymbols(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
+        for number, (name, symbol) in enumerate(self._symbols.items()):
+            self._enter(made, number, name, symbol)
+        for condition in self.required:
+            made.evaluate_expr(condition)
+        return made
+
+    def _enter(self, environment: Any, number: int, name: str, symbol: Any) -> None:
+        # An example that a view may divide, and that equals no other symbol's small multiple.
+        example = 5040 * (101 + 2 * number) if self._examples is None else self._examples[name]
+        dynamic = DimDynamic.DYNAMIC
+        made = environment.create_symbol(example, _Named(name), dynamic_dim=dynamic)
+        assert made == symbol, (made, symbol)
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:  # the first of a process imports Dynamo
+        if not self._symbols:
+            return FakeTensorMode()
+        mode = FakeTensorMode(shape_env=self.environment, static_shapes=True)
+        mode.cache_enabled = False  # it hardly ever fits where sizes are symbols
+        return mode
 
     def symbol(self, name: str) -> Any:
-        """Returns the symbol of a name, such as ``s0``."""
-        from torch._dynamo.source import ConstantSource  # it imports Inductor
+        """Returns the symbol of a name, such as ``s0``.
 
-        if self._environment is None:
-            self._environment = _NamedSymbols()
-            self._mode = FakeTensorMode(shape_env=self._environment, static_shapes=True)
-            self._mode.cache_enabled = False  # it hardly ever fits where sizes are symbols
+        Raises:
+            KeyError: if there is no such symbol.
+        """
         if name not in self._symbols:
-            # An example that a view may divide, and that equals no other symbol's small multiple.
-            example = 5040 * (101 + 2 * len(self._symbols))
-            self._symbols[name] = self._environment.create_symbol(
-                example, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
-            )
+            if self._examples is not None and name not in self._examples:
+                raise KeyError(name)
+            if not self._symbols:
+                vars(self).pop("_mode", None)  # so far all sizes were numbers
+            made = make_symbol(SymT.SIZE, int(name[1:]), positive=True, integer=True)
+            if self.has_environment:
+                self._enter(self.environment, len(self._symbols), name, made)
+            self._symbols[name] = made
         return self._symbols[name]
+
+    def require(self, condition: Any) -> None:
+        """Takes a condition for granted from here on.
+
+        Raises:
+            ValueError: if the examples break it.
+        """
+        examples = Values({self.symbol(name): number for name, number in self.examples.items()})
+        if not value_of(condition, examples):
+            raise ValueError(f"{condition} does not hold for the example sizes")
+        self.required.append(condition)
+
+    def are_equal(self, one: Any, other: Any) -> bool:
+        """Whether two sizes are one, which is a condition from here on if it is so."""
+        if isinstance(one, int) and isinstance(other, int):
+            return one == other
+        return bool(self.environment.evaluate_expr(sympy.Eq(one, other)))
 
     def literal(self, expression: Any) -> Any:
         """Returns a size as it stands among an operator's operands."""
-        if isinstance(expression, int) or expression.is_integer:
-            return as_literal(size_in(self._environment, expression))
-        return as_literal(self._environment.create_symfloatnode(expression, hint=None))
+        if isinstance(expression, int):
+            return expression
+        if expression.is_integer:
+            return as_literal(size_in(self.environment, expression))
+        return as_literal(self.environment.create_symfloatnode(expression, hint=None))
 
     def fake(self, type_: TensorType) -> torch.Tensor:
         """Returns a fake tensor of a type."""
-        layout = [[size_in(self._environment, n) for n in t] for t in (type_.shape, type_.stride)]
+        shape, stride = type_.shape, type_.stride
+        if type_.is_symbolic:
+            shape, stride = (
+                tuple(size_in(self.environment, n) for n in part) for part in (shape, stride)
+            )
         with self._mode:
-            return torch.empty_strided(*layout, dtype=type_.dtype, device=type_.device)
+            return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within it operators run on fake tensors, and keep the symbols in their sizes."""
         # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
-        python = nullcontext() if self._environment is None else enable_python_dispatcher()
+        python = enable_python_dispatcher() if self._symbols else nullcontext()
         with self._mode, python, kernels_own_rules():
             yield

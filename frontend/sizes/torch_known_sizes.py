@@ -1,0 +1,271 @@
+"""Adapter: the symbols of a program's inputs, and the conditions under which it is right.
+
+Whoever makes the symbols, a capture or a file, this says afterwards which numbers they have at a
+call, and whether all that was asked of them on the way gets the answers that were relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+
+from ...reuse.errors import FileError, PlanError
+from ...reuse.ir.torch_symbols import ReadSizes, Values, size_in, value_of
+from ...reuse.ir.types import TensorType, contiguous_stride
+from ..capture.regions import shapes_of
+
+Names = tuple[tuple[str, ...], ...]
+"""For each flat input, for each dimension the name of its symbol; empty where it is a number.
+
+``n0+2`` is larger by two than ``n0``.
+"""
+Shapes = tuple[tuple[int, ...], ...]
+"""For each flat input its shape; a whole number is its own, others have none."""
+
+
+def parted(name: str) -> tuple[str, int]:
+    """Returns a dimension's symbol, and what it is larger by."""
+    symbol, _, offset = name.partition("+")
+    return symbol, int(offset or 0)
+
+
+def may_vary(leaf: Any) -> bool:
+    """Whether sizes may be symbols: of a tensor that is not contiguous they stay numbers."""
+    if not isinstance(leaf, torch.Tensor):
+        return True
+    return tuple(leaf.stride()) == contiguous_stride(tuple(leaf.shape))
+
+
+def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.stride()) if isinstance(x, torch.Tensor) else () for x in leaves)
+
+
+class KnownSizes:
+    """Holds the symbols of one program's inputs.
+
+    Args:
+        environment: keeps the symbols, and what was asked of them.
+        leaves: flat inputs of a call.
+        names: which of their dimensions are symbols.
+    """
+
+    def __init__(self, environment: Any, leaves: Sequence[Any], names: Names) -> None:
+        self._env = environment
+        self._settled_at: dict[Any, str] = {}
+        self._symbols: dict[str, Any] = {}
+        self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
+        known = zip(names, self._example, strict=True)
+        self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
+
+    def told(self, further: Sequence[Any] = ()) -> tuple[Any, Any, Any]:
+        """Returns as JSON holds them: dimensions, examples of symbols, conditions and further.
+
+        Raises:
+            FileError: if a symbol is computed from another.
+        """
+        settled = {symbol: self._settled(symbol) for symbol in self._symbols.values()}
+        for symbol, found in settled.items():
+            if not found.is_number and not found.is_Symbol:
+                raise FileError(f"A size has to be {found} ({symbol}), which a file cannot say.")
+        names = [[self._by_symbol(name) for name in dims] for dims in self._names]
+        open_ = {s: n for s, n in self.hints.items() if settled[s] == s}
+        conditions = [c.xreplace(settled) for c in (*self.conditions, *further)]
+        texts = dict.fromkeys(str(c) for c in conditions if c != True)  # noqa: E712
+        return names, {str(symbol): number for symbol, number in open_.items()}, list(texts)
+
+    def _by_symbol(self, name: str) -> str:
+        symbol, offset = parted(name)
+        found = self._settled(self._symbols[symbol]) if name else None
+        if found is None or found.is_number:
+            return ""
+        return f"{found}{f'+{offset}' if offset else ''}"
+
+    def _settled(self, size: Any) -> Any:
+        """Returns what an expression has become: the same, another one, or a number."""
+        return self._env.replace(size)
+
+    @property
+    def hints(self) -> Values:
+        """The number that each symbol had wherever a question was asked."""
+        symbols = self._symbols.values()
+        return Values({s: int(size_in(self._env, s).node.hint) for s in symbols})
+
+    @property
+    def conditions(self) -> Sequence[Any]:
+        """What was asked of sizes, and must be so for others."""
+        return list(dict.fromkeys(guard.expr for guard in self._env.guards))
+
+    def type_of(self, index: int, leaf: torch.Tensor) -> TensorType:
+        """Returns the type of an input, with symbols in it."""
+        own, names = TensorType.of(leaf), self._names[index]
+        if not any(names):
+            return own
+        pairs = zip(map(parted, names), own.shape, strict=True)
+        shape = tuple(self._symbols[name] + more if name else n for (name, more), n in pairs)
+        return TensorType(own.dtype, shape, contiguous_stride(shape), own.device)
+
+    @property
+    def why_numbers(self) -> str:
+        """Says which sizes turned out to be numbers, and where; "" if none did."""
+        numbers = ((s, self._settled(s)) for s in self._symbols.values())
+        lines = self._settled_at
+        found = [
+            f"a size of {n} is taken as a number{f' at {at}' if (at := lines.get(s)) else ''}"
+            for s, n in numbers
+            if n.is_number
+        ]
+        return ", ".join(found)
+
+    @property
+    def fixed(self) -> tuple[tuple[bool, ...], ...]:
+        """Says of each dimension of the inputs whether its symbol turned out to be a number."""
+        numbers = {n for n, s in self._symbols.items() if self._settled(s).is_number}
+        return tuple(tuple(parted(name)[0] in numbers for name in names) for names in self._names)
+
+    def values(self, leaves: Sequence[Any]) -> Values | None:
+        """Returns the number of each symbol for inputs that are known to differ in sizes only.
+
+        None if what was compiled is not right for them.
+        """
+        found = self._numbers(leaves)
+        return found if isinstance(found, Values) and self.are_right(found) else None
+
+    def why_not(self, leaves: Sequence[Any]) -> str:
+        """Says why what was compiled is not right for inputs of other sizes; "" if it is."""
+        found = self._numbers(leaves)
+        if not isinstance(found, Values):
+            return found
+        broken = [str(one) for one in self.conditions if not _holds(one, found)]
+        numbers = ", ".join(f"{symbol} = {number}" for symbol, number in found.items())
+        return f"{' and '.join(broken)} has to hold, and {numbers}" if broken else ""
+
+    def _numbers(self, leaves: Sequence[Any]) -> Values | str:
+        """Returns the number of each symbol, or why there is none."""
+        found = Values()
+        shapes, strides = shapes_of(leaves), _strides_of(leaves)
+        for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
+            # Kernels compute strides from symbols as those of a contiguous tensor.
+            if any(names) and not may_vary(leaves[index]):
+                return f"strides of input {index} are not those of contiguous memory"
+            if not any(names) and strides[index] != self._strides[index]:
+                # A kernel has the steps of what has no symbols as numbers.
+                return f"strides of input {index} have to be {self._strides[index]}"
+            for dim, name in enumerate(names):
+                size = int(shapes[index][dim])
+                place = f"dimension {dim} of input {index} is {size}"
+                if not name and size != example[dim]:
+                    return f"{place}, and has to be {example[dim]}"
+                # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
+                symbol, offset = parted(name)
+                size -= offset
+                if name and size < 2:
+                    return f"{place}, and has to be at least {2 + offset}"
+                if name and (first := found.setdefault(self._symbols[symbol], size)) != size:
+                    return f"{place}, and by other sizes it has to be {first + offset}"
+        return found
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the inputs of the call that is captured."""
+        return self._example
+
+    @property
+    def example(self) -> Values:
+        """The number of each symbol in the call that is captured."""
+        found = Values()
+        for names, sizes in zip(self._names, self._example, strict=True):
+            for name, size in zip(names, sizes, strict=True):
+                if name:
+                    symbol, offset = parted(name)
+                    found[self._symbols[symbol]] = int(size) - offset
+        return found
+
+    @property
+    def settled(self) -> tuple[Any, ...]:
+        """Returns what each symbol has become: the same symbol, another one, or a number."""
+        return tuple(map(self._settled, self._symbols.values()))
+
+    @contextmanager
+    def staying_open(self) -> Iterator[None]:
+        """Undoes what was asked of sizes within it, if it raises or settles one.
+
+        Raises:
+            PlanError: if it settles one.
+        """
+        env, settled = self._env, self.settled
+        before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
+        try:
+            yield
+            if self.settled != settled:
+                raise PlanError("It settles a size that varies.")
+        except Exception:
+            vars(env).update(before)
+            for counter in ("_version_counter", "_replacements_version_counter"):
+                if hasattr(env, counter):  # by which PyTorch knows what it may remember
+                    setattr(env, counter, getattr(env, counter) + 1)
+            raise
+
+    def are_right(self, values: Values) -> bool:
+        """Whether every question about sizes gets the answer that the compile relied on."""
+        return all(_holds(condition, values) for condition in self.conditions)
+
+
+def _holds(condition: Any, values: Values) -> bool:
+    try:
+        return bool(value_of(condition, values))
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return False
+
+
+class ReadKnownSizes(KnownSizes):
+    """Holds the symbols of a program that is read from a file, as :meth:`KnownSizes.told` wrote it.
+
+    Args:
+        leaves: flat inputs of the kind that it was compiled for.
+        names: which of their dimensions are symbols.
+        sizes: these, with their conditions.
+
+    Raises:
+        FileError: if they contradict each other.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], names: Sequence[Sequence[str]], sizes: ReadSizes
+    ) -> None:
+        if list(map(len, names)) != list(map(len, shapes_of(leaves))):
+            raise FileError("sizes are named that no input has")
+        super().__init__(None, leaves, tuple(map(tuple, names)))
+        self._read = sizes
+        symbols = {parted(name)[0] for dims in names for name in dims if name}
+        if symbols != sizes.examples.keys():
+            raise FileError("a size is named that no input has")
+        self._symbols = {name: sizes.symbol(name) for name in sizes.examples}
+        if self.values(leaves) is None:
+            raise FileError("its conditions do not hold for its own sizes")
+
+    # Before operators are read there is no environment, which takes Dynamo to be imported.
+
+    def _settled(self, size: Any) -> Any:
+        return self._read.environment.replace(size) if self._read.has_environment else size
+
+    @property
+    def hints(self) -> Values:
+        """The number that each symbol had wherever a question was asked."""
+        return Values({s: self._read.examples[name] for name, s in self._symbols.items()})
+
+    @property
+    def conditions(self) -> Sequence[Any]:
+        """What was asked of sizes, and must be so for others."""
+        guards = self._read.environment.guards if self._read.has_environment else ()
+        return list(dict.fromkeys([*self._read.required, *(guard.expr for guard in guards)]))
+
+    @contextmanager
+    def staying_open(self) -> Iterator[None]:
+        """Undoes what was asked of sizes within it, if it raises or settles one."""
+        self._env = self._read.environment
+        with super().staying_open():
+            yield
