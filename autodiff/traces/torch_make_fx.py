@@ -284,12 +284,7 @@ def traced_copy(type_: TensorType, copied: TensorType) -> torch.fx.GraphModule:
 def traced_sum(
     types: tuple[TensorType, TensorType], sized: torch.fx.GraphModule | None
 ) -> torch.fx.GraphModule:
-    """Returns the graph that adds a tensor to one that is no less precise.
-
-    Args:
-        types: of the sum so far, and of what is added.
-        sized: a graph whose sizes theirs may be.
-    """
+    """Returns the graph that adds a tensor to another, of sizes that may be those of a graph."""
     mode, graph = new_fake_mode(sized), torch.fx.Graph()
     given = tuple(graph.placeholder(f"a{i}") for i in range(2))
     node = graph.call_function(torch.ops.aten.add.Tensor, given)

@@ -382,10 +382,10 @@ class _Attention:
 
     def _not_repeated(self) -> list[torch.fx.Node]:
         """Returns the operands, keys and values of as many heads as they were computed for."""
-        shared = [_before_repeat(self.given[name]) for name in ("key", "value")]
-        if None in shared or len({n.meta["val"].shape[1] for n in shared if n}) > 1:
-            shared = [self.given[name] for name in ("key", "value")]
-        return [self.operands["query"], *(self.copies[n] for n in shared if n)]
+        given = [self.given[name] for name in ("key", "value")]
+        shared = [_before_repeat(node) or node for node in given]
+        alike = len({node.meta["val"].shape[1] for node in shared}) == 1
+        return [self.operands["query"], *(self.copies[n] for n in (shared if alike else given))]
 
     def _bias(self) -> torch.fx.Node:
         """Returns the mask as numbers to add, of full shape, in rows for wide loads."""

@@ -43,24 +43,18 @@ class _Constant:
     node: Node
     given: Mapping[object, _Constant]
 
-    def ancestors(self) -> list[Node]:
-        """Returns the node and all that it depends on, in the order of their graph."""
-        found, rest = {self.node}, [self.node]
-        while rest:
-            new = set(rest.pop().all_input_nodes) - found
-            found |= new
-            rest += new
-        return sorted(found)
-
     def numbers(self) -> torch.Tensor:
         """Computes it, on the CPU."""
-        nodes = self.ancestors()
-        entries = [n for n in nodes if n in self.given]
-        rest = [n for n in nodes if n not in self.given]
+        found, left = {self.node}, [self.node]
+        while left:
+            new = set(left.pop().all_input_nodes) - found
+            found |= new
+            left += new
+        entries = [n for n in found if n in self.given]
+        rest = sorted(found.difference(entries))
         module = cut_leaf("constant", rest, entries, [self.node]).module
         for node in module.graph.nodes:
-            node.args = map_aggregate(node.args, _on_cpu)
-            node.kwargs = map_aggregate(node.kwargs, _on_cpu)
+            node.args, node.kwargs = (map_aggregate(x, _on_cpu) for x in (node.args, node.kwargs))
         operands = [self.given[n].numbers() for n in entries]
         result: torch.Tensor = ModalInterpreter(module).run_flat(operands)[0]
         return result
@@ -159,9 +153,13 @@ class Masks:
         return self._made[key], outputs
 
     def _leaf(self, leaf: Leaf, constants: Mapping[object, _Constant]) -> _Taken:
-        masks = {n: constants.get(n.args[3]) for n in leaf.nodes if _is_masked(n)}
-        found = {n: self._kind(n, mask) for n, mask in masks.items() if mask is not None}
-        kinds = {node: kind for node, kind in found.items() if kind}
+        kinds: dict[Node, Kind] = {}
+        for node in filter(_is_masked, leaf.nodes):
+            mask = constants.get(node.args[3])
+            if mask is not None and (node, mask) not in self._kinds:
+                self._kinds[node, mask] = _kind_of(mask.numbers(), node)
+            if mask is not None and (kind := self._kinds[node, mask]):
+                kinds[node] = kind
         if not kinds:
             return leaf, range(len(leaf.input_types))
         key = (leaf, *kinds.items())
@@ -169,13 +167,6 @@ class Masks:
             self.told[leaf.name] += len(kinds)
             self._made[key] = _rewritten(leaf, range(len(leaf.output_types)), kinds)
         return self._made[key]
-
-    def _kind(self, attention: Node, mask: _Constant) -> Kind:
-        key = (attention, *(mask.given.get(n) for n in mask.ancestors()))
-        if key not in self._kinds:
-            kind = _kind_of(mask.numbers(), attention)
-            self._kinds[key] = kind if kind and _keeps_layout(attention, kind) else ""
-        return self._kinds[key]
 
     def _without_unused(self, before: Program, calls: Sequence[Call]) -> tuple[Call, ...]:
         """Takes out of leaves what no call uses any more."""
@@ -224,13 +215,13 @@ def _kind_of(mask: torch.Tensor, attention: Node) -> Kind:
     shown = mask if mask.dtype is torch.bool else mask == 0
     if shown is not mask and not (shown | (mask == -torch.inf)).all():
         return ""
-    if shown.all():
-        return "open"
     query, key = (n.meta["val"].shape[-2] for n in attention.args[:2])  # type: ignore[union-attr]
-    if query != key or mask.shape[-2:] != (query, key):
-        return ""
-    triangle = torch.ones(query, key, dtype=torch.bool, device="cpu").tril()
-    return "causal" if (shown == triangle).all() else ""
+    kind: Kind = "open" if shown.all() else "causal"
+    if kind == "causal":
+        triangle = torch.ones(query, key, dtype=torch.bool, device="cpu").tril()
+        if query != key or not (shown == triangle).all():
+            return ""
+    return kind if _keeps_layout(attention, kind) else ""
 
 
 def _told(graph: torch.fx.Graph, attention: Node, kind: Kind, copies: Mapping[Node, Node]) -> Node:
