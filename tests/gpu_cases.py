@@ -326,7 +326,7 @@ def compiled_for_nothing(
     return program
 
 
-def memory(program: PlannedProgram) -> dict[str, float]:
+def memory(program: PlannedProgram) -> dict[str, Any]:
     rows = [
         (b.birth, b.death, program.offsets[i], b.num_bytes)
         for i, b in enumerate(program.layout.instances)
@@ -339,7 +339,10 @@ def memory(program: PlannedProgram) -> dict[str, float]:
             if isinstance(launch.function, TritonKernel):  # Inductor's names say what is written
                 names = zip(launch.function.argument_names, launch.args, strict=False)
                 assert all("_ptr" in name for name, value in names if isinstance(value, View))
-    return {"arena": program.plan.ratio, "launches": program.num_launches}
+    flash = [x.launch for part in program.layout.parts for x in part.launches]
+    flash = [x for x in flash if x.name.startswith("_scaled_dot_product_flash_attention")]
+    heads = sorted({v.shape[1] for x in flash for v in x.args[:3] if isinstance(v, View)})
+    return {"arena": program.plan.ratio, "launches": program.num_launches, "heads": heads}
 
 
 def loss_of(output: Any) -> torch.Tensor:

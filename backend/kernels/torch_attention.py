@@ -257,6 +257,7 @@ _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _MAX_HEAD = 256
 _ROW = 16  # elements that rows of a mask are padded to
 _HALF = (torch.float16, torch.bfloat16)
+_CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -271,7 +272,9 @@ def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _before_repeat(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns keys or values of fewer heads, each of which a node repeats in a row."""
+    """Returns keys or values of fewer heads, each of which a node repeats and may cast."""
+    if node.target in _CASTS:
+        node = node.args[0]  # type: ignore[assignment]
     if node.target is aten.repeat_interleave.self_int and node.args[2:3] == (1,):
         return node.args[0]  # type: ignore[return-value]
     steps = [node]
@@ -384,8 +387,14 @@ class _Attention:
         """Returns the operands, keys and values of as many heads as they were computed for."""
         given = [self.given[name] for name in ("key", "value")]
         shared = [_before_repeat(node) or node for node in given]
-        alike = len({node.meta["val"].shape[1] for node in shared}) == 1
-        return [self.operands["query"], *(self.copies[n] for n in (shared if alike else given))]
+        if len({node.meta["val"].shape[1] for node in shared}) > 1:
+            shared = given
+        operands = [self.operands["query"]]
+        for node, wanted in zip(shared, given, strict=True):
+            dtype, made = wanted.meta["val"].dtype, self.copies[node]
+            is_cast = node.meta["val"].dtype == dtype
+            operands.append(made if is_cast else self._call(aten.to.dtype, made, dtype))
+        return operands
 
     def _bias(self) -> torch.fx.Node:
         """Returns the mask as numbers to add, of full shape, in rows for wide loads."""
