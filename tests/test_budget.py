@@ -34,11 +34,11 @@ from link_tree import ROOT
 # (frontend +73, reuse +664).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_728, 111),
-    "reuse": (9_826, 35),
-    "autodiff": (6_413, 22),
+    "reuse": (9_817, 35),
+    "autodiff": (6_408, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (7_958, 29),
-    "backend": (12_972, 46),
+    "backend": (12_981, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
