@@ -17,8 +17,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from ..autodiff.training_program import UpdateGroup, Updates
 from ..backend.cache.codec import decode_value, encode_value
+from ..backend.launches.torch_native import Hold
 from ..reuse.errors import FileError, PlanError
-from ..reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
 from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
 from ..reuse.ir.types import TensorType, reach
@@ -322,15 +322,22 @@ class StateFacts:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
-        self._checks = IdentityChecks()
-        for table in (self._state, *self._state.values()):
-            self._checks.values(table)
-        self._are_same: Check | None = None
+        tables: list[Mapping[Any, Any]] = [self._state, *self._state.values()]
+        self._values = tuple(
+            fact for table in tables for fact in (table, None, tuple(table.values()))
+        )
 
-    def hold(self, native: CompareFacts | None) -> bool:
+    def hold(self, native: Hold | None) -> bool:
         """Whether it is made of the same tensors still; asked at each step."""
-        self._are_same = self._are_same or self._checks.function(native)
-        return self._optimizer.state is self._state and self._are_same()
+        if self._optimizer.state is not self._state:
+            return False
+        if native is not None:
+            return native((), (), self._values, (), (), ())
+        tables: Any = zip(self._values[::3], self._values[2::3], strict=True)
+        return all(
+            len(table) == len(held) and all(map(operator.is_, table.values(), held))
+            for table, held in tables
+        )
 
 
 def _why_not(group: Mapping[str, Any], devices: Collection[str]) -> str:

@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, Snapshot
-from ..kinds import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
+from ..kinds import (
+    ABSENT,
+    cell_contents,
+    is_library,
+    is_own_patch,
+    is_python_defined,
+)
 from ..torch_pytree import is_container
 from .functions import (
     Closures,
@@ -42,10 +48,13 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_slow_forward",
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
-# What reading os.environ runs: anybody may set a variable, under a name that no code shows.
-_CODERS: list[Any] = [os.environ.encodekey, os.environ.decodekey]  # type: ignore[attr-defined]
-_CODERS += [os.environb.encodekey] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
-_ENVIRONMENT_CODES = frozenset(coder.__code__ for coder in _CODERS)
+# What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
+_CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
+_ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
+# What a look-up in os.environb runs, by a name that is no text.
+_BYTES_CODES = frozenset(
+    [os.environb.encodekey.__code__] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
+)
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
 _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
@@ -189,9 +198,9 @@ class Reads:
         owner = _first_of(code, variables)
         if owner is not None and not is_library(scope.get("__name__")):
             self._method(owner, (*code.co_names, code.co_name))
-        if code in _ENVIRONMENT_CODES:
-            self.contents.unreadable.append("reads os.environ")
-        elif code.co_freevars:
+        if code in _BYTES_CODES:
+            self.contents.unreadable.append("reads os.environb")
+        if code.co_freevars and code not in _ENVIRONMENT_CODES:
             self.closures.ran(frame)
         # Code that ran before reads the same names; its object and variables were noted above.
         if (code, id(scope)) in self.functions:
@@ -233,6 +242,12 @@ class Reads:
         for code, _ in self.functions:
             found.update(code.co_names, filter(str.isidentifier, texts_of(code)))
         return found
+
+    def environment(self) -> list[str]:
+        """Returns the texts that may name environment variables, if any variable was read."""
+        if all(code not in _ENVIRONMENT_CODES for code, _ in self.functions):
+            return []
+        return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -115,27 +116,33 @@ class IdentityChecks:
 
 def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
     """Returns what compares facts as the native library does."""
-    absent = [(table, name, ABSENT) for table, name, _ in _rows(facts["absent"])]
+    # Loops in C over columns of facts: a function in Python for each would take five times as long.
+    checks: list[Check] = []
+
+    def add(
+        rows: Iterable[tuple[Any, Any, Any]], look: Callable[..., Any], *more: Iterable[Any]
+    ) -> None:
+        columns = list(zip(*rows, strict=True))
+        if columns:
+            owners, names, expected = columns
+            checks.append(lambda: all(map(operator.is_, map(look, owners, names, *more), expected)))
+
+    absent = ((table, name, ABSENT) for table, name, _ in _rows(facts["absent"]))
     entries = [*_rows(facts["entry"]), *absent]
-    groups: list[tuple[Any, ...]] = [
-        # Past the methods of a class of the user's, which may say anything.
-        (dict.get, [row for row in entries if isinstance(row[0], dict)], repeat(ABSENT)),
-        (_entry_of, [row for row in entries if not isinstance(row[0], dict)]),
-        (getattr, _rows(facts["attribute"])),
-        (object.__getattribute__, _rows(facts["own attribute"])),
-        (lambda owner, _: type(owner), _rows(facts["class"])),
-    ]
-    # Loops in C over columns of facts: one in Python would take three times as long.
-    columns = [(look, zip(*rows, strict=True), more) for look, rows, *more in groups if rows]
-    checks = [(look, *found, more) for look, found, more in columns]
-    tables = [(table, held) for table, _, held in _rows(facts["values"])]
-    return lambda: (
-        all(
-            all(map(operator.is_, map(look, owners, names, *more), expected))
-            for look, owners, names, expected, more in checks
-        )
-        and all(_holds_values(table, held) for table, held in tables)
+    # Past the methods of a class of the user's, which may say anything.
+    add((row for row in entries if isinstance(row[0], dict)), dict.get, repeat(ABSENT))
+    add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
+    add(_rows(facts["attribute"]), getattr)
+    add(_rows(facts["own attribute"]), object.__getattribute__)
+    owners, classes = facts["class"][::3], facts["class"][2::3]
+    checks.append(lambda: all(map(operator.is_, map(type, owners), classes)))
+    tables, held = facts["values"][::3], facts["values"][2::3]
+    lengths, values = [*map(len, held)], [*chain.from_iterable(held)]
+    checks.append(lambda: all(map(operator.eq, map(dict.__len__, tables), lengths)))
+    checks.append(
+        lambda: all(map(operator.is_, chain.from_iterable(map(dict.values, tables)), values))
     )
+    return partial(_all_hold, checks)
 
 
 def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
@@ -230,6 +237,7 @@ class RootEvidence:
         self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
+        self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
         found += self.contents.tensors()
         self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
@@ -331,6 +339,16 @@ class RootEvidence:
                 for name in _OF_CLASSES:
                     if name in names:
                         self._add_part(kind, name)
+
+    def _add_environment(self, texts: Collection[str]) -> None:
+        table = vars(os.environ).get("_data")
+        if not isinstance(table, dict):
+            return
+        for text in texts:
+            name = os.environ.encodekey(text)  # type: ignore[attr-defined]
+            # A text in capitals that names no variable yet may name one later.
+            if name in table or text.isupper():
+                self._add_fact(_entry_of, table, name)
 
     def release(self) -> None:
         """Holds no tensor that is not where it was any more; what held it is another for good."""
