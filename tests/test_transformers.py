@@ -149,7 +149,7 @@ def assert_trains_like_eager(build: Callable[[], Any], calls: int, **options: An
     ],
     ids=["gpt2", "gpt2 with dropout", "llama"],
 )
-@pytest.mark.sweep(keep="eager-gpt2]")
+@pytest.mark.sweep(keep="eager-llama")
 def test_training_equals_eager_in_steps_of_adamw(
     build: Callable[[], Any], layer_class: str, backend: str
 ) -> None:
