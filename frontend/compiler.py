@@ -25,7 +25,7 @@ from ..reuse.errors import NotDifferentiatedError, PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ..reuse.ir.torch_symbols import Values, type_at
 from .capture.regions import CapturedModel, Sizes
-from .capture.surroundings import one_at_a_time
+from .capture.surroundings import one_at_a_time, other_threads_waiting
 from .compile_record import Made, Memory
 from .compiled import (
     Compiled,
@@ -42,7 +42,7 @@ from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
-from .passes.numbers import AtNumbers, results_at
+from .passes.numbers import AtNumbers, TypesAt, results_at
 from .passes.programs import (
     PARTS,
     add_gradients,
@@ -311,7 +311,7 @@ class Linker:
                 "is right for no further sizes."
             )
         report = replace(self._described, passes=[])
-        state = run(_LINK, replace(self.lowered, values=values, report=report))
+        state = _linked(replace(self.lowered, values=values, report=report))
         note_recompute(state)
         return self.result(state), report
 
@@ -366,7 +366,7 @@ class Linker:
                 # Where memory is not planned for the forward, its backward takes tensors.
                 unplanned = Unplanned(report.unplanned) if report.unplanned else None
                 lowered = replace(lowered, values=values, report=passes, unplanned=unplanned)
-                state = run(_LINK, lowered)
+                state = _linked(lowered)
         except Exception:
             if values is None:
                 raise
@@ -398,12 +398,13 @@ class Linker:
         Returns:
             They; or the program with numbers for sizes, of which autograd can take them.
         """
-        with one_at_a_time():
+        with other_threads_waiting():
             linked = None
             if values is not None and request not in self.refused:
                 linked = self._linked_gradients(values, counted, request)
             if linked is not None:
                 return linked
+        with one_at_a_time():
             captured, compiler = self.lowered.captured, self.compiler
             if values is not None:
                 program = AtNumbers(values).program(captured.program)
@@ -454,9 +455,20 @@ class Linker:
         assert program is not None
         assert isinstance(compiled, CompiledProgram)
         further = partial(self.compile_gradients, values, counted)
-        inputs = compiled.captured.program.inputs
-        types_ = tuple(type_at(value.type, values or Values()) for value in inputs)
+        types_ = tuple(self._input_types.at(values or Values()))
         return CompiledGradients(replace(compiled, gradients=further), program, types_)
+
+    @cached_property
+    def _input_types(self) -> TypesAt:
+        return TypesAt(value.type for value in self.lowered.captured.program.inputs)
+
+
+def _linked(lowered: Compilation) -> Compilation:
+    """Links what is lowered; a shape may get other numbers in a program that is there."""
+    known = None
+    if lowered.shapes is not None and lowered.values is not None:
+        known = lowered.shapes.known(lowered, lowered.values)
+    return run(_LINK, lowered) if known is None else known
 
 
 def note_recompute(state: Compilation) -> None:

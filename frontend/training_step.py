@@ -14,7 +14,6 @@ from ..autodiff.training_program import ORDERS, SUMS, NotUpdatedError, Order, Su
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.leases import Lease
-from ..backend.run.planned import PlannedProgram
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
@@ -33,6 +32,7 @@ from .checks.refusals import (
     model_inside,
     refuse_containers,
     refuse_wrappers,
+    watching_input,
     watching_tensor,
 )
 from .checks.torch_state import autograd_mode_around, mode_around, refuse_mode
@@ -262,14 +262,14 @@ class TrainingStep(Dispatcher["_StepEntry"]):
                 self._forget()
             first = self._entries.first
             handed = first.handed if first is not None else None
-            entry = self._entries.fitting(leaves, tree)
+            entry = self._entries.fitting(leaves, tree) or self._linked_to(leaves, tree)
             # Parameters may have been replaced, or come to share memory, since the last step.
-            if entry is not None and entry.why_no_update():
+            if entry is not None and entry.why_no_update(first):
                 self._forget()
                 entry = None
             entry = entry or self._compile(leaves, tree)
-            if handed is not None and first is not entry:
-                entry.follow(handed)
+            if first is not None and first is not entry:
+                entry.follow(first, handed)
             loss = run(entry, leaves)
             if self._optimizer is not None and not (entry.is_updating or self._wrapper):
                 self._optimizer.update()
@@ -281,6 +281,21 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         """Makes a copy that compiles anew, at its first call."""
         return TrainingStep, self._made_of
 
+    def _linked_to(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry | None:
+        """Links for the sizes of a batch what was compiled with symbols; None if nothing fits."""
+        # What a guard accepts but for sizes is asked no more than a step of seen sizes is.
+        if not self._shapes.has_symbols or watching_input(self._model, leaves):
+            return None
+        return self._linked_for(self._inputs(leaves, tree))
+
+    def _inputs(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
+        """Returns a batch with copies of its first micro-batch."""
+        count = self._batching.micro_batches
+        distinct = {id(leaf): _split(leaf, count) for leaf in leaves}
+        parts = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
+        first = [part[0] if isinstance(part, tuple) else part for part in parts]
+        return Inputs.of(first, tree, given=leaves)
+
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
         refuse_wrappers(walk_modules(self._model))
         if watching := watching_tensor(self._model, leaves):
@@ -290,13 +305,8 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             )
         refuse_containers(tree, "compile_step")
         check_runnable(self._model)
-        count = self._batching.micro_batches
-        distinct = {id(leaf): _split(leaf, count) for leaf in leaves}
-        parts = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
-        first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        inputs = Inputs.of(first, tree, given=leaves)
         try:
-            return self._compile_with_update(inputs)
+            return self._compile_with_update(self._inputs(leaves, tree))
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
@@ -320,11 +330,11 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         except NotUpdatedError as error:
             self._optimizer.groups(str(error))
             entry = self._compile_for(inputs, step_goal(self._batching))
-        assert self._report is not None
-        self._report.update_after = self._optimizer.why_after
         return entry
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> _StepEntry:
+        if self._optimizer is not None:
+            made.report.update_after = self._optimizer.why_after
         return _StepEntry(made, self._optimizer)
 
 
@@ -354,7 +364,8 @@ class _StepEntry:
         self._lease: Lease | None = None
         self._token: object = None
         self.handed: HandedGradients | None = None  # by its last step
-        self._before: HandedGradients | None = None  # by another's
+        self._handed_before: HandedGradients | None = None  # by another's
+        self._before: _StepEntry | None = None  # which ran last
         self._trained_of = picker(compiled.step.gradients)
         sources = compiled.captured.program.sources
         self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
@@ -364,14 +375,32 @@ class _StepEntry:
         # Kept beside it, since a scaled loss overwrites the seed.
         self._share = self._seed.clone()
 
-    def follow(self, handed: HandedGradients) -> None:
-        """Takes back gradients that another variant gave to what this one leaves out."""
-        handed.take_back(self._trained_of(self.guard.tensors))
-        self._before = handed
+    def follow(self, before: _StepEntry, handed: HandedGradients | None) -> None:
+        """Takes back gradients that another variant gave to what this one leaves out.
 
-    def why_no_update(self) -> str:
-        """Says why the program cannot update its parameters as they are now; empty if it can."""
+        Args:
+            before: that one.
+            handed: the gradients.
+        """
+        if handed is not None:
+            handed.take_back(self._trained_of(self.guard.tensors))
+        self._before, self._handed_before = before, handed
+
+    def _is_bound_as(self, other: _StepEntry | None) -> bool:
+        """Whether another variant is bound to the tensors of the model now, and updates them."""
+        if other is None or other._lease is None or other._token is not self.guard.token:
+            return False
+        return other._updates is self._updates
+
+    def why_no_update(self, before: _StepEntry | None = None) -> str:
+        """Says why the program cannot update its parameters as they are now; empty if it can.
+
+        Args:
+            before: another variant, which was asked when it was bound.
+        """
         if not self.is_updating or self._optimizer is None or self.guard.token is self._token:
+            return ""
+        if self._is_bound_as(before):
             return ""
         present = self.guard.tensors
         return self._optimizer.hindrance([present[i] for i in self._updates.parameters], present)
@@ -390,6 +419,7 @@ class _StepEntry:
             self._take(leaves)
             loss, outputs = self._computed(self._leased())
             handed = self._handed_of(outputs)
+        self._before = self._handed_before = None
         return handed.as_graph_of(loss)
 
     @called_without_autocast
@@ -406,6 +436,7 @@ class _StepEntry:
         loss, outputs = self._computed(left or self._leased())
         if left is None:
             self._handed_of(outputs).hand_out()
+        self._before = self._handed_before = None
         return loss
 
     def _set_seed(self) -> None:
@@ -444,7 +475,7 @@ class _StepEntry:
 
     def rest(self) -> None:
         """See :class:`.guards.guard.Entry`. Gradients stay the user's, on the memory they are."""
-        self.handed = self._lease = self._token = None
+        self.handed = self._lease = self._token = self._before = self._handed_before = None
         self._staging, self._batch = [], []
         self._compiled.runner.rest()
 
@@ -467,29 +498,38 @@ class _StepEntry:
             return self._lease
         self.handed = None
         check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
-        state: list[torch.Tensor] = []
-        if self._optimizer is not None and self.is_updating:
-            assert isinstance(self._compiled.runner, PlannedProgram)
-            self._compiled.runner.check_is_here()
-            state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
-        tensors = [*self._batch, *self.guard.tensors, *state, self._seed]
+        tensors = [*self._batch, *self.guard.tensors, *self._updated(), self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
-            self._lease = self._compiled.runner.lease(tensors)
+            before = self._before._lease if self._before is not None else None
+            self._lease = self._compiled.runner.lease(tensors, before)
         self._token = self.guard.token
         return self._lease
+
+    def _updated(self) -> list[torch.Tensor]:
+        """Returns the tensors of the optimizer that the program takes; makes those that lack."""
+        if self._optimizer is None or not self.is_updating:
+            return []
+        before = self._before
+        known = before if self._is_bound_as(before) else None
+        if known and known._lease and known._state and known._state.hold(self._hold):
+            self._state = known._state
+            return known._lease.tensors[len(self._batch) + len(self.guard.tensors) : -1]
+        self._compiled.runner.check_is_here()
+        state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
+        return state
 
     def _handed_of(self, outputs: Sequence[torch.Tensor]) -> HandedGradients:
         """Returns the gradients; made for as long as the lease and the tensors stay."""
         if self.handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
-            parameters, before = self._trained_of(self.guard.tensors), self._before
+            parameters = self._trained_of(self.guard.tensors)
+            before = self._handed_before
             # Steps of several shapes may share an arena, with the gradients at the same places.
             if before is not None and before.are_of(parameters, gradients):
                 self.handed = before
             else:
                 self.handed = HandedGradients(parameters, gradients)
-        self._before = None
         return self.handed
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

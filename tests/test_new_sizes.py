@@ -2,20 +2,30 @@
 
 import copy
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import pytest
+import sympy
 import torch
 from comparing import assert_close
 from torch import Tensor, nn
+from torch.utils._sympy.functions import Max
 
 import lazyinline
 from lazyinline import Budget, PlanError
 from lazyinline.autodiff.traces import torch_make_fx
+from lazyinline.backend.run import planned
+from lazyinline.frontend import compiler
 from lazyinline.frontend.passes import link as link_pass
 from lazyinline.frontend.passes import many_shapes
+from lazyinline.frontend.sizes import torch_known_sizes
+from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
+from lazyinline.frontend.torch_optimizer import StepOptimizer
+from lazyinline.reuse.ir import torch_symbols
 from lazyinline.reuse.ir.size_tape import Size, SizeTape
 from lazyinline.reuse.ir.torch_symbols import Values
 
@@ -187,6 +197,98 @@ def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.
         for shape in SHAPES[:4]:
             assert_trains_as_eager(step, model, plain, shape)
     assert alone.call_count == 4
+
+
+def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
+    model, plain = potential()
+    one, other = (torch.optim.Adam(m.parameters(), 1e-3, fused=True) for m in (model, plain))
+    step = lazyinline.compile_step(model, dynamic=True, optimizer=one)
+
+    def train(shape: Shape) -> None:
+        loss, expected = step(*atoms(shape)), plain(*atoms(shape))
+        other.zero_grad()
+        expected.backward()
+        other.step()
+        assert_close(loss, expected.detach())
+        for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(own.detach(), theirs.detach())
+
+    for shape in ((9, 40), (9, 33), (9, 44)):
+        train(shape)
+    looked: list[int] = []
+    check_memory = planned.check_memory
+
+    def counted(tensors: Any, names: Any = ()) -> None:
+        looked.append(len(tensors))
+        check_memory(tensors, names)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(planned, "check_memory", counted))
+        for owner, name in (
+            (nn.Module, "named_parameters"),
+            (compiler, "run"),
+            (StepOptimizer, "bound"),
+            (StepOptimizer, "hindrance"),
+            (planned.Memory, "runner"),
+            (torch_symbols, "_computed"),
+        ):
+            refused = AssertionError(f"{name} of a new size")
+            stack.enter_context(mock.patch.object(owner, name, side_effect=refused))
+        for edges in (31, 43, 20, 42, 2, 30):
+            looked.clear()
+            loss, expected = step(*atoms((9, edges))), plain(*atoms((9, edges)))
+            assert_close(loss, expected.detach())
+            assert looked == [5], "four inputs and the seed"
+            other.zero_grad()
+            expected.backward()
+            other.step()
+    # What the model and the optimizer hold may lie elsewhere at a new size.
+    for one_model in (model, plain):
+        for parameter in one_model.parameters():
+            parameter.data = parameter.data.clone()
+    train((9, 21))
+    for optimizer in (one, other):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train((9, 22))
+    train((9, 40))
+    train((9, 23))
+
+
+def test_a_new_size_of_a_module_runs_no_pass() -> None:
+    model, plain = potential()
+    compiled = lazyinline.compile(model, dynamic=True)
+    for shape in ((9, 40), (9, 33), (9, 44)):
+        compiled(*atoms(shape)).backward()
+    model.zero_grad()
+    refused = {"side_effect": AssertionError("a new size")}
+    with (
+        mock.patch.object(compiler, "run", **refused),
+        mock.patch.object(torch_symbols, "_computed", **refused),
+        mock.patch.object(signal, "signal", **refused),
+    ):
+        for edges in (31, 43, 20, 42):
+            for one in (compiled, plain):
+                one(*atoms((9, edges))).backward()
+    for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(own.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_questions_that_a_tape_would_forget_are_asked_again(known: bool) -> None:
+    n, m = sympy.symbols("n m", integer=True, positive=True)
+    exact, rounded = sympy.Ne(n * m % 4, 3), sympy.Le(Max(n, m), 12)
+    answers = torch_known_sizes._Answers.of([exact, rounded], Values({n: 4, m: 12}))
+    assert answers.others == [rounded]
+    sizes = InputSizes([torch.zeros(4, 12)], (("n0", "n1"),))
+    first, second = sizes._symbols.values()
+    for text in (sympy.Le(Max(first, second), 12), sympy.Ne(first, 7)):
+        sizes._env.guards.append(mock.Mock(expr=text))
+    if known:
+        assert sizes.are_right(Values({first: 4, second: 12}))
+    assert sizes.are_right(Values({first: 12, second: 5}))
+    assert not sizes.are_right(Values({first: 4, second: 13}))
+    assert not sizes.are_right(Values({first: 7, second: 5}))
+    assert sizes.are_right(Values({first: 8, second: 5}))
 
 
 def test_sizes_remember_what_was_computed_and_compared() -> None:

@@ -331,14 +331,18 @@ def layout_of(
 def least_bytes(layout: Layout) -> int:
     """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
     placed = [b for b in layout.instances if b.kind == "arena" and b.device is None]
-    return (lower_bound(buffers_of(placed)) if placed else 0) + outside_bytes(layout)
+    return most_bytes(placed) + most_bytes(outside(layout))
 
 
-def outside_bytes(layout: Layout, numbers: Numbers = PLAIN) -> int:
-    """Returns what launches allocate for themselves, at most, at one time."""
-    outside = [b for b in layout.instances if b.kind == "foreign" and b.device is None]
-    outside += layout.scratch + layout.workspaces
-    return lower_bound(buffers_of(outside, numbers)) if outside else 0
+def outside(layout: Layout) -> list[Instance]:
+    """Returns what launches allocate for themselves."""
+    found = [b for b in layout.instances if b.kind == "foreign" and b.device is None]
+    return found + layout.scratch + layout.workspaces
+
+
+def most_bytes(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> int:
+    """Returns the bytes of buffers, at most, at one time."""
+    return lower_bound(buffers_of(instances, numbers)) if instances else 0
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
@@ -70,10 +70,10 @@ class GeneratedCode:
     num_beside: int = 0
 
     @cached_property
-    def _views(self) -> list[list[str]]:
-        """The names of the views that sizes are in."""
+    def _views(self) -> list[dict[str, Placed]]:
+        """The views that sizes are in."""
         both = (self.arena_views, self.model_views)
-        return [[n for n, one in views.items() if one.has_size] for views in both]
+        return [{n: one for n, one in views.items() if one.has_size} for views in both]
 
     @cached_property
     def _places(self) -> IntArray:
@@ -92,17 +92,32 @@ class GeneratedCode:
 
     def at(self, numbers: Numbers) -> GeneratedCode:
         """Returns the same with the numbers of other sizes."""
+        part = self.part_at(numbers)
+        arena, model = {**self.arena_views, **part.arena_views}, self.model_views
+        return replace(
+            self,
+            words=part.words,
+            arena_views=arena,
+            model_views={**model, **part.model_views},
+            constants={**self.constants, **part.constants},
+        )
+
+    def part_at(self, numbers: Numbers, moved: Collection[int] = ()) -> GeneratedCode:
+        """Returns what differs with the numbers of other sizes, and where tensors have moved."""
         words = array("q", self.words)
         if self.sizes:
             np.frombuffer(words, np.int64)[self._places] = np.take(numbers.column, self._which)
-        arena, model = (
-            {**views, **{name: views[name].at(numbers) for name in names}}
-            for views, names in zip((self.arena_views, self.model_views), self._views, strict=True)
+        arena, model = ({n: views[n].at(numbers) for n in views} for views in self._views)
+        if moved:
+            views = self.model_views.items()
+            model.update((n, p.at(numbers)) for n, p in views if p.instance in moved)
+        return GeneratedCode(
+            constants={name: numbers.computed[int(name[1:])] for name in self._names},
+            arena_views=arena,
+            model_views=model,
+            words=words,
+            slots={instance: self.slots[instance] for instance in moved if instance in self.slots},
         )
-        constants = {**self.constants}
-        for name in self._names:
-            constants[name] = numbers.computed[int(name[1:])]
-        return replace(self, words=words, arena_views=arena, model_views=model, constants=constants)
 
 
 @dataclass(frozen=True)
@@ -143,11 +158,31 @@ class Memory:
             native = self.tools.native
             starts, others = self.region_starts, self.others
             scope.update(bind_native(code, self.arena, self.tensors, native, starts, others))
-        scope.update(names, profiler=PROFILER)
-        exec(compiled, scope)
-        # Popped: a cycle would keep the arena until garbage is collected.
-        program: Runner = scope.pop("program")
-        return program
+        return _defined(compiled, scope, {**names, "profiler": PROFILER})
+
+    def runner_like(
+        self, like: Runner, part: GeneratedCode, compiled: CodeType, **names: Any
+    ) -> Runner:
+        """Returns a part's function like one over the same arena, where only some is bound anew.
+
+        Args:
+            like: the other function.
+            part: what is bound anew; see :meth:`GeneratedCode.part_at`.
+            compiled: the function's code.
+            names: what it sees besides.
+        """
+        scope = {**like.__globals__, **part.constants}
+        scope.update(self._bind_arenas(part.arena_views))
+        scope.update(_bind_model(part.model_views, self.tensors))
+        if part.words:
+            # Runs in one arena take turns, but each has the addresses of its own inputs.
+            addresses = type(scope["addresses"]).from_buffer_copy(scope["addresses"])
+            for instance, slot in part.slots.items():
+                addresses[slot] = self.tensors[instance].data_ptr()
+            scope["owned"] = (part.words, self.arena, self.others, self.tensors)
+            scope["words"] = part.words.buffer_info()[0]
+            scope["addresses"], scope["table"] = addresses, ctypes.addressof(addresses)
+        return _defined(compiled, scope, names)
 
     def _bind_arenas(self, views: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
         """Makes every arena view once."""
@@ -162,6 +197,15 @@ class Memory:
             whole = typed[device, placed.dtype]
             bound[name] = whole.as_strided(placed.shape, placed.stride, start)
         return bound
+
+
+def _defined(compiled: CodeType, scope: dict[str, Any], names: Mapping[str, Any]) -> Runner:
+    """Returns the function that code defines, which sees a scope and further names."""
+    scope.update(names)
+    exec(compiled, scope)
+    # Popped: a cycle would keep the arena until garbage is collected.
+    program: Runner = scope.pop("program")
+    return program
 
 
 def bind_native(
@@ -300,14 +344,16 @@ def profiled(
     writer: Callable[..., Any], memory: Memory, names: Mapping[str, Any], numbers: Numbers
 ) -> Runner:
     """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
+    made: list[Runner] = []
 
-    @cache  # written when a profiler runs for the first time
-    def written() -> Runner:
-        shown = begin_range("lazyinline: a program is bound for the profiler")
-        code = writer(ranges="shown").write().at(numbers)
-        compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
-        runner = memory.runner(code, compiled, begin=begin_range, end=end_range, **names)
-        end_range(shown)
-        return runner
+    def run(inputs: list[Any]) -> list[Any]:
+        if not made:  # a profiler runs for the first time
+            shown = begin_range("lazyinline: a program is bound for the profiler")
+            code = writer(ranges="shown").write().at(numbers)
+            compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
+            named = {"begin": begin_range, "end": end_range, **names}
+            made.append(memory.runner(code, compiled, **named))
+            end_range(shown)
+        return made[0](inputs)
 
-    return lambda inputs: written()(inputs)
+    return run

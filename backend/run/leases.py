@@ -110,10 +110,21 @@ class Arenas:
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("_owner", "_starts", "addresses", "arena", "home", "others", "runners", "tensors")
+    __slots__ = (
+        "_owner",
+        "_starts",
+        "addresses",
+        "arena",
+        "code",
+        "home",
+        "others",
+        "runners",
+        "tensors",
+    )
 
     def __init__(
         self,
+        code: object,
         arena: torch.Tensor,
         runners: tuple[Runner, ...],
         tensors: list[torch.Tensor],
@@ -122,7 +133,7 @@ class Lease:
         others: Mapping[torch.device, torch.Tensor] | None = None,
         home: Arena | None = None,
     ) -> None:
-        self.arena, self.home = arena, home
+        self.code, self.arena, self.home = code, arena, home
         self.others = others or {}
         self._starts = [memory.data_ptr() for memory in self._arenas()]
         self.runners = runners
@@ -132,7 +143,7 @@ class Lease:
 
     def owned_by(self, owner: Lender | None, home: Arena | None = None) -> Lease:
         """Returns a lease on the same arena that gives it back to this program."""
-        bound = (self.arena, self.runners, self.tensors, self.addresses)
+        bound = (self.code, self.arena, self.runners, self.tensors, self.addresses)
         return Lease(*bound, owner, self.others, home)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -32,11 +32,13 @@ from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
 from ..link.layout import (
+    Instance,
     Results,
     add_workspaces,
     handed_on,
     layout_of,
-    outside_bytes,
+    most_bytes,
+    outside,
 )
 from ..link.link import FlatProgram
 from ..link.placement import (
@@ -141,9 +143,14 @@ class PlannedProgram:
 
     def at(self, numbers: Numbers) -> PlannedProgram:
         """Returns the same program with the numbers of other sizes, for which there is room."""
+        _ = (
+            self._device_of,
+            self._made_bytes,
+            self._outside,
+            self.is_native,
+        )  # found once
         made = copy.copy(self)
         made._numbers, made._key = numbers, object()
-        made._codes = [code.at(numbers) for code in self._codes]
         return made
 
     @property
@@ -195,7 +202,7 @@ class PlannedProgram:
         """Those of them that are on a second stream."""
         return sum(p.launch.stream == "second" for x in self.layout.parts for p in x.launches)
 
-    @property
+    @functools.cached_property
     def is_native(self) -> bool:
         """Whether no launch runs from Python, where the caller's modes would reach it."""
         return all(p.launch.native is not None for part in self.layout.parts for p in part.launches)
@@ -208,7 +215,11 @@ class PlannedProgram:
     @property
     def outside_bytes(self) -> int:
         """Most bytes at one time that launches allocate: results, scratch, what cuBLAS works in."""
-        return outside_bytes(self.layout, self._numbers)
+        return most_bytes(self._outside, self._numbers)
+
+    @functools.cached_property
+    def _outside(self) -> list[Instance]:
+        return outside(self.layout)
 
     @property
     def workspace_bytes(self) -> int:
@@ -223,10 +234,16 @@ class PlannedProgram:
     @property
     def result_bytes(self) -> int:
         """Bytes of what the user receives, but for gradients that the plan places."""
+        return sum(map(self._numbers.of, self._made_bytes))
+
+    @functools.cached_property
+    def _made_bytes(self) -> list[int]:
+        """Bytes of each result; those that do not vary as one number."""
         planned = set(gradients_of(self.layout)) if self.overlay.hosts else set()
         instances = enumerate(self.layout.instances)
         made = [b.num_bytes for i, b in instances if b.kind == "result" and i not in planned]
-        return sum(map(self._numbers.of, made))
+        sized = [n for n in made if type(n) is Size]
+        return [sum(n for n in made if type(n) is not Size), *sized]
 
     @property
     def num_made_per_run(self) -> int:
@@ -242,8 +259,13 @@ class PlannedProgram:
         """Raises PlanError if it was compiled for a device that is not here."""
         self._tools.place.check_is_here()
 
-    def lease(self, tensors: list[torch.Tensor]) -> Lease:
-        """Returns an arena to run in, with the model's present tensors bound."""
+    def lease(self, tensors: list[torch.Tensor], before: Lease | None = None) -> Lease:
+        """Returns an arena to run in, with the model's present tensors bound.
+
+        Args:
+            tensors: the model's.
+            before: what another shape runs in, if it is known: most is bound as it is there.
+        """
         self.check_is_here()
         # What is bound keeps its memory alive, so an address means one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
@@ -252,7 +274,7 @@ class PlannedProgram:
         with arenas.lock:
             if addresses != arenas.addresses:
                 # Of shapes that take turns, what the model has stays where it was looked at.
-                seen = set(arenas.addresses)
+                seen = {*arenas.addresses, *(before.addresses if before is not None else ())}
                 moved = [i for i, address in enumerate(addresses) if address not in seen]
                 names = [self._names[i] if i < len(self._names) else "" for i in moved]
                 check_memory([tensors[i] for i in moved], names)
@@ -264,7 +286,7 @@ class PlannedProgram:
             arenas.use.begin()
         known = arena.bound.get(self._key) if arena is not None else None
         if known is None or known.addresses != addresses:
-            known = self._bound(tensors, arena)
+            known = self._bound(tensors, addresses, arena, before)
         return known.owned_by(self, arena)
 
     def followed(self, lease: Lease) -> Lease:
@@ -276,7 +298,8 @@ class PlannedProgram:
         if lease.is_bound_to(lease.tensors):
             return lease
         check_memory(lease.tensors, self._names)
-        bound = self._bind(lease.tensors, lease.arena, lease.others)
+        addresses = list(map(address_of, lease.tensors))
+        bound = self._bind(lease.tensors, addresses, lease.arena, lease.others)
         lease.hand_over()
         return bound.owned_by(self, lease.home)
 
@@ -292,13 +315,20 @@ class PlannedProgram:
                 arenas.idle.append(home)
             del arenas.idle[arenas.use.num_idle_kept :]
 
-    def _bound(self, tensors: list[torch.Tensor], known: Arena | None = None) -> Lease:
+    def _bound(
+        self,
+        tensors: list[torch.Tensor],
+        addresses: list[int],
+        known: Arena | None,
+        before: Lease | None,
+    ) -> Lease:
         size, device = max(self.arena_bytes, 64), self._tools.place.device
         try:
             if known is not None:
-                return self._bind(tensors, known.memory, known.others)
+                other = next(reversed(known.bound.values()), None)
+                return self._bind(tensors, addresses, known.memory, known.others, other)
             if self._results == "pinned" and (pinned := self._arenas.pinned_by_others(self._key)):
-                return self._bind(tensors, pinned[0], {})
+                return self._bind(tensors, addresses, pinned[0], {}, before)
             arena = torch.empty(size, dtype=torch.uint8, device=device)
             others = {
                 other: torch.empty(
@@ -311,7 +341,7 @@ class PlannedProgram:
             }
             if self._results == "pinned" and not others:
                 self._arenas.pin(arena, self._key)
-            return self._bind(tensors, arena, others)
+            return self._bind(tensors, addresses, arena, others)
         except BaseException:
             with self._arenas.lock:
                 self._arenas.use.end()
@@ -372,37 +402,51 @@ class PlannedProgram:
     def _bind(
         self,
         tensors: list[torch.Tensor],
+        addresses: list[int],
         arena: torch.Tensor,
         others: Mapping[torch.device, torch.Tensor],
+        other: Lease | None = None,
     ) -> Lease:
-        # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
-        held = [t.detach() for t in tensors]
+        """Binds an arena; most as another shape has it there, if one does."""
+        is_alike = other is not None and other.arena is arena and other.code is self._compiled
+        other = other if is_alike and self._numbers is not PLAIN else None
+        there = other.addresses if other is not None else [-1] * len(addresses)
+        elsewhere = [i for i, (a, b) in enumerate(zip(addresses, there, strict=True)) if a != b]
+        held = list(tensors if other is None else other.tensors)
+        for index in elsewhere:
+            # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
+            held[index] = tensors[index].detach()
+        instances = list(self.model_instances.values())
+        tensor_of = dict(zip(instances, held, strict=True))
+        moved = {instances[index] for index in elsewhere}
         memory = Memory(
-            arena,
-            self.offsets,
-            dict(zip(self.model_instances.values(), held, strict=True)),
-            self._tools,
-            others=others,
-            device_of={
-                i: b.device for i, b in enumerate(self.layout.instances) if b.device is not None
-            },
+            arena, self.offsets, tensor_of, self._tools, others=others, device_of=self._device_of
         )
         # Closures may return something on any device, and not only on that of an arena.
-        names = {"as_predicted": as_predicted} if self.allocates_all else {}
-        runners = [
-            memory.runner(
-                code, compiled, profiled=profiled(writer, memory, names, self._numbers), **names
-            )
-            for writer, code, compiled in zip(
-                self._writers, self._codes, self._compiled, strict=True
-            )
-        ]
+        names: dict[str, Any] = {"as_predicted": as_predicted} if self.allocates_all else {}
+        runners = []
+        for index, (writer, code, compiled) in enumerate(
+            zip(self._writers, self._codes, self._compiled, strict=True)
+        ):
+            names["profiled"] = profiled(writer, memory, dict(names), self._numbers)
+            if other is None:
+                code = code if self._numbers is PLAIN else code.at(self._numbers)
+                runners.append(memory.runner(code, compiled, **names))
+            else:
+                part = code.part_at(self._numbers, moved)
+                runners.append(memory.runner_like(other.runners[index], part, compiled, **names))
         # A graph replays fixed addresses: results that are made anew in each run have none.
         if self._tools.place.graphs == "captured" and self._results == "pinned":
             runners = [self._as_graph(runner) for runner in runners]
         if self._results == "copied":
             runners = [_at_one_place(runner, held) for runner in runners]
-        return Lease(arena, tuple(runners), held, list(map(address_of, tensors)), None, others)
+        return Lease(self._compiled, arena, tuple(runners), held, addresses, None, others)
+
+    @functools.cached_property
+    def _device_of(self) -> dict[int, torch.device]:
+        """The further devices of buffers that lie on one."""
+        instances = enumerate(self.layout.instances)
+        return {i: b.device for i, b in instances if b.device is not None}
 
     def _as_graph(self, runner: Runner) -> Runner:
         """Returns what captures a part at its second run, and replays it then.
@@ -480,6 +524,12 @@ class Runtime:
         needed = program.inputs_of(1) if self._has_backward else []
         self._operands = [i - num_saved for i in needed if i >= num_saved]
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
+
+    def at(self, numbers: Numbers) -> Runtime:
+        """Returns the same with the numbers of other sizes, for which there is room."""
+        made = copy.copy(self)
+        made.program = self.program.at(numbers)
+        return made
 
     @property
     def hold(self) -> torch_native.Hold | None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
     )
+
+
+def other_threads_waiting() -> AbstractContextManager[object]:
+    """Makes threads wait for each other, where what traces sees to the rest itself."""
+    return _LOCK
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ...reuse.ir.printer import counted
 from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
-from ..capture.surroundings import one_at_a_time
+from ..capture.surroundings import one_at_a_time, other_threads_waiting
 from ..checks.refusals import (
     WrongCallError,
     backward_hooked,
@@ -248,7 +248,7 @@ class Dispatcher(Generic[AnyEntry]):
         """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
         if not self._shapes.has_symbols:
             return None
-        with one_at_a_time():
+        with other_threads_waiting():
             made = self._shapes.linked(inputs)
             return None if made is None else self._kept(made, inputs)
 

@@ -75,7 +75,7 @@ class Guard:
     ) -> None:
         self.tree = tree
         self._native = native
-        self._set_inputs(leaves)
+        self._set_inputs(leaves, list(map(_layout, leaves)))
         self._questions = captured.questions
         self.modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
@@ -268,18 +268,18 @@ class Guard:
         if len(leaves) != len(self.layouts) or _repeated(leaves) != self.repeated:
             return None
         counting = torch_pytree.counting_leaves(self.tree)
-        pairs = zip(map(_layout, leaves), self.layouts, strict=True)
-        for index, (layout, own) in enumerate(pairs):
+        layouts = list(map(_layout, leaves))
+        for index, (layout, own) in enumerate(zip(layouts, self.layouts, strict=True)):
             # The whole number that a cache counts is a size, too.
             is_count = index in counting and _is_int(layout) and _is_int(own)
             if not (is_count or _alike(layout, own)):
                 return None
         guard = copy.copy(self)
-        guard._set_inputs(leaves)
+        guard._set_inputs(leaves, layouts)
         return guard
 
-    def _set_inputs(self, leaves: Sequence[Any]) -> None:
-        self.layouts = [_layout(x) for x in leaves]
+    def _set_inputs(self, leaves: Sequence[Any], layouts: list[Any]) -> None:
+        self.layouts = layouts
         self.shapes = shapes_of(leaves)
         plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self._plain_at = plain

@@ -17,7 +17,7 @@ from ...backend.gpu.torch_triton import LoadedKernel
 from ...backend.kernels.lower import InductorBackend, can_record, closure_list
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
-from ...backend.link.layout import Layout, layout_of, least_bytes, outside_bytes
+from ...backend.link.layout import Layout, layout_of, least_bytes, most_bytes, outside
 from ...backend.link.link import FlatProgram, copied_between_devices, link
 from ...backend.link.placement import Place, Tools, UnalignedError
 from ...backend.run.planned import PlannedProgram, Runtime
@@ -32,7 +32,7 @@ from ..compile_record import DeviceRecord, gpu_record
 from .context import leaves_of
 from .numbers import check_layouts, forget_numbers, kernel_at_numbers, with_numbers
 from .programs import returned_of, tensor_name
-from .state import Compilation, GoalKind, Runnable, State, Unplanned, compile_pass
+from .state import Compilation, GoalKind, State, Unplanned, compile_pass
 
 LINKED: tuple[GoalKind, ...] = ("module", "step", "gradients")
 
@@ -110,18 +110,22 @@ def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
         if state.goal.updates:
             raise NotUpdatedError(f"memory is not planned: {planned.reason}")
         report.unplanned = planned.reason
-        state = replace(state, unplanned=planned)
-        state = replace(state, runs=_runs(state, _closures(state)))
-    else:
-        report.peak_bytes = planned.plan.peak_bytes
-        report.arena_bytes = planned.arena_bytes
-        report.held_bytes = planned.held_bytes + planned.result_bytes
-        report.lower_bound_bytes = planned.plan.lower_bound_bytes
-        _note_devices(state, planned)
-        state = replace(state, runs=_runs(state, planned))
-    assert state.runs is not None
-    report.num_launches = state.runs.num_launches
-    return state
+        runs = runs_of(state, _closures(state))
+        report.num_launches = runs.num_launches
+        return replace(state, unplanned=planned, runs=runs)
+    return noted(state, runs_of(state, planned))
+
+
+def noted(state: State, runs: PlannedProgram | Runtime) -> State:
+    """Takes what is planned as what runs; the report says so."""
+    report, planned = state.report, runs.program if isinstance(runs, Runtime) else runs
+    report.peak_bytes = planned.plan.peak_bytes
+    report.arena_bytes = planned.arena_bytes
+    report.held_bytes = planned.held_bytes + planned.result_bytes
+    report.lower_bound_bytes = planned.plan.lower_bound_bytes
+    _note_devices(state, planned)
+    report.num_launches = runs.num_launches
+    return replace(state, runs=runs)
 
 
 def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
@@ -148,7 +152,8 @@ def _device_name(device: torch.device, target: str | None) -> str:
     return "the host" if device == HOST else target or str(device)
 
 
-def _runs(state: Compilation, program: PlannedProgram) -> Runnable:
+def runs_of(state: Compilation, program: PlannedProgram) -> PlannedProgram | Runtime:
+    """Returns what runs a planned program: it, or what runs the forward and the backward in it."""
     if state.goal.kind == "step":
         return program
     derivative = state.derivative
@@ -338,7 +343,7 @@ def held_bytes(state: Compilation) -> int:
         return losses + least_bytes(_layout(state))
     if is_step:
         lists = {leaf: closure_list(leaf) for leaf in leaves_of(state.linked)}
-        return losses + outside_bytes(layout_of(state.linked, lists, [0], results="copied"))
+        return losses + most_bytes(outside(layout_of(state.linked, lists, [0], results="copied")))
     assert state.derivative is not None
     return state.derivative.saved_type.num_bytes
 

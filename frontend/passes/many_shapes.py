@@ -9,7 +9,7 @@ recorded, laid out, planned or written again. Any other is linked as the first o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ from ...backend.launches.kernel_list import (
     SymbolicList,
     View,
 )
-from ...backend.run.planned import PlannedProgram
+from ...backend.run.planned import PlannedProgram, Runtime
 from ...recompute.planner import Budget
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, SizeTape
 from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
-from .link import devices_of, plan_at, run_by, why_unplanned
-from .numbers import check_layouts, results_at, with_backward, with_numbers
+from .link import devices_of, noted, plan_at, runs_of, why_unplanned
+from .numbers import Signature, check_layouts, results_at, with_numbers
 from .state import Compilation, State
 
 _CPU = torch.device("cpu")
@@ -61,22 +61,29 @@ class ManyShapes:
         # A budget bounds what is held at each shape, so each is planned as tightly as can be.
         if isinstance(state.context.options.recompute, Budget):
             return None
-        program = self._fitting(values)
-        if program is None and self._num_tried < _MAX_PATTERNS:
+        found = self.known(state, values)
+        if found is None and self._num_tried < _MAX_PATTERNS:
             self._num_tried += 1
             try:
                 made = _Pattern.of(state, self._room_for(state, values), values)
             except Exception:  # whatever it is, a link for this shape alone says so, or is right
                 made = None
             self._patterns = (*self._patterns, made)[-_MAX_PATTERNS:] if made else self._patterns
-            program = self._fitting(values)
-        if program is None:
-            return None
-        return run_by(with_backward(state, values), program)
+            found = self.known(state, values)
+        return found
 
-    def _fitting(self, values: Values) -> PlannedProgram | None:
-        found = (pattern.at(values) for pattern in reversed(self._patterns))
-        return next((program for program in found if program is not None), None)
+    def known(self, state: State, values: Values) -> State | None:
+        """Returns the same by a program that is there, for which nothing is compiled."""
+        for pattern in reversed(self._patterns):
+            numbers = pattern.at(values)
+            if numbers is not None:
+                state = replace(state, values=values)
+                if pattern.backward is not None and state.derivative is not None:
+                    signature = pattern.backward.at(values)
+                    derivative = replace(state.derivative, backward=signature)
+                    state = replace(state, derivative=derivative)
+                return noted(state, pattern.runs.at(numbers))
+        return None
 
     def _room_for(self, state: Compilation, values: Values) -> Values:
         """Returns sizes to plan for: the largest so far, and some more of those that vary."""
@@ -100,13 +107,15 @@ class _Pattern:
 
     Attributes:
         numbers: computes what was computed, for other sizes.
-        program: for sizes that there is room for.
+        runs: what was linked, for sizes that there is room for.
         rooms: bytes of buffers, and the most there is room for.
+        backward: what a backward takes and returns, if there is one that is called.
     """
 
     numbers: Callable[[Values], Numbers | None]
-    program: PlannedProgram
+    runs: PlannedProgram | Runtime
     rooms: Sequence[tuple[int, int]]
+    backward: Signature | None
 
     @classmethod
     def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
@@ -144,14 +153,18 @@ class _Pattern:
         other = next((v for v in (values, sizes.example) if v != room), None)
         if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
             return None
-        return cls(numbers, program, program.rooms)
+        backward, derivative = None, state.derivative
+        if derivative is not None and state.goal.kind != "step":
+            # Nobody asks for the first input, which is what was saved.
+            backward = Signature(derivative.backward, num_open=1)
+        return cls(numbers, runs_of(state, program), program.rooms, backward)
 
-    def at(self, values: Values) -> PlannedProgram | None:
-        """Returns the program for a shape; None if it is not right for it, or has not the room."""
+    def at(self, values: Values) -> Numbers | None:
+        """Returns the numbers for a shape; None if it is not right for it, or has not the room."""
         numbers = self.numbers(values)
         if numbers is None or any(numbers.of(size) > room for size, room in self.rooms):
             return None
-        return self.program.at(numbers)
+        return numbers
 
 
 def _are_equal(

@@ -5,7 +5,7 @@ Kernels are made once, for symbols; a shape has them for its numbers while it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
+from ...reuse.ir.types import Type, flatten_type
 from .context import Context
 from .state import State
 
@@ -156,28 +157,47 @@ def check_layouts(kernels: Any) -> None:
 
 
 def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
-    forward, backward = (_signature(c, values) for c in (derivative.forward, derivative.backward))
+    forward, backward = (Signature(c).at(values) for c in (derivative.forward, derivative.backward))
     return replace(derivative, forward=forward, backward=backward)
 
 
-def with_backward(state: State, values: Values) -> State:
-    """Returns a state with numbers in what its backward takes and returns, which runs."""
-    if state.derivative is None or state.goal.kind == "step":
-        return replace(state, values=values)
-    backward = _signature(state.derivative.backward, values, num_open=1)
-    return replace(state, values=values, derivative=replace(state.derivative, backward=backward))
+class TypesAt:
+    """Types, with numbers in place of the sizes in some of them.
+
+    Args:
+        types: of symbolic sizes.
+        num_open: the first ones that keep their symbols.
+    """
+
+    def __init__(self, types: Iterable[Type], num_open: int = 0) -> None:
+        self._types = tuple(types)
+        pairs = list(enumerate(self._types))[num_open:]
+        self._sized = [(i, t) for i, t in pairs if any(x.is_symbolic for x in flatten_type(t))]
+
+    def at(self, values: Values) -> list[Type]:
+        """Returns them for the numbers of a shape."""
+        found = list(self._types)
+        for index, type_ in self._sized:
+            found[index] = type_at(type_, values)
+        return found
 
 
-def _signature(closure: Closure, values: Values, num_open: int = 0) -> Composite:
-    """Returns a closure of the same types, for those who ask for types only.
+class Signature:
+    """The types of a closure with sizes, for those who ask for no more.
 
     Args:
         closure: of symbolic types.
-        values: of the symbols.
-        num_open: first inputs that keep their symbols, as what was saved: nobody asks for those.
+        num_open: first inputs that keep their symbols.
     """
-    types = closure.input_types
-    numbers = (*types[:num_open], *(type_at(t, values) for t in types[num_open:]))
-    inputs = tuple(map(Value, numbers))
-    outputs = tuple(Value(type_at(t, values)) for t in closure.output_types)
-    return Composite(closure.name, Program(inputs, (), outputs))
+
+    def __init__(self, closure: Closure, num_open: int = 0) -> None:
+        self._name = closure.name
+        self._inputs = TypesAt(closure.input_types, num_open)
+        self._outputs = TypesAt(closure.output_types)
+
+    def at(self, values: Values) -> Composite:
+        """Returns a closure of the types that these have at the numbers of a shape."""
+        inputs, outputs = (
+            tuple(map(Value, types.at(values))) for types in (self._inputs, self._outputs)
+        )
+        return Composite(self._name, Program(inputs, (), outputs))

@@ -113,6 +113,9 @@ class Shapes(Protocol):
     def at(self, state: State, values: Values) -> State | None:
         """Returns the state that a link for one shape ends in, or None if it must be linked."""
 
+    def known(self, state: State, values: Values) -> State | None:
+        """Returns the same by a program that is there, for which nothing is compiled."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:

@@ -6,15 +6,18 @@ call, and whether all that was asked of them on the way gets the answers that we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from ...reuse.errors import FileError, PlanError
-from ...reuse.ir.torch_symbols import ReadSizes, Values, size_in, value_of
+from ...reuse.ir.size_tape import SizeTape
+from ...reuse.ir.torch_symbols import SIZE_FUNCTIONS, ReadSizes, Values, size_in, value_of
 from ...reuse.ir.types import TensorType, contiguous_stride
 from ..capture.regions import shapes_of
 
@@ -56,6 +59,7 @@ class KnownSizes:
     def __init__(self, environment: Any, leaves: Sequence[Any], names: Names) -> None:
         self._env = environment
         self._settled_at: dict[Any, str] = {}
+        self._answers = _Answers()
         self._symbols: dict[str, Any] = {}
         self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
         known = zip(names, self._example, strict=True)
@@ -211,14 +215,54 @@ class KnownSizes:
 
     def are_right(self, values: Values) -> bool:
         """Whether every question about sizes gets the answer that the compile relied on."""
-        return all(_holds(condition, values) for condition in self.conditions)
+        asked: Sequence[Any] = list(self.conditions)
+        known, is_plain = self._answers, int in map(type, values.values())
+        is_known = is_plain and known.asked == asked and known.function(values) is not None
+        open_ = known.others if is_known else asked
+        try:
+            right = all(bool(value_of(q, values)) for q in dict.fromkeys(open_))
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            return False
+        if right and is_plain and not is_known:  # else it is on a tape what is computed
+            self._answers = _Answers.of(asked, values)
+        return right
 
 
-def _holds(condition: Any, values: Values) -> bool:
-    try:
-        return bool(value_of(condition, values))
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return False
+@dataclass(frozen=True)
+class _Answers:
+    """Questions about sizes, with one function that asks most of them.
+
+    Attributes:
+        asked: all of them.
+        function: returns None unless they are answered as they were for some sizes.
+        others: those that it does not ask.
+    """
+
+    asked: Sequence[Any] = ()
+    function: Callable[[Values], object] = lambda values: None
+    others: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, asked: Sequence[Any], values: Values) -> _Answers:
+        """Returns them, rightly answered for some sizes."""
+        tape = SizeTape(values)
+        on_tape = [q for q in asked if all(_is_on_tape(x) for x in sympy.preorder_traversal(q))]
+        right = all([bool(value_of(q, tape.values)) for q in on_tape])
+        others = [q for q in asked if q not in on_tape]
+        return cls(asked, tape.function(), others) if right else cls()
+
+
+def _is_on_tape(part: Any) -> bool:
+    """Whether a tape notes how this is computed, and what of; rounding and maxima forget it."""
+    if isinstance(part, sympy.Pow):
+        return bool(part.exp.is_Integer and part.exp.is_positive)
+    return part.is_Symbol or part.is_Integer or part.func in _ON_TAPE
+
+
+_ON_TAPE = frozenset(
+    {sympy.Add, sympy.Mul, SIZE_FUNCTIONS["FloorDiv"], SIZE_FUNCTIONS["PythonMod"]}
+    | {SIZE_FUNCTIONS["Mod"], sympy.Mod, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge}
+)
 
 
 class ReadKnownSizes(KnownSizes):
