@@ -219,13 +219,17 @@ class KnownSizes:
         known, is_plain = self._answers, int in map(type, values.values())
         is_known = is_plain and known.asked == asked and known.function(values) is not None
         open_ = known.others if is_known else asked
-        try:
-            right = all(bool(value_of(q, values)) for q in dict.fromkeys(open_))
-        except (KeyError, TypeError, ValueError, ArithmeticError):
-            return False
+        right = all(_holds(condition, values) for condition in open_)
         if right and is_plain and not is_known:  # else it is on a tape what is computed
             self._answers = _Answers.of(asked, values)
         return right
+
+
+def _holds(condition: Any, values: Values) -> bool:
+    try:
+        return bool(value_of(condition, values))
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return False
 
 
 @dataclass(frozen=True)
