@@ -33,12 +33,12 @@ from link_tree import ROOT
 # compiled programs as files (frontend +1,247, reuse +127, backend +409), other forms of programs
 # (frontend +73, reuse +664).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_735, 111),
+    "frontend": (28_881, 111),
     "reuse": (9_850, 35),
     "autodiff": (6_408, 22),
     "recompute": (1_201, 6),
     "pipeline_parallel": (7_958, 29),
-    "backend": (12_981, 46),
+    "backend": (13_092, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
