@@ -146,8 +146,9 @@ def test_reports_have_the_rows_of_their_list() -> None:
     compiler = Compiler(Options(backend="eager", recompute="full"))
     _, module = compiler.compile(Net(), (torch.randn(4, 4),), {}, Goal(train=True))
     _, step = compiler.compile(Net(), (torch.randn(2, 4),), {}, step_goal(Batching(2)))
-    # For a forward that takes gradients, fused boundaries, an optimizer, a mesh, a GPU not here.
-    others = ("derive", "rotate", "update", "plan", "shard", "predict")
+    # For attention with a mask, a forward that takes gradients, fused boundaries, an optimizer, a
+    # mesh, an input that wants a gradient, a GPU not here.
+    others = ("masks", "derive", "rotate", "update", "plan", "shard", "defer", "predict")
     for report, passes in ((module, MODULE), (step, STEP)):
         assert [row.name for row in report.passes] == [
             one.name for one in passes if one.name not in others
@@ -192,7 +193,8 @@ def test_a_pass_leaves_the_state_before_it_as_it_is() -> None:
     state = started()
     run(MODULE, state, watch=lambda one, before, after: seen.append((one.name, before, after)))
     assert not state.programs and state.runs is None
-    wanted = [p.name for p in MODULE if p.name not in ("derive", "rotate", "recompute", "predict")]
+    others = ("masks", "derive", "rotate", "recompute", "defer", "predict")
+    wanted = [p.name for p in MODULE if p.name not in others]
     assert [name for name, _, _ in seen] == wanted
     assert all(a is b for (_, _, a), (_, b, _) in itertools.pairwise(seen))
 
