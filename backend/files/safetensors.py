@@ -66,7 +66,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Described:
-    """What a header says of a tensor."""
+    """Describes a tensor, as a header does."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -92,7 +92,7 @@ class ShapeCache:
 
     @property
     def linkers(self) -> list[tuple[Guard, Relinking]]:
-        """What may be linked for further sizes, with the guards of the calls it was made for."""
+        """The programs that may be linked for further sizes, with their guards."""
         return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
 
     def adopt(self, guard: Guard, linker: Relinking) -> None:

@@ -100,7 +100,7 @@ class KnownSizes:
 
     @property
     def conditions(self) -> Sequence[Any]:
-        """What was asked of sizes, and must be so for others."""
+        """The questions about sizes, whose answers must be so for others."""
         return list(dict.fromkeys(guard.expr for guard in self._env.guards))
 
     def type_of(self, index: int, leaf: torch.Tensor) -> TensorType:
@@ -307,7 +307,7 @@ class ReadKnownSizes(KnownSizes):
 
     @property
     def conditions(self) -> Sequence[Any]:
-        """What was asked of sizes, and must be so for others."""
+        """The questions about sizes, whose answers must be so for others."""
         guards = self._read.environment.guards if self._read.has_environment else ()
         return list(dict.fromkeys([*self._read.required, *(guard.expr for guard in guards)]))
 
