@@ -141,12 +141,12 @@ def parallelize(
     if dim is None:
         goal = step_goal(Batching(micro_batches, "forward_first"))
         return ParallelStep(model, batch, asked.step(subject, goal))
+    on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
     ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
     name, num_ranks = schedule_name(schedule), ranks.num_ranks
     table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
-    splitting, on_mesh = Splitting(split), asked.stages(subject)
     return ParallelPipeline(
-        AskedPipeline(whole, batch, Context(options), ranks, table, splitting, on_mesh)
+        AskedPipeline(whole, batch, Context(options), ranks, table, Splitting(split), on_mesh)
     )
 
 

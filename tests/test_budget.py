@@ -33,8 +33,8 @@ from link_tree import ROOT
 # compiled programs as files (frontend +1,247, reuse +127, backend +409), other forms of programs
 # (frontend +73, reuse +664), gradients of results that others are computed from (frontend +215,
 # autodiff +28, reuse +11), masks that are causal and sums in float32 (frontend +31, reuse +263,
-# autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a new
-# size that binds what differs (frontend +146, backend +111).
+# autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a
+# new size that binds what differs (frontend +146, backend +111).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_881, 111),
     "reuse": (9_850, 35),
