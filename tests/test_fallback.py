@@ -2,8 +2,10 @@
 
 import copy
 import errno
+import functools
 import importlib
 import inspect
+import logging
 import pathlib
 import resource
 import warnings
@@ -656,6 +658,25 @@ def test_a_model_of_which_most_is_compiled_in_the_end_says_nothing() -> None:
     model = lazyinline.compile(Filling(8, 8), backend="eager")
     assert told(model, 4) == []
     assert not model.last_report.ran_eagerly
+
+
+def test_a_warning_that_comes_once_makes_one_call_eager_and_none_of_further_sizes() -> None:
+    @functools.cache
+    def warn_once(text: str) -> None:
+        logging.getLogger("some_library").warning(text)
+
+    class WarningLinear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            warn_once("a default is used")
+            return nn.functional.linear(x, self.weight).relu().exp().sin()
+
+    model = lazyinline.compile(WarningLinear(8, 8), backend="eager")
+    eagerly = []
+    for rows in (3, 4, 5, 6, 7):
+        model(torch.ones(rows, 8))
+        eagerly.append(bool(model.last_report.ran_eagerly))
+    assert eagerly == [True, False, False, False, False]
+    assert (model.last_report.num_compiles, model.last_report.num_links) == (2, 2)
 
 
 def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -> None:

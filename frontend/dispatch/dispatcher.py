@@ -520,6 +520,8 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             raised = error.raised if isinstance(error, WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
             return RunEagerly(str(error), call, self._is_lasting(error), raised)
+        if self._effects:  # a warning that comes once, or a cache that is filled since
+            self._effects.forget(self._state())
         self._refusals.note_numbers(call, leaves, entry.guard.answers)
         return entry
 

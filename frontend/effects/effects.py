@@ -492,6 +492,10 @@ class EffectsSeen:
         self._seen = {**dict([*self._seen.items()][-_MAX_STATES:]), state: (reason, count)}
         return reason
 
+    def forget(self, state: Any) -> None:
+        """Forgets why the model ran eagerly in a state: it was captured in it since."""
+        self._seen.pop(state, None)
+
     def why_eager(self, state: Any) -> str:
         """Counts a call; returns why the model runs eagerly, or "" to find that out anew."""
         reason, count = self._seen.get(state, ("", 0))
