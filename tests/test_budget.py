@@ -36,7 +36,7 @@ from link_tree import ROOT
 # autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a
 # new size that binds what differs (frontend +146, backend +111).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_881, 111),
+    "frontend": (28_887, 111),
     "reuse": (9_850, 35),
     "autodiff": (6_408, 22),
     "recompute": (1_201, 6),
