@@ -86,7 +86,6 @@ def main() -> None:
         advice = lazyinline.advise(model, (x,), backend="eager")  # print(advice) shows all of it
         for apart in advice.kept_apart[:1]:
             print(f"  {' and '.join(apart.paths)} are apart: {apart.cause}")
-            print(f"  their graphs: {apart.graphs}")
             print(textwrap.fill(apart.change, 96, initial_indent="  ", subsequent_indent="  "))
 
 

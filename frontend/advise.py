@@ -7,18 +7,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..backend.kernels.lower import BackendName
 from ..reuse.errors import door
-from ..reuse.ir.leaf import stamp_of
-from ..reuse.ir.printer import folded, operand_text, operator_name
-from ..reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, inlined_sizes
-from .capture.capture import capture_candidates
+from ..reuse.ir.printer import folded
+from ..reuse.ir.program import count_calls, inlined_sizes
 from .capture.regions import SharingDecision
 from .checks.refusals import check_example
 from .compiler import Compiler
@@ -26,6 +23,7 @@ from .marks import is_marked
 from .measure import generators_kept, warm_up_compiler
 from .options import Options
 from .passes.state import Goal
+from .report import CompileReport
 from .reuse_table import alike
 
 _REASONS_INDENT = 15
@@ -75,8 +73,8 @@ class KeptApart:
         class_name: of the blocks.
         paths: the block in question first, then the one that it was compared with.
         num_more: further blocks of the class that are kept apart in the same way.
-        cause: the argument, attribute or other fact that differs, with both values.
-        graphs: where the two graphs part, with the line of the first operator that differs.
+        cause: the argument, attribute or other fact that differs, with both values, as the report
+            has it.
         change: what would let them share.
     """
 
@@ -84,14 +82,13 @@ class KeptApart:
     paths: tuple[str, str]
     num_more: int
     cause: str
-    graphs: str
     change: str
 
     def __str__(self) -> str:
         more = f" (and {self.num_more} more)" if self.num_more else ""
         other = f" and {self.paths[1]}" if self.paths[1] else ""
         lines = [f"  {self.class_name}: {self.paths[0]}{other}{more}"]
-        rows = (("because", self.cause), ("graphs", self.graphs), ("change", self.change))
+        rows = (("because", self.cause), ("change", self.change))
         reasons = [f"      {name:<8} {text}" for name, text in rows if text]
         return "\n".join([*lines, *(folded(x, indent=_REASONS_INDENT) for x in reasons)])
 
@@ -142,23 +139,14 @@ class Advice:
         return folded("\n".join(lines))
 
 
-_Difference = Literal["none", "operator", "operands", "layout"]
 _ATTRIBUTE = re.compile(r"(?:\S+: )*attribute (?P<path>[\w.]+)\S* is .*, not ")
-
-_CHANGES = {
-    "none": "nothing: the graphs are equal and compile once; only a trace is lost",
-    "operands": "give all of them the same {what}: it decides a layout or an option of an "
-    "operator, and cannot become an input as a number in arithmetic does; or pass a tensor in its "
-    "place, where an operator takes one (indices for a shift)",
-    "layout": "give both the same shapes and dtypes",
-    "operator": "the branch makes two graphs, which compile once each; to have one, compute both "
-    "ways and choose with torch.where, or pass the choice as a tensor",
-    "number": "give all of them the same {what}: Python chooses operators by it, so that each "
-    "value has a graph, which compiles once; or pass a tensor in its place, where an operator "
-    "takes one (indices for a shift)",
-}
-_NUMBERS = re.compile(r" is -?\d+, not -?\d+")
-_CAUSES = (
+_OF_ATTRIBUTE = (
+    "give all of them the same {path}. Where Python branches by it, each branch has a graph, which "
+    "compiles once; to have one, compute both ways and choose with torch.where. Where it is an "
+    "option of an operator, pass a tensor in its place, if the operator takes one (indices for a "
+    "shift)"
+)
+_CHANGES = (
     ("hooks of", "put the hook on all of them, or on none"),
     ("train/eval mode of", "put all of them in one mode"),
     ("requires_grad", "freeze all of them, or none"),
@@ -204,10 +192,8 @@ def advise(
     warm_up_compiler(backend=backend, train=train)
     with generators_kept(), torch.set_grad_enabled(train):
         _, report = Compiler(options).compile(model, args, dict(kwargs or {}), Goal(train=train))
-        # Again, since a compile drops blocks that nearly share: here they are to be compared.
-        captured = capture_candidates(model, args, kwargs, train=train)
     seconds_per_node = report.cpu_s / max(report.num_nodes, 1)
-    classes = _classes(model, captured.program, captured.decisions, seconds_per_node)
+    classes = _classes(model, report, seconds_per_node)
     return Advice(
         model=type(model).__name__,
         train=train,
@@ -216,118 +202,53 @@ def advise(
         num_nodes_if_inlined=report.num_nodes_if_inlined,
         seconds_per_node=seconds_per_node,
         classes=tuple(sorted(classes, key=lambda c: (-c.nodes_saved, c.name))),
-        kept_apart=tuple(_kept_apart(captured.program, captured.decisions)),
+        kept_apart=tuple(_kept_apart(report.decisions)),
     )
 
 
 def _classes(
-    model: nn.Module,
-    program: Program,
-    decisions: Sequence[SharingDecision],
-    seconds_per_node: float,
+    model: nn.Module, report: CompileReport, seconds_per_node: float
 ) -> Iterator[ClassAdvice]:
+    assert report.made is not None
+    program = report.made.captured
     sizes, sites = inlined_sizes(program), count_calls(program)
-    for name in dict.fromkeys(d.class_name for d in decisions):
+    for own in alike(report.decisions, lambda d: d.class_name):
+        name, paths = own[0].class_name, tuple(d.path for d in own)
         closures = [c for c in sizes if c.name == name]
         saved = sum((sites[c] - 1) * sizes[c] for c in closures)
         if saved <= 0:
             continue
-        paths = tuple(d.path for d in decisions if d.class_name == name)
         cls = type(model.get_submodule(paths[0]))
         yield ClassAdvice(
             name=name,
             place=_class_place(cls),
             is_marked=is_marked(cls),
             instances=paths,
-            num_closures=len(closures),
+            num_closures=sum(not (d.shared or d.shares) for d in own) or 1,
             num_nodes=max(sizes[c] for c in closures),
             nodes_saved=saved,
             seconds_saved=saved * seconds_per_node,
         )
 
 
-def _closures_by_path(program: Program) -> dict[str, Closure]:
-    """Returns the closure of each instance that was traced."""
-    found: dict[str, Closure] = {}
-    entered: set[Closure] = set()
-
-    def visit(body: Program, prefix: str) -> None:
-        for call in body.calls:
-            if not call.path:
-                continue  # glue
-            found.setdefault(f"{prefix}{call.path}", call.closure)
-            if isinstance(call.closure, Composite) and call.closure not in entered:
-                entered.add(call.closure)  # what is inside was traced in the first instance alone
-                visit(call.closure.program, f"{prefix}{call.path}.")
-
-    visit(program, "")
-    return found
-
-
-def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
-    closures = _closures_by_path(program)
+def _kept_apart(decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
     apart = [d for d in decisions if not d.shared and d.reason]
     # By reasons without values, so that blocks that differ alike are one entry.
     for decision, *more in alike(apart, lambda d: (d.class_name, d.reason.partition(" is ")[0])):
-        first, second = (closures.get(p) for p in (decision.compared_with, decision.path))
-        where: _Difference | None = None
-        graphs = ""
-        if first is not None and second is not None:
-            where, graphs = _graph_difference(first, second)
-        yield KeptApart(
-            class_name=decision.class_name,
-            paths=(decision.path, decision.compared_with),
-            num_more=len(more),
-            cause=decision.reason,
-            graphs=f"the block {decision.shares}" if decision.shares else graphs,
-            change=_change(decision.reason, where),
-        )
+        paths = (decision.path, decision.compared_with)
+        change = _change(decision)
+        yield KeptApart(decision.class_name, paths, len(more), decision.reason, change)
 
 
-def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:
-    """Yields each operator's name, its operands and the user's line, with calls expanded."""
-    if isinstance(closure, Composite):
-        for call in closure.program.calls:
-            yield from _rows(call.closure)
-    elif isinstance(closure, Leaf):
-        values = {n: f"%{i}" for i, n in enumerate((*closure.entries, *closure.nodes))}
-        for node in closure.nodes:
-            operands = [operand_text(a, values) for a in (*node.args, *node.kwargs.items())]
-            yield operator_name(node), ", ".join(operands), stamp_of(node).source
-
-
-def _graph_difference(first: Closure, second: Closure) -> tuple[_Difference, str]:
-    """Says where the graphs of two closures part: at an operator, or else at what it is given."""
-    # Operators first: operands before a branch may differ for reasons that end at the branch.
-    rows = list(zip_longest(_rows(first), _rows(second), fillvalue=("no operator", "", "")))
-    for one, other in rows:
-        if one[0] != other[0]:
-            return "operator", f"part at {one[0]} and {other[0]} at {other[2] or one[2]}"
-    for one, other in rows:
-        if one[1] != other[1]:
-            pair = f"{one[0]}({one[1]}) and {other[0]}({other[1]})"
-            return "operands", f"the same operators, but {pair} at {other[2]}"
-    if first.input_types != second.input_types:
-        pairs = zip_longest(first.input_types, second.input_types)
-        a, b = next((x, y) for x, y in pairs if x != y)
-        return "layout", f"the same operators, but an input is {a} and {b}"
-    return "none", "equal: one closure serves both"
-
-
-def _change(reason: str, kind: _Difference | None) -> str:
-    """Returns what would let two blocks share."""
-    if kind == "none":
-        return _CHANGES["none"]
-    # What stands in a trace's way is no matter of the graphs: it may be mended by itself.
-    for words, change in _CAUSES:
-        if words in reason:
+def _change(decision: SharingDecision) -> str:
+    """Returns what would let a block share with the one that it was compared with."""
+    if decision.shares:
+        return f"nothing: it {decision.shares}; only a trace is lost"
+    for words, change in _CHANGES:
+        if words in decision.reason:
             return change
-    if kind is None:
-        return ""
-    attribute = _ATTRIBUTE.match(reason)
-    what = "value" if attribute is None else attribute["path"]
-    by_number = kind == "operator" and _NUMBERS.search(reason)
-    return _CHANGES["number" if by_number else kind].format(what=what)
+    attribute = _ATTRIBUTE.match(decision.reason)
+    return "" if attribute is None else _OF_ATTRIBUTE.format(path=attribute["path"])
 
 
 def _class_place(cls: type) -> str:

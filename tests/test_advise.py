@@ -76,48 +76,44 @@ def test_savings_are_those_that_sharing_brings() -> None:
     assert only.nodes_saved == advice.num_nodes_if_inlined - (advice.num_nodes - num_calls)
 
 
-def test_an_attribute_is_named_with_the_line_where_the_graphs_part() -> None:
+def test_an_attribute_that_chooses_operators_is_named() -> None:
     apart = kept_apart(Layer(causal=False))
     assert apart.cause == "attribute causal is False, not True"
-    assert re.search(r"tril and .*exp at test_advise\.py:\d+ Layer\.forward", apart.graphs)
+    assert apart.change.startswith("give all of them the same causal. ")
     assert "torch.where" in apart.change
 
 
-def test_a_constant_that_is_a_size_is_named_with_its_line() -> None:
+def test_a_constant_that_is_a_size_is_named() -> None:
     apart = kept_apart(Layer(width=3))
     assert apart.cause == "attribute power is 1, not 2"
-    assert re.search(r"3, 2, -1.* and reshape.*3, 1, -1.* at test_advise\.py:\d+", apart.graphs)
-    assert apart.change.startswith("give all of them the same power: ")
+    assert apart.change.startswith("give all of them the same power. ")
 
 
 class Shifted(nn.Module):
-    """Rolls by a number, which Python may also look at."""
+    """Rolls by a number."""
 
-    def __init__(self, shift: int = 1, skips: bool = False) -> None:
+    def __init__(self, shift: int) -> None:
         super().__init__()
         self.a, self.b = linear(), linear()
-        self.shift, self.skips = shift, skips
+        self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).sin()
-        h = h if self.skips and not self.shift else torch.roll(h, self.shift, 1)
+        h = torch.roll(self.a(x).sin(), self.shift, 1)
         return x + self.b(h.exp().cos() * x.tanh())
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_number_that_is_an_option_is_to_be_equal_or_a_tensor(skips: bool) -> None:
-    layers = [Shifted(shift, skips) for shift in (1, 1, 0)]
+def test_a_number_that_is_an_option_is_to_be_equal_or_a_tensor() -> None:
+    layers = [Shifted(shift) for shift in (1, 1, 0)]
     apart = next(k for k in advise(Stack(*layers)).kept_apart if "shift" in k.cause)
     assert apart.cause == "attribute shift is 0, not 1"
-    assert apart.change.startswith("give all of them the same shift: ")
-    assert "a tensor in its place" in apart.change and "torch.where" not in apart.change
+    assert apart.change.startswith("give all of them the same shift. ")
+    assert "a tensor in its place" in apart.change
 
 
 def test_a_number_in_arithmetic_needs_no_change() -> None:
     apart = kept_apart(Layer(scale=3.0))
     assert apart.cause == "attribute scale is 3.0, not 1.0"
-    assert "3.0 as an input" in apart.graphs
-    assert apart.change.startswith("nothing")
+    assert apart.change.startswith("nothing") and "3.0 as an input" in apart.change
 
 
 def test_an_argument_is_named() -> None:
@@ -139,7 +135,10 @@ def test_frozen_parameters_and_modes_are_named() -> None:
         "weight: requires_grad)",
         "training is False, not True)",
     ]
-    assert all("graphs are equal" in a.change for a in found)
+    assert [a.change for a in found] == [
+        "freeze all of them, or none",
+        "put all of them in one mode",
+    ]
 
 
 def test_the_part_of_an_object_that_differs_is_named() -> None:
@@ -158,7 +157,7 @@ def test_the_part_of_an_object_that_differs_is_named() -> None:
 
     (apart,) = advise(Stack(*(Configured(Config(w)) for w in (1, 1, 2)))).kept_apart
     assert apart.cause == "attribute config.sizes['window'] is 2, not 1"
-    assert "torch.where" in apart.change or "the same config" in apart.change
+    assert "the same config.sizes" in apart.change
 
 
 @pytest.mark.sweep

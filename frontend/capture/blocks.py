@@ -136,14 +136,6 @@ class RepeatedBlocks(Blocks):
         return bool(region.recompute) or is_block(region.module)
 
 
-class NearlyRepeatedBlocks(RepeatedBlocks):
-    """Keeps what could not share, to be compared."""
-
-    def keeps(self, region: Region) -> bool:
-        """Whether modules like it were found to differ."""
-        return super().keeps(region) or self._alike.kind(region.module) in self._different
-
-
 def _pays(module: nn.Module, num_nodes: int, num_calls: int) -> bool:
     is_alone = not module_state(module)["_modules"]
     return pays(num_nodes, num_calls, _MIN_NODES_ALONE if is_alone else _MIN_NODES)

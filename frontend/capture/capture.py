@@ -51,7 +51,7 @@ from ..tracing.torch_settings import settings_put_back
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
-from .blocks import Blocks, NearlyRepeatedBlocks, NoBlocks, RepeatedBlocks, Reuse
+from .blocks import Blocks, NoBlocks, RepeatedBlocks, Reuse
 from .recording import Recording
 from .regions import CapturedModel, CrossingError, SharingDecision, Sizes, argument_names
 from .surroundings import (
@@ -126,7 +126,7 @@ def capture_model(
             refuse_backward_hooks(subject.model)
         request = _Request(subject, train, for_gpu)
         if reuse == "auto":
-            captured = _capture_repeated(request, RepeatedBlocks)
+            captured = _capture_repeated(request)
         else:
             captured = _capture_chosen(request, reuse)
         check_memory(captured.program)
@@ -134,23 +134,13 @@ def capture_model(
         return captured
 
 
-def capture_candidates(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
-) -> CapturedModel:
-    """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
-    with one_at_a_time():
-        refuse_uncapturable(model)
-        request = _Request(Subject(model, args, kwargs or {}, effects="undo"), train)
-        return _capture_repeated(request, NearlyRepeatedBlocks)
-
-
-def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> CapturedModel:
+def _capture_repeated(request: _Request) -> CapturedModel:
     """Captures with the blocks that repeat; what nobody marked never makes a capture fail."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
     def blocks() -> Blocks:
-        made.append(choice(request.subject.model, again))
+        made.append(RepeatedBlocks(request.subject.model, again))
         return made[-1]
 
     try:
