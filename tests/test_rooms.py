@@ -27,10 +27,7 @@ imports `reuse/`, `reuse/` none. New here? [Read these five files first](read-fi
 """
 
 # A value that shows itself: its method imports, when called, what knows how to write it.
-SHOWS_ITSELF = {
-    ("reuse.ir.program", f"reuse.ir.{name}")
-    for name in ("printer", "fx_form", "exported_form", "networkx_form")
-}
+SHOWS_ITSELF = {("reuse.ir.program", f"reuse.ir.{name}") for name in ("printer", "fx_form")}
 
 ROOMS = [folder for folder in all_packages().values() if folder != PUBLIC_FACE]
 

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, LazyInlineError
-from ...reuse.ir.exported_form import program_in
+from ...reuse.ir.fx_form import program_in
 from ...reuse.ir.program import Program
 from ...reuse.ir.verify import verify
 from ..capture.assemble import OutputTree

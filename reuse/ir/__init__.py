@@ -10,9 +10,7 @@ parser         programs from their text
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values
-fx_form        a program as a module of torch.fx that runs by itself; blocks in a tree of modules
-exported_form  a captured program as torch.export has it, and back
-networkx_form  a program as graphs of networkx, read off its text, and back
+fx_form        a program as a module of torch.fx, as graphs of networkx, as torch.export has it
 rotate         the end of a block and the start of the next as one closure
 masks          attention is told what a mask means that is a constant, and takes none
 constants      closures that differ in Python numbers only become one, with the same bits

@@ -1,8 +1,10 @@
-"""A program as a ``torch.fx.GraphModule`` that runs by itself.
+"""A program as a ``torch.fx.GraphModule`` that runs by itself, as networkx and torch.export have it.
 
 Each closure is a submodule, called once per instance. A call gives the tuple of its results; a
 struct is a tuple. A program whose sizes vary asks its inputs for them, and hands them to each
-closure behind its operands.
+closure behind its operands. PyTorch exports that module, so it is flat; the program's text stands
+beside its graph in what PyTorch saves, and is taken only while the graph is the one it was written
+for.
 """
 
 from __future__ import annotations
@@ -13,19 +15,35 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 import torch.fx
 from torch import nn
+from torch.export import Dim, ExportedProgram
 
-from ..errors import ExportError
+from ..errors import ExportError, ParseError
+from ..torch_pytree import has_containers
 from . import program as ir
 from .leaf import as_values, flatten_value, stamp_of, without_autocast
-from .printer import UniqueNames, closure_names, operand_text
-from .torch_symbols import computing_node, environment_of, is_size, symbols_of, with_size_inputs
-from .types import StructType, TensorType
+from .parser import parse_program
+from .printer import UniqueNames, closure_names, operand_text, text_to_compare
+from .torch_fake_rules import kernels_own_rules
+from .torch_symbols import (
+    Values,
+    computing_node,
+    environment_of,
+    is_size,
+    symbols_of,
+    tensor_type_at,
+    value_of,
+    with_size_inputs,
+)
+from .types import StructType, TensorType, reach
+
+if TYPE_CHECKING:
+    import networkx
 
 Node = torch.fx.Node
 
@@ -376,3 +394,142 @@ def _identifier(name: str) -> str:
     """Returns a name that Python takes for an argument or an attribute."""
     plain = re.sub(r"\W", "_", name)
     return plain if plain.isidentifier() or plain.isdigit() else f"_{plain}"
+
+
+# ---- As graphs of networkx -----------------------------------------------------------------------
+
+
+_BODY = re.compile(r"^(.*@([\w.]+)\((.*)\) -> \((.*)\) \{.*)\n((?:  .*\n)*)\}", re.MULTILINE)
+_TYPED = re.compile(r"(%[\w.]+): (\S+?)(?=, | =|$)")
+_NAMES = re.compile(r"%[\w.]+(?=[^']*(?:'[^']*'[^']*)*$)")  # none in quotes
+
+
+def to_networkx(program: ir.Program) -> networkx.MultiDiGraph[Any]:
+    """Returns the graph of a program; see :meth:`Program.to_networkx`."""
+    import networkx as nx
+
+    # The printer has named all values already, so that edges need no second naming.
+    text = text_to_compare(program)
+    bodies: dict[str, Any] = {}
+    for found in _BODY.finditer(text):
+        head, name, inputs, results, lines = found.groups()
+        graph = nx.MultiDiGraph(name=name, head=head, results=results.split(", "))
+        for value, type_ in _TYPED.findall(inputs):
+            graph.add_node(value, kind="input", type=type_, text="")
+        made = {value: (value, type_) for value, type_ in _TYPED.findall(inputs)}
+        for number, line in enumerate(lines.splitlines()):
+            _add_line(graph, number, line, made, bodies)
+        bodies[name] = graph
+    main = bodies.pop("main")
+    main.graph.update(structs=text[: text.find("\n\n")] if text[0] == "$" else "", closures=bodies)
+    for source, (_, node) in zip(program.sources, main.nodes(data=True), strict=False):
+        node["source"] = source
+    return main
+
+
+def _add_line(
+    graph: Any, number: int, line: str, made: dict[str, tuple[Any, str]], bodies: dict[str, Any]
+) -> None:
+    """Adds a node for an operator, a call or what is returned, and an edge for each operand."""
+    targets, _, applied = (
+        line.strip().rpartition(" = ") if " = " in line else ("", "", line.strip())
+    )
+    word, *called = re.split(r"[ (@]+", applied)[:2]
+    is_call = word == "call"
+    graph.add_node(number, kind="call" if is_call else "operator", operator=word, text=line)
+    if is_call:
+        path = re.search(r"at='((?:[^'\\]|\\.)*)'", applied)
+        graph.nodes[number].update(closure=called[0], path=path[1] if path else "")
+    for position, name in enumerate(_NAMES.findall(applied)):
+        source, type_ = made[name] if name in made else made[name.rpartition(".")[0]]
+        graph.add_edge(source, number, value=name, type=type_, position=position)
+    types = bodies[called[0]].graph["results"] if is_call else []
+    for index, name in enumerate(re.findall(r"%[\w.]+", targets)):
+        known = dict(_TYPED.findall(targets)).get(name) or (types[index] if types else "")
+        made[name] = number, known
+
+
+def from_networkx(graph: networkx.MultiDiGraph[Any]) -> ir.Program:
+    """Returns the program; see :meth:`Program.from_networkx`."""
+    parts = [graph.graph["structs"]]
+    for body in (*graph.graph["closures"].values(), graph):
+        lines = [text for _, text in body.nodes(data="text") if text]
+        parts.append("\n".join([body.graph["head"], *lines, "}\n"]))
+    # Texts alone are read, so that edges which somebody changed change nothing.
+    program = parse_program("\n".join(parts))
+    sources = [source for _, source in graph.nodes(data="source") if source is not None]
+    return replace(program, sources=tuple(sources))
+
+
+# ---- As torch.export has it ----------------------------------------------------------------------
+
+
+_SAID = "lazyinline"  # key in what PyTorch saves of a graph for others
+
+
+def to_exported(program: ir.Program) -> ExportedProgram:
+    """Returns what ``torch.export`` makes of a program; see :meth:`Program.to_exported`."""
+    tree, count = program.output_tree, len(program.outputs)
+    if tree is not None and has_containers(tree.spec):
+        tree, program = None, replace(program, output_tree=None)
+    leaves = [closure for closure in program.closures if isinstance(closure, ir.Leaf)]
+    controls = [f"@{leaf.name} is control flow" for leaf in leaves if leaf.control is not None]
+    for reason in [*controls, *["it was not captured"] * (not program.sources)]:
+        raise ExportError(f"to_exported has no form for this program: {reason}.")
+    sources = zip(program.inputs, program.sources, strict=True)
+    types = [ir.tensor_type(value) for value, s in sources if isinstance(s, ir.UserInput)]
+    values = _example(leaves)
+    varying = [{i: Dim.DYNAMIC for i, n in enumerate(t.shape) if type(n) is not int} for t in types]
+    module = to_fx(program)
+    # Where all of it ran without gradients, so does the export: no operator has to say it then.
+    stamps = [stamp_of(node) for leaf in leaves for node in leaf.nodes]
+    with kernels_own_rules(), torch.set_grad_enabled(any(s.grad_enabled for s in stamps)):
+        made = tuple(_zeros(tensor_type_at(type_, values)) for type_ in types)
+        try:
+            exported = torch.export.export(module, made, dynamic_shapes=tuple(varying))
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ExportError(f"torch.export cannot take this program: {reason}") from error
+    if not values:  # a text does not hold what was taken for granted of sizes
+        exported.graph_module.meta.setdefault("custom", {})[_SAID] = {
+            "text": text_to_compare(program),
+            "graph": digest_of(exported.graph_module),
+            "tensors": tensor_names(module),
+            "leaves": tree.leaves if tree else [("output", i) for i in range(count)],
+        }
+    return exported
+
+
+def _example(leaves: list[ir.Leaf]) -> Values:
+    """Returns a number for each symbol, for which all that was taken for granted holds."""
+    sized = [leaf.module for leaf in leaves if symbols_of(leaf.module)]
+    symbols = sorted({s for module in sized for s in symbols_of(module)}, key=str)
+    guards = [guard.expr for module in sized[:1] for guard in environment_of(module).guards]
+    for least in (12, 16, 60, 2, 5040):
+        values = Values({symbol: least * (i + 1) for i, symbol in enumerate(symbols)})
+        if all(value_of(guard, values) for guard in guards):
+            return values
+    raise ExportError("to_exported found no example for the sizes that vary.")
+
+
+def _zeros(type_: TensorType) -> torch.Tensor:
+    size = max(reach(type_.shape, type_.stride), 0)
+    flat = torch.zeros(size, dtype=type_.dtype, device=type_.device)
+    return flat.as_strided(type_.shape, type_.stride)
+
+
+def program_in(exported: ExportedProgram) -> tuple[ir.Program, Any] | None:
+    """Returns the program that was exported, and the leaves of its result; None if unknown."""
+    said = exported.graph_module.meta.get("custom", {}).get(_SAID)
+    if said is None or said["graph"] != digest_of(exported.graph_module):
+        return None
+    held = {**exported.constants, **exported.state_dict}
+    try:
+        read = parse_program(said["text"])
+    except ParseError:  # of an operator that is a Python function of the user's
+        return None
+    program = with_tensors(read, [held[name] for name in said["tensors"]])
+    for source, value in zip(program.sources, program.inputs, strict=True):
+        if isinstance(source, ir.ModelTensor) and TensorType.of(source.tensor) != value.type:
+            return None
+    return program, tuple(map(tuple, said["leaves"]))

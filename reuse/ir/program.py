@@ -322,7 +322,7 @@ class Program:
         A node is an input, or a line: a call (``closure``, ``path``) or an operator, with its
         ``text``. An edge is an operand (``value``, ``type``, ``position``).
         """
-        from .networkx_form import to_networkx
+        from .fx_form import to_networkx
 
         return to_networkx(self)
 
@@ -333,7 +333,7 @@ class Program:
         Raises:
             ParseError: names the line that is wrong.
         """
-        from .networkx_form import from_networkx
+        from .fx_form import from_networkx
 
         return from_networkx(graph)
 
@@ -346,7 +346,7 @@ class Program:
         Raises:
             ExportError: if it holds control flow, or was not captured.
         """
-        from .exported_form import to_exported
+        from .fx_form import to_exported
 
         return to_exported(self)
 
