@@ -41,8 +41,8 @@ from lazyinline.pipeline_parallel.mesh import problem
 from lazyinline.pipeline_parallel.mesh.choices import Choices
 from lazyinline.pipeline_parallel.mesh.folding import folded_step
 from lazyinline.pipeline_parallel.mesh.layouts import LINKS, Axis, Layout, Layouts, Moves
+from lazyinline.pipeline_parallel.mesh.planner import Taken
 from lazyinline.pipeline_parallel.mesh.problem import Problem
-from lazyinline.pipeline_parallel.mesh.taken import Taken
 from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import layout_of
 from lazyinline.reuse.ir.costs import flops, is_free
 from lazyinline.reuse.ir.operators import is_elementwise

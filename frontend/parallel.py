@@ -18,7 +18,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
-from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.layouts import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.planner import Policy
@@ -164,7 +164,7 @@ def for_checkpoint(state: _State) -> _State:
         >>> dcp.save(lazyinline.for_checkpoint(state), checkpoint_id=folder)
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.torch_checkpoint import with_pieces
+    from ..pipeline_parallel.mesh.torch_parts import with_pieces
 
     made: _State = with_pieces(state)
     return made

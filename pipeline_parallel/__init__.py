@@ -1,11 +1,10 @@
 """Splits a program over pipeline stages and runs them under ``torch.distributed``.
 
 actions           the action table, as a schedule of PyTorch lays it out
-rank_order        one rank's actions in order, what it holds, and how long transfers stay
 cut               one program per stage; composites that span stages are cut inside
 coloring          the stage of each call: by marks, by order, or balanced by what calls cost
 stage_derivative  one stage's forward and backward as programs; a backward in two halves
-plan              the plan of a pipeline: stages, costs, memory, and a step of it in time
+plan              the plan of a pipeline: stages, costs, memory, a step in time; a rank's order
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
 steps             the steps that a schedule asks of a stage, their counts and random numbers
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines

@@ -23,7 +23,7 @@ from ..reuse.ir.operators import is_draw
 from ..reuse.ir.program import Composite, Leaf, ModelTensor, Program
 from ..reuse.ir.types import TensorType
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from .rank_order import RankOrder
+from .plan import RankOrder
 from .stage_derivative import StageDerivative
 
 # How many numbers it draws depends on the sizes of its operand alone.

@@ -29,8 +29,15 @@ from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action, ActionTable
 from lazyinline.pipeline_parallel.coloring import CallCosts, color_balanced
 from lazyinline.pipeline_parallel.cut import cut_program
-from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, make_plan, simulate
-from lazyinline.pipeline_parallel.rank_order import Boundaries, RankOrder, rank_order
+from lazyinline.pipeline_parallel.plan import (
+    Boundaries,
+    PipelinePlan,
+    RankOrder,
+    StagePlan,
+    make_plan,
+    rank_order,
+    simulate,
+)
 from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
 from lazyinline.pipeline_parallel.steps import Progress
 from lazyinline.pipeline_parallel.torch_pipelining import action_table

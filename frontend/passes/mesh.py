@@ -173,7 +173,7 @@ def _local_stages(
     state: RankCompilation, sharder: Sharder, derived: Sequence[StageDerivative]
 ) -> list[StageDerivative]:
     """Returns stages of local shapes, as the plan of a mesh says."""
-    from ...pipeline_parallel.mesh.stages import StageSharder
+    from ...pipeline_parallel.mesh.sharded import StageSharder
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
     plan, decomposed = state.mesh_plan, state.context.decomposed

@@ -36,8 +36,7 @@ from ...pipeline_parallel.coloring import (
     color_evenly,
 )
 from ...pipeline_parallel.cut import Colors, Stage
-from ...pipeline_parallel.plan import PipelinePlan
-from ...pipeline_parallel.rank_order import Boundaries, RankOrder
+from ...pipeline_parallel.plan import Boundaries, PipelinePlan, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates

@@ -14,9 +14,8 @@ from ...autodiff.derivative import Request
 from ...autodiff.training_program import NotUpdatedError, step_of_sums, with_updates
 from ...backend.link.unit_layout import least
 from ...pipeline_parallel.cut import Stage, cut_program
-from ...pipeline_parallel.plan import make_plan
+from ...pipeline_parallel.plan import make_plan, rank_order
 from ...pipeline_parallel.process_groups import users_of
-from ...pipeline_parallel.rank_order import rank_order
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.planner import Budget, Policy

@@ -1,4 +1,7 @@
-"""Finds the plan of a step over a mesh: a layout for every tensor, without a mark of the user's."""
+"""Finds the plan of a step over a mesh: a layout for every tensor, without a mark of the user's.
+
+A solution is read by operator and by slot: as the plan that shards a program, and as text.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,235 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.fx
 
 from ...autodiff.training_program import StepProgram
 from ...reuse.errors import PlanError
-from ...reuse.ir.costs import Rates
+from ...reuse.ir.costs import Rates, is_heavy
 from ...reuse.ir.printer import bytes_text, seconds_text
-from ...reuse.ir.program import RecomputeMark
-from .choices import Choices, Group
-from .folding import folded_step
-from .layouts import LINKS, Axis, Layouts, Moves
-from .links import Links, links_from
-from .plan import MeshPlan
-from .problem import OverMemoryError, Problem
-from .taken import PlannedCollective, Taken, format_plan
-from .torch_sharding_rules import layout_of
+from ...reuse.ir.program import Closure, RecomputeMark, outputs_of
+from .choices import Choices, Edge, Group, Item
+from .folding import Port, folded_step
+from .layouts import LINKS, Axis, Layouts, Links, Moves, Step, links_from, text
+from .plan import LeafPlan, MeshPlan, NodeLayouts, Placements
+from .problem import OverMemoryError, Problem, Solution, layouts_at, move_s, sharing
+from .torch_sharding_rules import layout_of, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """Exchanges of a planned step, all of one place in a block.
+
+    Attributes:
+        block: the closure that it is in.
+        tensor: what is brought to another layout.
+        step: kind, axis and bytes of one of them.
+        count: how many in a step.
+    """
+
+    block: str
+    tensor: str
+    step: Step
+    count: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Answers by operator and by slot what was chosen.
+
+    Attributes:
+        choices: what there was to choose.
+        moves: costs of bringing tensors to other layouts.
+        solution: what was chosen.
+    """
+
+    choices: Choices
+    moves: Moves
+    solution: Solution
+
+    def ways(
+        self, item: Item, option: int | None = None
+    ) -> tuple[tuple[Layouts | None, ...], tuple[Layouts, ...]]:
+        """Returns the layouts of an item's operands and results: as chosen, or in an option."""
+        group = item.group
+        option = self.solution.options[group] if option is None else option
+        ways = group.ways(option)[group.items.index(item)]
+        inputs = zip(*(way.inputs for way in ways), strict=True)
+        outputs = tuple(zip(*(way.outputs for way in ways), strict=True))
+        return tuple(None if None in one else one for one in inputs), outputs  # type: ignore[return-value]
+
+    def slot(self, number: int) -> Layouts:
+        """Returns the layout of a slot."""
+        return self.ways(self.choices.slots[number])[1][0]
+
+    def parameters(self) -> dict[str, Placements]:
+        """Returns how each parameter lies."""
+        slots = enumerate(self.choices.folded.slots)
+        return {name: self._placements(self.slot(i)) for i, slot in slots for name in slot.names}
+
+    def batch(self, step: StepProgram) -> tuple[Placements, ...]:
+        """Returns how each input of the user's is split."""
+        by_input = {i: n for n, slot in enumerate(self.choices.folded.slots) for i in slot.inputs}
+        inputs = [user for micro_batch in step.batch for user in micro_batch]
+        lies = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
+        return tuple(self._placements(lies[user]) for user in sorted(lies))
+
+    def leaf_plans(self) -> dict[Closure, LeafPlan]:
+        """Returns the plan of the leaf of each role."""
+        roles = enumerate(self.choices.folded.roles)
+        return {role.leaf: self._leaf_plan(number) for number, role in roles}
+
+    def _leaf_plan(self, role: int) -> LeafPlan:
+        folded = self.choices.folded
+        nodes: dict[torch.fx.Node, NodeLayouts] = {}
+        for node, item in self.choices.items_of(role).items():
+            inputs, outputs = self.ways(item)
+            nodes[node] = NodeLayouts(
+                tuple(None if one is None else self._asked(one) for one in inputs),
+                tuple(map(self._placements, outputs)),
+            )
+        leaf = folded.roles[role].leaf
+
+        def lies(port: Port) -> Placements | None:
+            slot = folded.slot_of.get(port)
+            return None if slot is None else self._placements(self.slot(slot))
+
+        return LeafPlan(
+            tuple(lies(Port(role, False, i)) for i in range(len(leaf.entries))),
+            tuple(lies(Port(role, True, i)) for i in range(len(outputs_of(leaf.module)))),
+            nodes,
+        )
+
+    def _asked(self, layouts: Layouts) -> Placements | None:
+        """Returns what is asked for; parts of a sum are as DTensor's rules make them."""
+        return None if any(one.is_partial for one in layouts) else self._placements(layouts)
+
+    def _placements(self, layouts: Layouts) -> Placements:
+        return placements(layouts, self.moves.sizes)
+
+    def moved(self, edge: Edge) -> list[Step]:
+        """Returns the steps that an edge takes."""
+        before, after = layouts_at(edge, self.solution.options)
+        return [] if before == after else self.moves.steps(before, after, edge.num_bytes)
+
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """Returns the collectives of a step; what several operators share is there once."""
+        found = []
+        for edges in sharing(self.choices.edges):
+            by_layout = {layouts_at(edge, self.solution.options): edge for edge in edges}
+            for edge in by_layout.values():
+                role = self.choices.folded.roles[max(edge.source.role, edge.target.role)]
+                found += [
+                    PlannedCollective(role.name, _name(edge.source), step, edge.count)
+                    for step in self.moved(edge)
+                    if step.is_collective
+                ]
+        return tuple(found)
+
+    def more_s(self, group: Group, option: int) -> float:
+        """Returns the seconds that another option of a group adds, all else unchanged."""
+        before = dict(self.solution.options)
+        after: Mapping[Group, int] = {**before, group: option}
+        near = [e for e in self.choices.edges if group in (e.source.group, e.target.group)]
+        more = float(group.seconds[option] - group.seconds[before[group]])
+        for options, sign in ((before, -1), (after, 1)):
+            for edges in sharing(near):
+                for between in {layouts_at(edge, options) for edge in edges}:
+                    more += sign * move_s(edges[0], self.moves, *between)
+        return more
+
+
+def _name(item: Item) -> str:
+    if item.node is not None:
+        return str(item.node.name)
+    assert item.slot is not None
+    return item.slot.names[0] if item.slot.names else item.slot.kind
+
+
+# ---- as text ----------------------------------------------------------------------------------
+
+
+_CERTAIN = 1e-3
+_HEAD = ("operator", "operands -> results", "moved before", "next best")
+
+
+def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
+    """Returns the table of each role: products, and what moves or is not split.
+
+    Layouts have one word for each axis: ``R`` is whole, ``S0`` split along dimension 0, ``S0/3``
+    split in each third of it, ``P`` a part of a sum.
+    """
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
+    solution, folded = taken.solution, taken.choices.folded
+    lines = [
+        f"mesh {mesh}: {seconds_text(solution.seconds)} a step, "
+        f"{bytes_text(solution.held_bytes)} held on a rank"
+    ]
+    if solution.bound_s < (1 - _CERTAIN) * solution.seconds:
+        lines.append(f"no plan with equal layers takes less than {seconds_text(solution.bound_s)}")
+    if taken.choices.unknown:
+        lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
+    for number, role in enumerate(folded.roles):
+        items = taken.choices.items_of(number).values()
+        rows = [row for item in items if (row := _row(taken, item, axes))]
+        if rows:
+            lines += ["", f"@{role.name}, {role.count} calls", *_aligned([_HEAD, *rows])]
+    return "\n".join(lines)
+
+
+def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | None:
+    assert item.node is not None
+    into = [e for e in taken.choices.edges if e.target is item]
+    steps = [step for edge in into for step in taken.moved(edge) if step.is_collective]
+    # Elementwise operators that move nothing lie as their operands: pages of them say nothing.
+    if not steps and not is_heavy(item.node):
+        return None
+    moves = " + ".join(step_text(step, axes) for step in steps)
+    name = f"{item.node.name} {tuple(item.outputs[0].shape)}"
+    return name, _layouts(taken, item), moves, _next_best(taken, item)
+
+
+def _next_best(taken: Taken, item: Item) -> str:
+    """Returns the option that costs least among the others, all else unchanged, and why it lost."""
+    group = item.group
+    chosen = taken.solution.options[group]
+    others = [i for i in range(len(group)) if i != chosen]
+    if not others:
+        return "no other"
+    more = [taken.more_s(group, i) for i in others]
+    best = int(np.argmin(more))
+    own = float(group.seconds[others[best]] - group.seconds[chosen])
+    # A layout loses by what is computed in it, or by what has to be brought to it and from it.
+    reason = "computing" if own > 0 else "moving"
+    found = _layouts(taken, item, others[best])
+    if not np.isfinite(more[best]):
+        return f"{found}: cannot be reached"
+    return f"{found}: {seconds_text(more[best])} more, by {reason}"
+
+
+def _layouts(taken: Taken, item: Item, option: int | None = None) -> str:
+    inputs, outputs = taken.ways(item, option)
+    given = " ".join(text(one) for one in inputs if one is not None)
+    return f"{given} -> {' '.join(map(text, outputs))}"
+
+
+def step_text(step: Step, axes: Sequence[Axis]) -> str:
+    """Returns a step in words."""
+    return f"{step.kind} over {axes[step.axis].name} {bytes_text(step.num_bytes)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
+    ]
+
+
+# ---- Reading a solution --------------------------------------------------------------------------
+
 
 RANKS_OF_A_HOST = 8
 STATES_PER_PARAMETER = 4

@@ -1,4 +1,4 @@
-"""A program as a ``torch.fx.GraphModule`` that runs by itself, as networkx and torch.export have it.
+"""A program as a ``torch.fx.GraphModule`` that runs by itself, and other forms of it.
 
 Each closure is a submodule, called once per instance. A call gives the tuple of its results; a
 struct is a tuple. A program whose sizes vary asks its inputs for them, and hands them to each
