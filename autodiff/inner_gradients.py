@@ -37,8 +37,12 @@ from ..reuse.ir.types import StructType
 from .control_derivative import zeros_call
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .flows import drawing_leaf, inlined, needed_calls
-from .forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
-from .forward_mode.jet_interpreter import Fallback
+from .forward_mode.forward_derivative import (
+    Fallback,
+    ForwardDerivative,
+    ForwardDerivatives,
+    ForwardRequest,
+)
 from .forward_mode.jets import Series
 from .traces.torch_interpreters import DIFFERENTIABLE
 from .traces.torch_partition import ancestors

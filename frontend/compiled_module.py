@@ -158,7 +158,7 @@ def _as_module(given: Any) -> Any:
     if isinstance(given, Program):
         return given.to_fx()
     if "torch.export" in sys.modules and isinstance(given, torch.export.ExportedProgram):
-        from .dynamo.torch_exported import module_of_exported  # it imports Dynamo
+        from .dynamo.torch_dynamo_backend import module_of_exported  # it imports Dynamo
 
         return module_of_exported(given)
     return given

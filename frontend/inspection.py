@@ -55,7 +55,7 @@ def load_target(text: str, *arguments: int) -> Target:
         LazyInlineError: if there is no such function, if it fails, or if it returns something else.
     """
     if text.endswith(".pt2"):
-        from .dynamo.torch_exported import target_in  # it imports Dynamo
+        from .dynamo.torch_dynamo_backend import target_in  # it imports Dynamo
 
         return Target(*target_in(text))
     module_name, _, function_name = text.partition(":")
@@ -159,7 +159,7 @@ def from_exported(exported: ExportedProgram, *, train: bool = False) -> Program:
         >>> program = lazyinline.from_exported(torch.export.load("model.pt2"))
         >>> compiled = lazyinline.compile(program)
     """
-    from .dynamo.torch_exported import program_of_exported  # it imports Dynamo
+    from .dynamo.torch_dynamo_backend import program_of_exported  # it imports Dynamo
 
     return program_of_exported(exported, train=train)
 

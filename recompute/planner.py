@@ -17,7 +17,7 @@ from ..reuse.ir.costs import OperatorCosts
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
-from .cut_problem import CutProblem
+from .solver import CutProblem
 
 PolicyName: TypeAlias = Literal["full", "selective"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)

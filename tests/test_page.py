@@ -21,10 +21,9 @@ from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory
 from lazyinline.frontend.measure import Errors
-from lazyinline.frontend.page import arena, write
-from lazyinline.frontend.page.arena import arena_section
+from lazyinline.frontend.page import sections, write
 from lazyinline.frontend.page.page import compile_page, measured_page
-from lazyinline.frontend.page.sections import runs
+from lazyinline.frontend.page.sections import arena_section, runs
 from lazyinline.frontend.page.write import (
     PageData,
     as_json,
@@ -238,7 +237,7 @@ def test_every_buffer_of_a_plan_is_a_box_at_its_address(
     assert max(n for _, n in whole["live"]) == step.lower_bound_bytes
 
     # Of too many boxes the largest are drawn, and a curve of too many points keeps its peak.
-    monkeypatch.setattr(arena, "MOST_POINTS", 10)
+    monkeypatch.setattr(sections, "MOST_POINTS", 10)
     fewer = arena_section(memory, 20)
     assert fewer is not None and len(fewer["boxes"]) == 20
     assert len(fewer["boxes"]) + fewer["left_out"] == whole["num_buffers"]

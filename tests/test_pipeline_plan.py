@@ -19,9 +19,8 @@ from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.loss import LossModel
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.page.page import ShownPlan, plan_page
-from lazyinline.frontend.page.sections import plan_rows
+from lazyinline.frontend.page.sections import arena_section, plan_rows
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import Splitting, started

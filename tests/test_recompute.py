@@ -22,9 +22,15 @@ from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.autodiff.traces.torch_make_fx import SizesAt
 from lazyinline.backend.gpu.targets import target_named
 from lazyinline.frontend.passes import recompute_choice
-from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
 from lazyinline.recompute.fit_budget import BudgetFit
-from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
+from lazyinline.recompute.solver import (
+    CutProblem,
+    ForwardValue,
+    Group,
+    fewest_bytes,
+    frontier,
+    spread,
+)
 from lazyinline.recompute.solver import _spread as integer_spread
 from lazyinline.reuse.ir.costs import CPU, OperatorCosts, Rates
 from lazyinline_command.main import main

@@ -3,27 +3,231 @@
 The derived closure takes the primal's inputs, then for each active input its coefficients, by
 order; it returns the primal's results, then the same for each active result. What coefficients are
 is said in ``jets``. It may be differentiated in its turn, in either mode.
+
+An operator without a rule goes by forward mode inside forward mode. That is wasteful: the value and
+its lower derivatives are computed again at each order. And it is refused where it would be wrong
+without a word: PyTorch's formula of a tangent may read what the operator returns besides its result
+(factors of a matrix, statistics of a norm), which to PyTorch are constants, so that the formula's
+own tangent lacks a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.fx
 from torch import Tensor
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, stamp_of, without_autocast
+from ...reuse.ir.operators import is_draw, mutated_args
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..traces.joint_trace import laid_out_as, trace_function, trace_taken_apart
-from ..traces.torch_interpreters import stop_in_trace
-from .jet_interpreter import Fallback, JetInterpreter
-from .jets import Jet, Lanes, Orders, Series
-from .torch_rules import taken_apart
+from ..traces.torch_interpreters import origin_of, stop_in_trace
+from .jets import Jet, Lanes, Operands, Orders, Series, results_of
+from .polynomials import Coefficient, scaled
+from .torch_rules import is_wrong_nested, rule_of, taken_apart
+
+Place: TypeAlias = tuple[int, int]
+"""An order, and which operand."""
+
+
+def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
+    """Returns the results of any operator that has forward mode, with their series.
+
+    Raises:
+        PlanError: with the reason, if PyTorch has none, or a wrong one.
+    """
+    results = operands.call(target)
+    flat = _listed(results)
+    # Asked of autograd, since forward mode gives a result that it cannot follow no tangent,
+    # without an error.
+    moving = _differentiable(target, operands)
+    _refuse_wrong(target, flat, moving, lanes.order)
+    if not moving:
+        return results
+
+    def values(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = _listed(operands.call(target, tensors))
+        return tuple(found[i] for i in moving)
+
+    def push(*series: Sequence[Coefficient]) -> list[list[Coefficient]]:
+        given = _derivatives_of(operands, series)
+        _, *orders = _derivatives(values, given, len(series), len(series[0]))
+        return [
+            [
+                None if row is None else scaled(row[i], 1 / math.factorial(k))
+                for k, row in enumerate(orders, start=1)
+            ]
+            for i in range(len(moving))
+        ]
+
+    found: list[Mapping[int, tuple[Tensor, ...]]] = [{} for _ in flat]
+    for place, coefficients in zip(moving, lanes.along(push, *operands.jets), strict=True):
+        found[place] = coefficients
+    return results_of(lanes, results, found)
+
+
+def _refuse_wrong(target: Any, results: list[Any], moving: Sequence[int], order: int) -> None:
+    real = {i for i, result in enumerate(results) if _is_real(result)}
+    if real and not moving:
+        raise PlanError("PyTorch knows no derivative of it.")
+    if moving and order > 1 and not real <= set(moving):
+        raise PlanError("Its tangent is made of results that are constants to PyTorch.")
+    if moving and is_wrong_nested(target):
+        raise PlanError("PyTorch's own, nested, is wrong.")
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _derivatives_of(
+    operands: Operands, series: Sequence[Sequence[Coefficient]]
+) -> dict[Place, Tensor]:
+    """Returns the operands and their derivatives, those that are not zero."""
+    given: dict[Place, Tensor] = {}
+    for operand, coefficients in enumerate(series):
+        given[0, operand] = operands.jets[operand].primal
+        for k, coefficient in enumerate(coefficients, start=1):
+            if coefficient is not None:
+                # With a memory of its own: PyTorch wants a tangent to lie as its value does.
+                given[k, operand] = coefficient * math.factorial(k)
+    return given
+
+
+def _is_real(result: Any) -> bool:
+    return isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
+
+
+def _differentiable(target: Any, operands: Operands) -> list[int]:
+    """Returns which results PyTorch gives a derivative; where it knows none, a tangent is lost."""
+    with torch.enable_grad():
+        watched = [jet.primal.detach().requires_grad_() for jet in operands.jets]
+        results = _listed(operands.call(target, watched))
+    return [i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
+
+
+def _derivatives(
+    values: Callable[..., tuple[Tensor, ...]],
+    given: Mapping[Place, Tensor],
+    width: int,
+    order: int,
+) -> list[tuple[Tensor, ...] | None]:
+    """Returns the results and their derivatives up to an order, by those of all operands.
+
+    None is zero.
+    """
+    if order == 0:
+        return [values(*(given[0, operand] for operand in range(width)))]
+    moving = [(k, i) for k, i in given if k < order and (k + 1, i) in given]
+    if not moving:
+        return [*_derivatives(values, given, width, order - 1), None]
+    there: list[bool] = []
+
+    def lower(*tensors: Tensor) -> tuple[Tensor, ...]:
+        moved = {**given, **dict(zip(moving, tensors, strict=True))}
+        rows = _derivatives(values, moved, width, order - 1)
+        there[:] = [row is not None for row in rows]
+        return tuple(t for row in rows if row is not None for t in row)
+
+    at = tuple(given[place] for place in moving)
+    along = tuple(given[k + 1, i] for k, i in moving)
+    primal, tangent = torch.func.jvp(lower, at, along)
+    size = len(primal) // sum(there)
+    rest = iter(primal[i : i + size] for i in range(0, len(primal), size))
+    found = [next(rest) if row else None for row in there]
+    # The derivative of the highest derivative that there is; one that is zero stays so.
+    return [*found, tangent[-size:] if there[-1] else None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Names an operator that had no rule, for which forward mode was nested.
+
+    Attributes:
+        operator: its name.
+        source: the user's line; empty if unknown.
+    """
+
+    operator: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} at {self.source}" if self.source else self.operator
+
+
+class JetInterpreter(SizedInterpreter):
+    """Runs a graph of plain operators; those whose operands carry a series by their rules.
+
+    Args:
+        module: has no in-place operators; each ``detach`` in it stops a derivative.
+        lanes: how series are computed.
+        stop: detaches, and says in the trace that this one is to stay.
+    """
+
+    def __init__(
+        self, module: torch.fx.GraphModule, lanes: Lanes, stop: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # our messages say which operator it is
+        self._lanes = lanes
+        self._stop = stop
+        self._node: torch.fx.Node | None = None
+        self.fallbacks: list[Fallback] = []
+
+    def run_flat(self, args: list[Any]) -> tuple[Any, ...]:
+        """Runs on flat inputs; returns the flat outputs."""
+        return tuple(super().run(*args))
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Runs a node; keeps it for messages."""
+        self._node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator, or its rule."""
+        operands = Operands.of(args, kwargs)
+        # First: a detach that is left in the graph is the user's, and stops tangents as gradients.
+        if target is torch.ops.aten.detach.default:
+            return self._stop(operands.call(lambda tensor: tensor))
+        if not operands.jets:
+            return super().call_function(target, args, kwargs)
+        if not isinstance(target, OPERATOR_TYPES):
+            return super().call_function(target, args, kwargs)
+        rule = rule_of(target)
+        found = NotImplemented if rule is None else rule(self._lanes, target, operands)
+        return self._nested(target, operands) if found is NotImplemented else found
+
+    def _nested(self, target: Any, operands: Operands) -> Any:
+        assert self._node is not None
+        origin = origin_of(self._node)
+        fallback = Fallback(str(target), "" if origin is None else origin.source)
+        if is_draw(self._node) or mutated_args(self._node):
+            raise PlanError(
+                f"There is no forward derivative of {fallback}: it draws random numbers or changes "
+                "what it is given. Take the derivative of a model in eval mode, or in reverse."
+            )
+        try:
+            found = by_nesting(self._lanes, target, operands)
+        except (PlanError, RuntimeError) as error:  # PyTorch's, where it has no formula
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise PlanError(
+                f"There is no forward derivative of order {self._lanes.order} of {fallback}: "
+                f"{reason} Take it in reverse."
+            ) from error
+        self.fallbacks.append(fallback)
+        return found
+
+
+# ---- Closures with their series ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

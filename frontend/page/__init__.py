@@ -2,6 +2,5 @@
 
 write     a page as text: one template, data, style, script, charts; numbers as people read them
 page      the pages of a compile, of measurements, of a pipeline's plan
-sections  program, who shares, passes, steps, recompute, pipeline, predicted and measured
-arena     the memory plan as a picture, of a program or of a rank of a pipeline
+sections  memory, program, who shares, passes, steps, recompute, pipeline, predicted, measured
 """

@@ -15,9 +15,9 @@ from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
-from .arena import arena_section
 from .sections import (
     Measured,
+    arena_section,
     compile_rows,
     depth_section,
     mesh_section,

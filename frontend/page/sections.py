@@ -1,17 +1,25 @@
 """The sections of a page, each a function from what a compile made to plain values.
 
 A section has the numbers that it draws or lists, and no text but names; the script writes them. One
-that would show nothing is None.
+that would show nothing is None. That on memory has each buffer of a plan as a box over time and
+address, and live bytes above.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from ...backend.arena.arena import ALIGNMENT
+from ...backend.arena.live_ranges import Buffers, lower_bound
 from ...backend.launches.kernel_list import KernelList
+from ...backend.link.layout import Instance, Layout, buffers_of
+from ...backend.run.rank_program import RankPlan
 from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
@@ -21,12 +29,188 @@ from ...reuse.ir.printer import node_type, operator_name
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack
 from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
-from ..compile_record import CompileRecord, Frontier, Made
+from ..compile_record import CompileRecord, Frontier, Made, Memory
 from ..reuse_table import alike, reuse_rows
 from .write import error_text
 
 if TYPE_CHECKING:
     from ...pipeline_parallel.mesh.traffic import Collective
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+MOST_BOXES = 20_000
+"""A browser draws this many boxes in a moment, and a page of them has 2 MB."""
+MOST_POINTS = 1500
+_BACKWARD = ".backward"
+"""Part of the name of every closure that autodiff derived for a backward."""
+KINDS = (
+    *("scratch of one call", "passed on", "saved for backward", "gradients and results"),
+    "between stages",
+)
+_USES = {"part": 1, "flight": 2, "travels": 4}  # of a rank's buffer: the number of its kind
+
+
+def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> dict[str, Any] | None:
+    """Returns the boxes and curves of an arena; None if it holds nothing."""
+    of = _of_rank(memory) if isinstance(memory, RankPlan) else _of_program(memory)
+    if of is None:
+        return None
+    rows, section = of
+    drawn = rows
+    if len(rows) > most_boxes:
+        # A screen would not show the small ones: the largest are drawn, by bytes times launches.
+        area = (rows[:, 1] - rows[:, 0]) * rows[:, 3]
+        drawn = rows[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
+    # A box is birth, death, offset, size, kind, call and launch of a buffer.
+    boxes = {"boxes": drawn.tolist(), "kinds": KINDS, "num_buffers": len(rows)}
+    return boxes | section | {"left_out": len(rows) - len(drawn)}
+
+
+class _Calls:
+    """Finds the call and the launch of each moment.
+
+    Args:
+        launches: in order: its moment, a value that differs from call to call, the name of the
+            call, and its own.
+        end: the number of moments. One without a launch belongs to the launch before it.
+    """
+
+    def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
+        self.names: list[str] = []  # one for each call, in order
+        launch_names = dict[str, int]()
+        found, before = [(-1, 0, 0)], None
+        for moment, call, name, launch_name in launches:
+            if call != before:
+                self.names.append(name)
+                before = call
+            launch = launch_names.setdefault(launch_name, len(launch_names))
+            found.append((moment, len(self.names) - 1, launch))
+        self._end, self._launch_names = end, list(launch_names)
+        self._moments, self._calls, self._launches = np.array(found, np.int64).T
+
+    def at(self, moment: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the numbers of call and launch at each moment; at the end, of one call more."""
+        found = np.searchsorted(self._moments, moment, side="right") - 1
+        calls = np.where(moment >= self._end, len(self.names), self._calls[found])
+        return calls, self._launches[found]
+
+    def section(self) -> dict[str, Any]:
+        """Returns what boxes refer to by number. Names repeat, so each is held once."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(self.names))}
+        return {
+            "calls": [numbers[name] for name in self.names],
+            "names": list(numbers),
+            "launches": self._launch_names,
+            "end": self._end,
+        }
+
+
+def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
+    layout, gradients = memory.layout, memory.gradients
+    own = [i for i, b in enumerate(layout.instances) if b.kind == "arena" and b.device is None]
+    placed = {i: memory.offsets[i] for i in own}
+    offsets = {i: x for i, x in (placed | gradients).items() if layout.instances[i].num_bytes}
+    if not offsets:
+        return None
+    buffers = buffers_of([layout.instances[i] for i in offsets])
+    # A gradient is the user's: its place stays taken to the end, whatever its last use.
+    is_gradient = np.array([i in gradients for i in offsets])
+    death = np.where(is_gradient, layout.time, buffers.death)
+    calls = _Calls(_program_launches(layout), layout.time)
+    (first, launch), (last, _) = calls.at(buffers.birth), calls.at(death - 1)
+    backward = np.array([*(_BACKWARD in name for name in calls.names), True])
+    kind = np.where(first == last, 0, 1)
+    kind[~backward[first] & backward[last]] = 2
+    kind[is_gradient | (death >= layout.time)] = 3
+    size = buffers.aligned(ALIGNMENT).size
+    offset = np.array([*offsets.values()], np.int64)
+    rows = np.column_stack([buffers.birth, death, offset, size, kind, first, launch])
+    return rows, calls.section() | {
+        "num_launches": layout.time,
+        "backward": len(layout.parts[0].launches) if len(layout.parts) > 1 else None,
+        "arena_bytes": memory.arena_bytes,
+        "peak_bytes": memory.plan.peak_bytes,
+        "lower_bound_bytes": memory.plan.lower_bound_bytes,
+        "live": _curve(Buffers(buffers.birth, death, size)),
+        "outside": _outside(layout),
+    }
+
+
+def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
+    for part in layout.parts:
+        for placed in part.launches:
+            # One table per call: launches that share it are of one call.
+            yield placed.time, id(placed.bases), placed.block or "between", placed.launch.name
+
+
+def _outside(layout: Layout) -> list[list[Any]]:
+    """Returns what no plan places: its kind, how many, and the most bytes live at once."""
+    foreign = [b for b in layout.instances if b.kind == "foreign" and b.num_bytes]
+    scratch, work = list(layout.scratch), [b.num_bytes for b in layout.workspaces]
+    rows = [
+        ["made by an operator that allocates its own result", len(foreign), _most(foreign)],
+        ["scratch inside one launch", len(scratch), _most(scratch)],
+        ["workspace of cuBLAS, per stream", len(work), sum(work)],
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _most(buffers: list[Instance]) -> int:
+    return lower_bound(buffers_of(buffers))
+
+
+def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
+    """Returns the buffers of all runs of a rank's parts, in the order of its schedule."""
+    found = [row for row in plan.rows() if row.num_bytes]
+    if not found:
+        return None
+    starts, _ = plan.moments()
+    calls = _Calls(_rank_launches(plan, starts), starts[-1])
+    columns = [[r.birth, r.death, r.offset, r.num_bytes, _USES[r.use]] for r in found]
+    birth, death, offset, num_bytes, kind = np.array(columns, np.int64).T
+    (first, launch), (last, _) = calls.at(birth), calls.at(death - 1)
+    kind[(kind == 1) & (first == last)] = 0  # of one call, though the plan says "of a part"
+    size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    foreign = plan.foreign_lives()
+    outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]
+    rows = np.column_stack([birth, death, offset, size, kind, first, launch])
+    return rows, calls.section() | {
+        "num_launches": plan.num_launches,
+        "backward": None,
+        "arena_bytes": plan.arena.peak_bytes,
+        "peak_bytes": plan.arena.peak_bytes,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "live": _curve(plan.lives()),
+        "outside": [outside] if len(foreign) else [],
+    }
+
+
+def _rank_launches(
+    plan: RankPlan, starts: list[int]
+) -> Iterator[tuple[int, tuple[int, int], str, str]]:
+    for index, run, unit, number in plan.parts():
+        where = f"micro-batch {run.flight}, stage {run.unit}"
+        for moment, placed in unit.launches_of(number):
+            call = (index, id(placed.bases))
+            name = f"{where}: {placed.block or 'between'}"
+            yield starts[index] + moment, call, name, placed.launch.name
+
+
+def _curve(buffers: Buffers) -> list[list[int]]:
+    """Returns live bytes over time; of many points, the largest of each stretch."""
+    times: IntArray = np.unique(np.concatenate([buffers.birth, buffers.death]))
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, np.searchsorted(times, buffers.birth), buffers.size)
+    np.add.at(change, np.searchsorted(times, buffers.death), -buffers.size)
+    live = np.cumsum(change)
+    if len(times) > MOST_POINTS:
+        starts = np.linspace(0, len(times), MOST_POINTS, endpoint=False).astype(np.int64)
+        times, live = times[starts], np.maximum.reduceat(live, starts)
+    return np.column_stack([times, live]).tolist()
+
+
+# ---- The other sections --------------------------------------------------------------------------
+
 
 _LONGEST_PERIOD = 12
 """Most different calls that take turns in one group."""
