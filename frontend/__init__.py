@@ -2,8 +2,7 @@
 
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
-marks                ``lazy_inline``, ``recompute``, ``stage``, ``shard``: marks on modules
-placement            parts of a model on devices of their own
+marks                ``lazy_inline``, ``recompute``, ``stage``, ``shard``, ``place``: marks
 compiler             the one list of passes, and the compiler that runs them
 options              the options of a compile, checked
 compiled             the results of a compile
@@ -33,10 +32,8 @@ batch                a batch in micro-batches
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
 mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest
-mesh_parameters      parameters as DTensors
 fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
 saved                compiled programs as files: ``save`` and ``load``
-bench                ``lazyinline bench``: a row for each number of layers
 measure              ``measure``: late and early inlining beside eager and ``torch.compile``
 advise               ``advise(model)``
 commands             what the commands do

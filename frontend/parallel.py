@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,14 +21,15 @@ from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.layouts import Links
-from ..pipeline_parallel.mesh.plan import REPLICATED
+from ..pipeline_parallel.mesh.plan import REPLICATED, MeshPlan, Placements
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
+from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
-from ..reuse.ir.types import in_own_storage
+from ..reuse.ir.types import TensorType, in_own_storage
 from .autograd.torch_engine import have_hooks
 from .batch import Batch, check_count
 from .capture.blocks import Reuse
@@ -35,7 +38,6 @@ from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .loss import LossFunction, LossModel
-from .mesh_parameters import MeshParameters, gradient_of, local_part, part_of
 from .mesh_planner import AskedPlan, stage_dimension
 from .options import Batching, Options
 from .page.page import compile_page
@@ -47,6 +49,125 @@ from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
+
+    tables: tuple[tuple[dict[str, Any], str], ...]
+    captured: Tensor
+    own: Tensor
+
+
+class MeshParameters:
+    """The model's parameters as DTensors, and stand-ins for what was captured.
+
+    Args:
+        model: whose parameters are replaced.
+        mesh: that they lie on.
+        plan: how.
+        only: the identities of those to replace; None for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Any, plan: MeshPlan, only: Container[int] | None = None
+    ) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        names: dict[int, str] = {}
+        tensors: dict[int, Tensor] = {}
+        for path, module in walk_modules(model):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (only is None or id(parameter) in only):
+                    places.setdefault(id(parameter), []).append((module._parameters, name))
+                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
+                    tensors[id(parameter)] = parameter
+        self._held: dict[int, _Held] = {}
+        for key, tensor in tensors.items():
+            layout = plan.parameters[names[key]]
+            # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
+            whole = distribute_tensor(tensor.detach(), mesh, layout)
+            own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
+            _put(held.tables, own)
+            # The captured program holds the old parameter, and is not to hold its memory.
+            nothing = math.nan if tensor.is_floating_point() else 0
+            tensor.data = tensor.new_full((), nothing).expand_as(tensor)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns what took the place of a captured tensor; buffers stay."""
+        held = self._held.get(id(tensor))
+        return tensor if held is None else held.own
+
+    @contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Within it modules hold what looks like the parameters they were captured with."""
+        # The guard compares what modules hold with what they held, which were no DTensors.
+        for one in self._held.values():
+            _put(one.tables, one.captured)
+        try:
+            yield
+        finally:
+            for one in self._held.values():
+                _put(one.tables, one.own)
+
+    def check_present(self) -> None:
+        """Raises PlanError if a parameter was replaced."""
+        for held in self._held.values():
+            for table, name in held.tables:
+                if table.get(name) is not held.own:
+                    raise PlanError(
+                        f"The parameter {name} was replaced since the model was parallelized. "
+                        "Change parameters in place, or parallelize the model anew."
+                    )
+
+
+def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
+    for table, name in tables:
+        table[name] = tensor
+
+
+def _stand_in(tensor: Tensor) -> nn.Parameter:
+    """Returns a parameter of the same layout, without memory: only its type is compared."""
+    memory = TensorType.of(tensor).empty()
+    memory.untyped_storage().resize_(0)
+    return nn.Parameter(memory, requires_grad=tensor.requires_grad)
+
+
+def gradient_of(parameter: Any, local: Tensor) -> Tensor:
+    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
+    """Returns this rank's part of a tensor that it has whole."""
+    coordinate = mesh.get_coordinate()
+    for index, placement in enumerate(layout):
+        if placement.is_shard():
+            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
+    return tensor
+
+
+# ---- Steps over a mesh ---------------------------------------------------------------------------
+
 
 _State = TypeVar("_State")
 

@@ -18,7 +18,7 @@ from printed import too_long
 import lazyinline
 from lazyinline.backend.files import torch_store
 from lazyinline.backend.kernels import lower
-from lazyinline.frontend import bench, commands, inspection, measure
+from lazyinline.frontend import commands, inspection, measure
 from lazyinline.frontend.capture import blocks
 from lazyinline.frontend.commands import COMMANDS, error_line
 from lazyinline.frontend.onnx import export
@@ -90,8 +90,8 @@ QUICK = ("--layers", "2", "3", "--backend", "eager")
 @pytest.fixture(autouse=True)
 def small_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROUND_S", 0.001)
-    small = functools.partial(bench.Decoder, hidden=16, vocab=1000)
-    monkeypatch.setattr(bench, "Decoder", small)
+    small = functools.partial(commands.Decoder, hidden=16, vocab=1000)
+    monkeypatch.setattr(commands, "Decoder", small)
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
     ):
         assert name in said
     bench_help = " ".join(parsers["bench"].format_help().split())
-    assert f"default {' '.join(map(str, bench.DEFAULT_LAYERS))};" in bench_help
+    assert f"default {' '.join(map(str, commands.DEFAULT_LAYERS))};" in bench_help
     assert inspection.FORM in " ".join(parsers["inspect"].format_help().split())
 
 

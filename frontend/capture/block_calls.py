@@ -35,8 +35,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..checks.refusals import refuse_recurrent
 from ..checks.torch_state import modes_now
-from ..marks import recompute_mark
-from ..placement import only_copies
+from ..marks import only_copies, recompute_mark
 from ..tracing.torch_tracing import WRITES, Tracer, is_fake, written_by
 from .blocks import dissolve
 from .outside_tensors import OutsideTensors

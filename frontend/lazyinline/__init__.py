@@ -20,13 +20,12 @@ from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report, restore
 from lazyinline.frontend.fit import Fit, fit
 from lazyinline.frontend.inspection import capture, from_exported
-from lazyinline.frontend.marks import lazy_inline, recompute, shard, stage
+from lazyinline.frontend.marks import lazy_inline, place, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
 from lazyinline.frontend.parallel import ParallelStep, for_checkpoint, parallelize
 from lazyinline.frontend.pipeline import Pipeline, pipeline
-from lazyinline.frontend.placement import place
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.saved.load import load
 from lazyinline.frontend.saved.save import save
