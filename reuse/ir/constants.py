@@ -26,7 +26,7 @@ import torch.fx
 
 from ..torch_names import OPERATOR_TYPES, module_of
 from .control import with_bodies
-from .leaf import FullKey, leaf_key, stamp_of
+from .leaf import FullKey, leaf_key
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
 from .types import TensorType
 
@@ -80,54 +80,28 @@ class Number:
         return torch.full((), self.value, dtype=self.dtype, device="cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An operator whose number may become an input.
+def number_of(node: torch.fx.Node) -> Number | None:
+    """Returns the number of an operator that may be an input, its second argument, if it has one.
 
-    Attributes:
-        node: the operator; the number is its second argument.
-        number: the number there now.
+    The operator on an input gives the same dtype, as the number has the one that it computes in.
     """
-
-    node: torch.fx.Node
-    number: Number
-
-
-def slot_of(node: torch.fx.Node) -> Slot | None:
-    """Returns the place of a number in an operator that may be an input, if there is one."""
     is_known = isinstance(node.target, OPERATOR_TYPES) and node.target in _FORMS
     if not is_known or len(node.args) != 2 or node.kwargs:
         return None
     operand, value = node.args
-    result = node.meta.get("val")
     given = operand.meta.get("val") if isinstance(operand, torch.fx.Node) else None
-    if not all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in (given, result)):
-        return None
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not isinstance(given, torch.Tensor):
         return None
     dtype = torch.result_type(given, value)  # type: ignore[arg-type]
-    if dtype in _REDUCED:
+    if dtype in _REDUCED or given.device.type != "cpu":
         return None
     number = Number.of(value, dtype)  # type: ignore[arg-type]
-    slot = Slot(node, number)
-    return slot if _fits(number) and _gives(slot, TensorType.of(result)) else None  # type: ignore[arg-type]
+    return number if _fits(number) else None
 
 
-def replace(
-    slot: Slot, graph: torch.fx.Graph, operand: torch.fx.Node, entry: torch.fx.Node
-) -> torch.fx.Node:
-    """Adds the operator of a slot to a graph, with an input in place of the number.
-
-    Args:
-        slot: the place.
-        graph: grows at its end.
-        operand: the operator's tensor in that graph.
-        entry: the input that carries the number.
-    """
-    made = graph.call_function(_FORMS[slot.node.target], (operand, entry))
-    made.meta["stamp"] = stamp_of(slot.node)
-    made.meta["val"] = made.target(*(_meta_tensor(n.meta["val"]) for n in (operand, entry)))  # type: ignore[operator]
-    return made
+def with_input(node: torch.fx.Node, entry: torch.fx.Node) -> None:
+    """Puts an input in place of an operator's number."""
+    node.target, node.args = _FORMS[node.target], (node.args[0], entry)
 
 
 def _fits(number: Number) -> bool:
@@ -141,24 +115,6 @@ def _fits(number: Number) -> bool:
     if type(value) is float:  # some operators refuse what is beyond, others take it for infinity
         return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
     return abs(value) <= _EXACT_INTEGERS
-
-
-def _gives(slot: Slot, expected: TensorType) -> bool:
-    """Whether the operator on an input gives the same dtype, shape and strides."""
-    graph = torch.fx.Graph()
-    operand, entry = graph.placeholder("x"), graph.placeholder("number")
-    operand.meta["val"] = slot.node.all_input_nodes[0].meta["val"]
-    entry.meta["val"] = slot.number.tensor()
-    # In type promotion a 0-d tensor counts otherwise than a Python number.
-    found = TensorType.of(replace(slot, graph, operand, entry).meta["val"])
-    layout = (found.dtype, found.shape, found.stride)
-    return layout == (expected.dtype, expected.shape, expected.stride)
-
-
-def _meta_tensor(like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without data, of the same dtype, shape and strides."""
-    shape, stride = tuple(like.shape), tuple(like.stride())
-    return torch.empty_strided(shape, stride, dtype=like.dtype, device="meta")
 
 
 Item = TypeVar("Item")
@@ -278,46 +234,44 @@ class _OpenLeaf:
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
-        slots = map(slot_of, leaf.nodes) if leaf.level == "composite" else ()
-        self.slots: list[Slot] = [slot for slot in slots if slot is not None]
-        kinds = {s.node: ("a number", s.number.kind, s.number.dtype) for s in self.slots}
+        found = {n: number_of(n) for n in leaf.nodes} if leaf.level == "composite" else {}
+        self.numbers = {node: number for node, number in found.items() if number is not None}
+        kinds = {node: ("a number", one.kind, one.dtype) for node, one in self.numbers.items()}
         self.key = leaf_key(leaf, kinds)
 
     @property
-    def numbers(self) -> list[Number]:
+    def row(self) -> list[Number]:
         """The number in each place."""
-        return [slot.number for slot in self.slots]
+        return [*self.numbers.values()]
 
 
 def _share_leaves(members: Sequence[_OpenLeaf]) -> dict[Leaf, Shared]:
     first = members[0]
-    columns = _columns([m.numbers for m in members], "equal")
+    columns = _columns([m.row for m in members], "equal")
     leaf = _leaf_with_inputs(first, columns) if columns.first else first.leaf
-    return {m.leaf: Shared(leaf, columns.numbers(m.numbers), len(members)) for m in members}
+    return {m.leaf: Shared(leaf, columns.numbers(m.row), len(members)) for m in members}
 
 
 def _leaf_with_inputs(member: _OpenLeaf, columns: _Columns) -> Leaf:
     """Returns a leaf that takes the numbers of some places as inputs."""
-    old, slots = member.leaf, dict(zip((s.node for s in member.slots), member.slots, strict=True))
-    position = dict(zip(slots, columns.input_of, strict=True))
+    old, numbers = member.leaf, columns.numbers(member.row)
+    position = dict(zip(member.numbers, columns.input_of, strict=True))
     graph = torch.fx.Graph()
     new = {n: graph.node_copy(n) for n in old.entries}
-    types = tuple(n.type for n in columns.numbers(member.numbers))
-    entries = []
-    for index, number in enumerate(columns.numbers(member.numbers)):
-        entries.append(graph.placeholder(f"number{index}"))
-        entries[-1].meta["val"] = number.tensor()
+    entries = [graph.placeholder(f"number{index}") for index in range(len(numbers))]
+    for entry, number in zip(entries, numbers, strict=True):
+        entry.meta["val"] = number.tensor()
     for node in old.module.graph.nodes:
-        entry = position.get(node)
-        if entry is not None:
-            operand: Any = node.args[0]
-            new[node] = replace(slots[node], graph, new[operand], entries[entry])
-            new[node].meta.update(node.meta)
-        elif node.op != "placeholder":
-            new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "placeholder":
+            continue
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if (at := position.get(node)) is not None:
+            with_input(new[node], entries[at])
     names = (*old.input_names, *(e.name for e in entries)) if old.input_names else ()
     module = module_of(graph)
-    return Leaf(old.name, module, (*old.input_types, *types), old.output_types, names)
+    return Leaf(
+        old.name, module, (*old.input_types, *(n.type for n in numbers)), old.output_types, names
+    )
 
 
 # ---- programs --------------------------------------------------------------------------------
