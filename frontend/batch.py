@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +46,7 @@ class Batch:
 
     def _part(self, leaf: Any) -> Sequence[Any]:
         if not isinstance(leaf, Tensor):
-            return [leaf] * self._count
+            return split(leaf, self._count)
         if leaf.requires_grad:
             raise PipelineError("A pipeline takes inputs that do not require grad.")
         if why := why_watched((leaf,)) or why_no_memory(leaf):
@@ -55,21 +55,16 @@ class Batch:
             )
         if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()
-        check_splits([leaf], self._count, PipelineError)
-        # One part is the tensor itself: a number has no dimension to split.
-        return leaf.tensor_split(self._count) if self._count > 1 else [leaf]
+        return split(leaf, self._count, PipelineError)
 
 
 def split_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any], count: int
 ) -> list[tuple[Any, Any]]:
     """Returns the inputs of each micro-batch: tensors are split along dimension 0."""
-    if count == 1:
-        return [(args, kwargs)]
     leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
-    check_splits(leaves, count)
-    split = [x.tensor_split(count) if isinstance(x, Tensor) else [x] * count for x in leaves]
-    return [torch_pytree.unflatten([part[i] for part in split], tree) for i in range(count)]
+    parts = [split(leaf, count) for leaf in leaves]
+    return [torch_pytree.unflatten([part[i] for part in parts], tree) for i in range(count)]
 
 
 def check_count(micro_batches: int, error: type[LazyInlineError] = PlanError) -> None:
@@ -78,14 +73,17 @@ def check_count(micro_batches: int, error: type[LazyInlineError] = PlanError) ->
         raise error(f"micro_batches={micro_batches}: there must be at least one.")
 
 
-def check_splits(
-    leaves: Iterable[Any], count: int, error: type[LazyInlineError] = PlanError
-) -> None:
-    """Raises an error if a tensor of the batch cannot be split into equal micro-batches."""
-    for leaf in leaves:
-        is_batch = count > 1 and isinstance(leaf, Tensor)
-        if is_batch and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
-            raise error(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
-                "micro-batches along dimension 0. Change micro_batches or the batch size."
-            )
+def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Sequence[Any]:
+    """Returns the equal parts of a tensor, or what else is in a batch for each micro-batch.
+
+    Raises:
+        PlanError, PipelineError: for a tensor that has none.
+    """
+    if count == 1 or not isinstance(leaf, Tensor):
+        return [leaf] * count
+    if leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]:
+        raise error(
+            f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+            "micro-batches along dimension 0. Change micro_batches or the batch size."
+        )
+    return leaf.tensor_split(count)

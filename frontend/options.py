@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..autodiff.training_program import Order, Sums
+from ..autodiff.training_program import ORDERS, SUMS, Order, Sums
 from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.planner import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
+from .batch import check_count
 from .capture.blocks import REUSE_CHOICES, Reuse
 
 Boundaries = Literal["kept", "fused"]
@@ -67,6 +68,13 @@ class Batching:
     micro_batches: int = 1
     order: Order = "forward_first"
     sums: Sums = "as_gradients"
+
+    def __post_init__(self) -> None:
+        check_count(self.micro_batches)
+        if self.order not in ORDERS:
+            raise PlanError(f"order={self.order!r} is unknown; there are {ORDERS}.")
+        if self.sums not in SUMS:
+            raise PlanError(f"sums={self.sums!r} is unknown; there are {SUMS}.")
 
     @property
     def loss_bytes(self) -> int:

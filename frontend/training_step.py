@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.training_program import ORDERS, SUMS, NotUpdatedError, Order, Sums
+from ..autodiff.training_program import NotUpdatedError, Order, Sums
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.torch_native import Move, address_in
 from ..backend.run.leases import Lease
@@ -24,7 +24,7 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
-from .batch import check_count, check_splits
+from .batch import split
 from .capture.blocks import Reuse
 from .checks.refusals import (
     check_leaves,
@@ -115,25 +115,12 @@ def compile_step(
         >>> for batch in batches:
         ...     loss = step(*batch)
     """
-    check_count(micro_batches)
-    if order not in ORDERS:
-        raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
-    if sums not in SUMS:
-        raise PlanError(f"sums={sums!r} is unknown; there are {SUMS}.")
+    batching = Batching(micro_batches, order, sums)
     if target is not None:  # there is nothing to link again
         dynamic = False
-    options = Options(
-        reuse=reuse,
-        backend=backend,
-        recompute=recompute,
-        cache="disk",
-        target=target,
-        boundaries=boundaries,
-    )
+    options = Options(reuse, backend, recompute, "disk", target=target, boundaries=boundaries)
     update = step_optimizer(optimizer, max_norm, scaler, target)
-    return TrainingStep(
-        model, loss_fn, options, Batching(micro_batches, order, sums), dynamic, update
-    )
+    return TrainingStep(model, loss_fn, options, batching, dynamic, update)
 
 
 @dataclass(frozen=True)
@@ -291,9 +278,8 @@ class TrainingStep(Dispatcher["_StepEntry"]):
     def _inputs(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
         """Returns a batch with copies of its first micro-batch."""
         count = self._batching.micro_batches
-        distinct = {id(leaf): _split(leaf, count) for leaf in leaves}
-        parts = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
-        first = [part[0] if isinstance(part, tuple) else part for part in parts]
+        distinct = {id(leaf): split(_copied(leaf), count)[0] for leaf in leaves}
+        first = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
         return Inputs.of(first, tree, given=leaves)
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
@@ -447,13 +433,11 @@ class _StepEntry:
 
     def _stage(self, leaves: Sequence[Any]) -> None:
         """Makes our own copy of the batch; any that is taken is laid out like this one."""
-        parts = [_split(leaf, self._num_losses) for leaf in leaves]
-        tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
-        self._staging = [
-            (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
-        ]
+        tensors = {i: _copied(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+        self._staging = [(i, _Staging(t, leaves[i], self._move)) for i, t in tensors.items()]
+        parts = [split(tensor, self._num_losses) for tensor in tensors.values()]
         self._batch = [
-            tensors[user][1][number].detach()
+            parts[user][number].detach()
             for number, users in enumerate(self._compiled.step.batch)
             for user in users
         ]
@@ -564,15 +548,13 @@ class _StepEntry:
         )
 
 
-def _split(leaf: Any, count: int) -> Any:
-    """Returns copies of the micro-batches of a tensor of the batch; what is none as it is."""
+def _copied(leaf: Any) -> Any:
+    """Returns a copy of a tensor of the batch; what is none as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:
         raise PlanError("compile_step takes inputs that do not require grad.")
-    check_splits([leaf], count)
-    copy = torch.empty_like(leaf).copy_(leaf)
-    return copy.tensor_split(count) if count > 1 else (copy,)
+    return torch.empty_like(leaf).copy_(leaf)
 
 
 class _Staging:
@@ -598,9 +580,3 @@ class _Staging:
             self._move(self._address, start, self._num_bytes)
         else:
             self._tensor.copy_(tensor)
-
-
-def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor whose parts these are."""
-    base = parts[0]
-    return base if len(parts) == 1 else torch.as_strided(base, like.shape, base.stride())
