@@ -8,7 +8,6 @@ options              the options of a compile, checked
 compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
-loss                 a model and its loss as one module
 torch_optimizer      adapter: what a step does with the user's optimizer
 report               what is seen of a compile: meanwhile, and then as text and as a page
 compile_record       what a compile did and made, in numbers, for reports
@@ -28,7 +27,7 @@ dispatch             runs a model's calls: by compiled programs, or eagerly
 func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
-batch                a batch in micro-batches
+batch                a batch in micro-batches; a model and its loss as one module
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
 mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest

@@ -19,11 +19,10 @@ from ..recompute.planner import PolicyName
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
-from .batch import check_count, split_batch
+from .batch import LossFunction, LossModel, check_count, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
-from .loss import LossFunction, LossModel
 from .mesh_planner import AskedPlan, Plan, stage_dimension
 from .onnx.check import copied
 from .options import Batching, Options

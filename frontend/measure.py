@@ -27,12 +27,11 @@ from ..backend.kernels.lower import BackendName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
-from .batch import check_count, split_batch
+from .batch import LossModel, check_count, loss_of, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
-from .loss import LossModel, loss_of
 from .onnx.check import copied, gap
 from .options import Batching, Options
 from .page.page import measured_page

@@ -19,8 +19,8 @@ from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
+from .batch import LossModel
 from .compiler import Compiler
-from .loss import LossModel
 from .marks import shard_mark
 from .options import Options
 from .passes.numbers import note_examples

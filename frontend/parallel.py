@@ -31,13 +31,12 @@ from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import TensorType, in_own_storage
 from .autograd.torch_engine import have_hooks
-from .batch import Batch, check_count
+from .batch import Batch, LossFunction, LossModel, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
-from .loss import LossFunction, LossModel
 from .mesh_planner import AskedPlan, stage_dimension
 from .options import Batching, Options
 from .page.page import compile_page

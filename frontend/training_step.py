@@ -24,7 +24,7 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
-from .batch import split
+from .batch import LossFunction, LossModel, split
 from .capture.blocks import Reuse
 from .checks.refusals import (
     check_leaves,
@@ -41,7 +41,6 @@ from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
 from .guards.guard import Inputs
-from .loss import LossFunction, LossModel
 from .options import Batching, Boundaries, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
