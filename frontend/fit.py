@@ -19,7 +19,7 @@ from ..recompute.planner import PolicyName
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
-from .batch import LossFunction, LossModel, check_count, split_batch
+from .batch import LossFunction, LossModel, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
@@ -165,24 +165,12 @@ def fit(
         >>> print(lazyinline.fit(model, (ids, ids), mesh={"fsdp": 8}, target="cuda:sm_90"))
     """
     check_example("fit", model, args)
-    sizes = mesh.values() if isinstance(mesh, Mapping) else [0]
-    if not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
-        raise PlanError(
-            f"mesh={mesh!r} is not the number of ranks, 1 to {2**20:,}, along each dimension by "
-            'its name, such as {"fsdp": 8, "tp": 2}.'
-        )
-    if optimizer_tensors < 0 or (memory_bytes_per_rank is not None and memory_bytes_per_rank <= 0):
-        raise PlanError(
-            f"optimizer_tensors={optimizer_tensors} and memory_bytes_per_rank="
-            f"{memory_bytes_per_rank}: the first is at least 0, and the second more."
-        )
-    check_count(micro_batches)
+    batching = Batching(micro_batches)
     # A copy: a program is compiled for a micro-batch of its own memory, not for a view.
     first = copied(split_batch(args, kwargs or {}, micro_batches)[0])
-    subject = Subject(LossModel(model, loss_fn), *first)
     offline = _Offline(
-        subject,
-        Batching(micro_batches),
+        Subject(LossModel(model, loss_fn), *first),
+        batching,
         mesh,
         target_named(target),
         memory_bytes_per_rank,
@@ -217,6 +205,20 @@ class _Offline:
     schedule: str
     num_stages: int | None
     splitting: Splitting
+
+    def __post_init__(self) -> None:
+        sizes = self.mesh.values() if isinstance(self.mesh, Mapping) else [0]
+        if not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
+            raise PlanError(
+                f"mesh={self.mesh!r} is not the number of ranks, 1 to {2**20:,}, along each "
+                'dimension by its name, such as {"fsdp": 8, "tp": 2}.'
+            )
+        held, limit = self.optimizer_tensors, self.memory_bytes
+        if held < 0 or (limit is not None and limit <= 0):
+            raise PlanError(
+                f"optimizer_tensors={held} and memory_bytes_per_rank={limit}: the first is at "
+                "least 0, and the second more."
+            )
 
     @property
     def limit_bytes(self) -> int:
