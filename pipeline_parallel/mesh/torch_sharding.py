@@ -307,7 +307,7 @@ class _Sharding(torch.fx.Interpreter):
             return target(*args, **kwargs)  # made of nothing: the same on each rank
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # an item of a tuple
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_operand)  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._wrapped)  # type: ignore[misc]
         if target is _CAT:  # rules of PyTorch 2.13 split an empty operand (a new cache), too
             args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
             if (made := joined_in_parts(args, self._asked(node))) is not None:
@@ -555,9 +555,6 @@ class _Sharding(torch.fx.Interpreter):
         pairs = zip(tensors[0].placements, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, size in pairs if _split_dim(p) == dim)
         return len(sizes) == 1 or all(size % num_parts == 0 for size in sizes)
-
-    def _as_operand(self, value: Any) -> Any:
-        return self._wrapped(value) if isinstance(value, torch.Tensor) else value
 
     def _wrapped(self, tensor: Any) -> Any:
         """Returns a tensor that is the same on each rank as a DTensor."""
