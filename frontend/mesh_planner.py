@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..autodiff.training_program import StepProgram
 from ..backend.gpu.targets import target_named
-from ..pipeline_parallel.mesh.layouts import Links
+from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan
 from ..recompute.planner import POLICIES, Budget
 from ..reuse import torch_pytree

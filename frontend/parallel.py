@@ -20,7 +20,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
-from ..pipeline_parallel.mesh.layouts import Links
+from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED, MeshPlan, Placements
 from ..pipeline_parallel.process_groups import Ranks, ranks_along
 from ..recompute.planner import Policy

@@ -4,7 +4,8 @@ plan                  what lies where: parameters, the batch, and the tensors of
 given                 a plan by hand: parallel styles of modules, and pins of parameters
 planner               finds a plan, the cheapest by the costs of a device and of a mesh; its text
 folding               a step, each different closure once, with the slots between calls
-layouts               layouts on the axes of a mesh, what it costs to change them; links measured
+layouts               layouts on the axes of a mesh, and what it costs to change them
+links                 what the links of a mesh sustain: measured once, kept in a file
 torch_sharding_rules  adapter: the ways to split an operator over one axis
 choices               operators in groups, each with its options and their seconds
 problem               the choice of options as a linear program

@@ -1,4 +1,4 @@
-"""Layouts of a tensor on one axis of a mesh; what it costs to change them; links measured.
+"""Layouts of a tensor on one axis of a mesh, and what it costs to bring one to another.
 
 A tensor has one :class:`Layout` per axis. Bringing it to others takes steps, each on one axis, in
 the order that PyTorch's ``redistribute`` takes.
@@ -6,19 +6,10 @@ the order that PyTorch's ``redistribute`` takes.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import pathlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
-import torch.distributed as dist
-
-from ...reuse.errors import PlanError, door
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Layout(NamedTuple):
@@ -257,99 +248,3 @@ def _ways(before: Layout, after: Layout, size: int) -> list[tuple[str, Layout]]:
     if before.is_partial and after.is_split and not kind:
         return [("all_reduce", WHOLE), ("slice", after)]
     return [(kind, after)]
-
-
-# ---- Links of a mesh -----------------------------------------------------------------------------
-
-
-Links: TypeAlias = "Mapping[str, AxisRates] | str | os.PathLike[str]"
-"""Rates by the name of a dimension, or the file that they are in."""
-
-# A small gather takes as long as a collective takes at least; a large one shows the bandwidth.
-_SMALL_BYTES, _LARGE_BYTES = 2**12, 2**25
-_TIMES = 5
-
-
-@door
-def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict[str, AxisRates]:
-    """Measures latency and bandwidth of each dimension of a mesh; every rank calls it.
-
-    All groups of a dimension gather at once, as they do in a step, and the slowest rank counts. Of
-    several runs the quickest is taken.
-
-    Args:
-        mesh: a ``DeviceMesh``; dimensions of one rank are left out.
-        path: a file to write, for ``parallelize(plan="auto", links=path)`` and
-            ``lazyinline fit --links``; rank 0 writes it.
-
-    Returns:
-        For each dimension bytes per second that a rank sends, and seconds of an empty collective;
-        the same on every rank.
-
-    Example:
-        >>> lazyinline.measure_links(mesh, "links.json")
-        >>> parallel = lazyinline.parallelize(
-        ...     model, (ids, targets), mesh=mesh, plan="auto", links="links.json"
-        ... )
-    """
-    # Imported late: DTensor takes as long to import as all of lazyinline.
-    from .given import check_mesh
-    from .torch_collectives import axes_of
-
-    mesh = check_mesh(mesh, any_names=True)
-    groups = {name: group for group, name in axes_of(mesh).items()}
-    names = mesh.mesh_dim_names or ()
-    sizes = {name: mesh.size(i) for i, name in enumerate(names) if mesh.size(i) > 1}
-    found = {name: _measured(mesh, name, groups[name], size) for name, size in sizes.items()}
-    if path is not None and dist.get_rank() == 0:
-        text = json.dumps({name: asdict(rates) for name, rates in found.items()}, indent=1)
-        pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
-    return found
-
-
-def _measured(mesh: Any, name: str, group: str, size: int) -> AxisRates:
-    small_s, large_s = (
-        _gather_s(mesh.device_type, name, group, size, num_bytes)
-        for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)
-    )
-    sent_bytes = (_LARGE_BYTES - _SMALL_BYTES) * (size - 1) / size
-    return AxisRates(sent_bytes / max(large_s - small_s, 1e-9), small_s)
-
-
-def _gather_s(device: str, name: str, group: str, size: int, num_bytes: int) -> float:
-    """Returns the seconds of a gather that makes so many bytes, on the slowest rank."""
-    from .torch_collectives import WAIT
-
-    own = torch.ones(num_bytes // size, dtype=torch.uint8, device=device)
-    best = torch.full((), float("inf"), device=device)
-    for _ in range(_TIMES + 1):  # the first one connects
-        dist.barrier()
-        start = time.perf_counter()
-        made = WAIT(torch.ops.lazyinline.all_gather(own, size, group, name), own)
-        made[-1].item()  # waits for the device, too
-        taken = torch.full((), time.perf_counter() - start, device=device)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        best = torch.minimum(best, taken)
-    return float(best)
-
-
-def links_from(links: Links, names: Sequence[str], sizes: Sequence[int]) -> Mapping[str, AxisRates]:
-    """Returns the rates of the dimensions of a mesh.
-
-    Raises:
-        PlanError: if a file holds none, or a dimension of several ranks has no rates.
-    """
-    if isinstance(links, (str, os.PathLike)):
-        try:
-            read = json.loads(pathlib.Path(links).read_text(encoding="utf-8"))
-            links = {name: AxisRates(**rates) for name, rates in read.items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise PlanError(
-                f"links={str(links)!r} is no file of lazyinline.measure_links: {error}."
-            ) from error
-    if missing := [n for n, size in zip(names, sizes, strict=True) if size > 1 and n not in links]:
-        raise PlanError(
-            f"links= has rates of {', '.join(links) or 'nothing'}, and the mesh has the dimension "
-            f"{missing[0]!r}. Measure this mesh: lazyinline.measure_links(mesh, path)."
-        )
-    return links
