@@ -6,15 +6,16 @@ What it prints:
 
     Layer: 34 nodes held, 33 if inlined
       1 and 0 are apart: attribute number is 1, not 0
-      their graphs: part at add.Tensor and tanh at when_blocks_differ.py:42 Layer.forward
-      give all of them the same number: Python chooses operators by it, so that each value has a
-      graph, which compiles once; or pass a tensor in its place, where an operator takes one
-      (indices for a shift)
+      give all of them the same number. Where Python branches by it, each branch has a graph, which
+      compiles once; to have one, compute both ways and choose with torch.where. Where it is an
+      option of an operator, pass a tensor in its place, if the operator takes one (indices for a
+      shift)
     ShiftAsTensor: 17 nodes held, 33 if inlined
       1 and 0 are apart: attribute is_odd is True, not False
-      their graphs: part at add.Tensor and tanh at when_blocks_differ.py:55 ShiftAsTensor.forward
-      the branch makes two graphs, which compile once each; to have one, compute both ways and
-      choose with torch.where, or pass the choice as a tensor
+      give all of them the same is_odd. Where Python branches by it, each branch has a graph, which
+      compiles once; to have one, compute both ways and choose with torch.where. Where it is an
+      option of an operator, pass a tensor in its place, if the operator takes one (indices for a
+      shift)
     ChoiceAsTensor: 13 nodes held, 42 if inlined
 """
 
