@@ -37,7 +37,7 @@ from lazyinline.autodiff.traces.torch_user_rules import (
 )
 from lazyinline.backend.link import torch_generated
 from lazyinline.frontend.tracing import torch_tracing
-from lazyinline.frontend.tracing.torch_operators import refused_operators
+from lazyinline.frontend.tracing.torch_tracing import refused_operators
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.torch_symbols import ReadSizes, size_in
 from lazyinline.reuse.torch_names import operators_tagged

@@ -7,6 +7,5 @@ gradients         a gradient of a function as calls of ``torch.autograd.grad``
 torch_tensor_answers  what a tensor without numbers may answer; all else is reported
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
 torch_settings    settings of PyTorch, found by rule, and what else a call can ask again
-torch_operators   operators that are refused, or have another layout
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 """
