@@ -20,7 +20,7 @@ from ..backend.link.layout import Layout
 from ..backend.link.placement import gradients_of
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.rank_program import RankPlan
-from ..recompute.summary import RecomputeRecord
+from ..recompute.planner import RecomputeRecord
 from ..reuse.ir.printer import bytes_text
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse

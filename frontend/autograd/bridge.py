@@ -18,8 +18,7 @@ from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
-from .gradients import FirstBackward, Gradients, drawing
-from .results import ResultLinks
+from .gradients import FirstBackward, Gradients, ResultLinks, drawing
 from .torch_engine import (
     Aliases,
     GeneratorStates,

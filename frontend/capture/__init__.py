@@ -7,8 +7,7 @@ recording        what has been recorded so far: the outer graph, its regions, th
 block_calls      one instance of a block traced as a region, and calls of it by others
 control_flow     what cond, scan, map and while_loop run, as closures
 blocks           which module calls may share
-regions          the vocabulary: keys of blocks and of calls, regions of the outer graph, decisions
+regions          the vocabulary: keys of blocks and of calls, regions, decisions; numbers asked for
 outside_tensors  tensors that come from outside a trace
-questions        numbers that the forward asks of its inputs
 assemble         from a finished run to a program
 """

@@ -35,8 +35,7 @@ from ..tracing.torch_tracing import (
 )
 from .blocks import Blocks
 from .outside_tensors import OutsideTensors, refuse_left
-from .questions import Question
-from .regions import InitKey, ModeChoice, Region, SharingDecision, Sizes
+from .regions import InitKey, ModeChoice, Question, Region, SharingDecision, Sizes
 
 # What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})

@@ -2,6 +2,5 @@
 
 transforms    ``grad``, ``vjp``, ``jvp``, ``hvp``; derivatives along lines, and their modes
 rows          ``jacobian`` and ``hessian``, by products with directions, where they are asked for
-coordinates   ``laplacian`` and ``derivative``: by the coordinates of points
-forces        ``energy_and_forces``: an interatomic potential with forces and virial
+coordinates   ``laplacian`` and ``derivative`` by the coordinates of points; energy and forces
 """

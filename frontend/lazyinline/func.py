@@ -5,8 +5,12 @@
 inside one another, they become calls of derivatives that each different block has once.
 """
 
-from lazyinline.frontend.func.coordinates import derivative, laplacian
-from lazyinline.frontend.func.forces import EnergyAndForces, energy_and_forces
+from lazyinline.frontend.func.coordinates import (
+    EnergyAndForces,
+    derivative,
+    energy_and_forces,
+    laplacian,
+)
 from lazyinline.frontend.func.rows import hessian, jacobian
 from lazyinline.frontend.func.transforms import grad, hvp, jvp, vjp
 

@@ -23,7 +23,7 @@ from ...backend.run.rank_program import RankPlan
 from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
-from ...recompute.summary import RecomputeRecord
+from ...recompute.planner import RecomputeRecord
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.printer import node_type, operator_name
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack

@@ -13,8 +13,7 @@ from ...autodiff.traces.torch_make_fx import SizesAt
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
-from ...recompute.planner import Budget, Planner, Policy, policy_of
-from ...recompute.summary import summarize
+from ...recompute.planner import Budget, Planner, Policy, policy_of, summarize
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
