@@ -79,7 +79,6 @@ class BudgetFit:
     def __init__(self, planner: Planner, request: Request, peaks: ProgramPeaks) -> None:
         assert isinstance(request.closure, Composite)
         self._num_calls = len(request.closure.program.calls)
-        self._begun_with = planner, request, peaks
         self._request, self._peaks = request, peaks
         self._peaks_linked: dict[tuple[tuple[int, ...], ...], int] = {}
         self._fixed: dict[int, Choice | None] = {}
@@ -253,7 +252,8 @@ class BudgetFit:
         return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
 
     def _refusal(self, limit: int) -> PlanError:
-        smallest = self._smallest()
+        # Any search links these two before it gives up, so a budget of so many bytes is met.
+        smallest = min(self._peaks_linked[tuple(c)] for c in (self._lowest, self._all_at(0)))
         overhead = max(smallest - self._saved(self._lowest), 0)
         return PlanError(
             f"Budget(saved_bytes={limit}) cannot be met: the smallest peak that recompute reaches "
@@ -262,10 +262,3 @@ class BudgetFit:
             f"again. Give at least {smallest}, split the batch into more micro-batches, or mark "
             "smaller blocks."
         )
-
-    def _smallest(self) -> int:
-        """Returns the smallest peak reached, which a budget of so many bytes reaches again."""
-        for peak in sorted(set(self._peaks_linked.values())):
-            if BudgetFit(*self._begun_with)._search(peak) is not None:
-                return peak
-        raise AssertionError("every search links what saves least before it gives up")
