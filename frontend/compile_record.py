@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
@@ -307,24 +307,6 @@ class Memory:
         return dict(zip(found, self.plan.offsets[first:].tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class FrontierPoint:
-    """Holds one way to differentiate a call: bytes that it saves, work that it does again."""
-
-    saved_bytes: int
-    extra_s: float
-    extra_flops: int
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """Holds the ways to differentiate a closure that no other beats, fewest bytes first."""
-
-    closure: str
-    num_calls: int
-    points: tuple[FrontierPoint, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Made:
     """Holds what one compile made, for a page to draw.
@@ -335,7 +317,8 @@ class Made:
         micro_batches: how often both run in one step.
         kernels: the launches of each leaf for which they are known.
         memory: the plan of it; None where memory is not planned.
-        frontiers: finds what could be saved instead; empty where recompute was not asked for.
+        frontiers: finds what could be saved instead, as rows for a page; empty where recompute was
+            not asked for.
     """
 
     captured: Program
@@ -344,7 +327,7 @@ class Made:
     micro_batches: int = 1
     kernels: Mapping[Leaf, KernelList] | None = None
     memory: Memory | RankPlan | None = None
-    frontiers: Callable[[], Sequence[Frontier]] = tuple
+    frontiers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:
         """Returns itself: nothing in it changes."""

@@ -29,7 +29,7 @@ from ...reuse.ir.printer import node_type, operator_name
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack
 from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
-from ..compile_record import CompileRecord, Frontier, Made, Memory
+from ..compile_record import CompileRecord, Made, Memory
 from ..reuse_table import alike, reuse_rows
 from .write import error_text
 
@@ -432,14 +432,14 @@ def steps_section(found: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def recompute_section(
-    records: Sequence[RecomputeRecord], frontiers: Sequence[Frontier]
+    records: Sequence[RecomputeRecord], frontiers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Returns what is saved and what else could be; None if nothing is saved or computed again."""
     if not any(r.saved_bytes or r.recomputed_flops for r in records):
         return None
     return {
         "choices": [vars(record) | {"saved": len(record.saved)} for record in records],
-        "frontiers": [asdict(frontier) for frontier in frontiers],
+        "frontiers": [*frontiers],
     }
 
 
@@ -548,7 +548,8 @@ def compile_rows(record: CompileRecord) -> Iterator[Row]:
 def recompute_rows(record: CompileRecord) -> Iterator[Row]:
     """Yields what computing again is predicted to take; no step without it was timed."""
     frontiers = record.made.frontiers() if record.made is not None else ()
-    extra_s = {(f.closure, p.saved_bytes): p.extra_s for f in frontiers for p in f.points}
+    points = [(f["closure"], point) for f in frontiers for point in f["points"]]
+    extra_s = {(closure, p["saved_bytes"]): p["extra_s"] for closure, p in points}
     again = [c for c in record.recompute if c.recomputed_flops]
     found = [(c.num_calls, extra_s.get((c.closure, c.saved_bytes))) for c in again]
     known = [times * seconds for times, seconds in found if seconds is not None]

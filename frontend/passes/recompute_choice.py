@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 from ...autodiff.derivative import Differentiator
 from ...autodiff.leaf_derivative import Choice, Request
@@ -18,7 +19,6 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
-from ..compile_record import Frontier, FrontierPoint
 from ..report import CompileReport
 
 
@@ -93,8 +93,11 @@ class Recompute:
         # Fewest bytes come first, and that is what full recompute saves.
         return [(v.num_bytes, v.extra_s) for v in variants[: 1 if self._policy == "full" else None]]
 
-    def frontiers(self, request: Request) -> list[Frontier]:
-        """Returns, for each block that a request differentiates, what one call could save."""
+    def frontiers(self, request: Request) -> list[dict[str, Any]]:
+        """Returns, for each block that a request differentiates, what one call could save.
+
+        The ways to differentiate it that no other beats, fewest bytes first.
+        """
         # By request: calls that ask for the same derivative have one frontier.
         counts = Counter(
             site.request
@@ -103,9 +106,11 @@ class Recompute:
         )
         found = []
         for asked, number in counts.items():
-            variants = self._planner.frontier(asked)
-            points = (FrontierPoint(v.num_bytes, v.extra_s, v.extra_flops) for v in variants)
-            found.append(Frontier(asked.closure.name, number, tuple(points)))
+            points = [
+                {"saved_bytes": v.num_bytes, "extra_s": v.extra_s, "extra_flops": v.extra_flops}
+                for v in self._planner.frontier(asked)
+            ]
+            found.append({"closure": asked.closure.name, "num_calls": number, "points": points})
         return found
 
     def _choice(self, request: Request, peaks: ProgramPeaks, policy: Policy) -> Choice | None:
