@@ -180,15 +180,19 @@ def sizes_said_otherwise(parts: Parts, random: Random) -> None:
     ]
     odd = ("s1", "s2+1", "s99", "s1+-3", "0", "", 7, None, "s1 <= 4", "s1 < 10**9", "Eq(s1,s2)")
     further = ("s1//0 < 1", "s1**99 < 1", "~(s1 < 2)", "eval(1)", "(" * 300, "s1" * 999, "1 < s1")
+    further += ("(" * 20 + "s1" + "+1)**7" * 20 + "<3", "PowByNatural(s1,9999999)<3")
+    further += ("2*s1", "s1*s1", "s1//2", "LShift(s1,9999999999) > 1")
+    known = next(iter(examples), "s1")
+    lies = [x.replace("s1", known) if isinstance(x, str) else x for x in (*odd, *further)]
     what = random.randrange(4)
     if what == 0:
         row = random.choice(names)
-        row[random.randrange(len(row))] = random.choice((*odd, *further))
+        row[random.randrange(len(row))] = random.choice(lies)
     elif what == 1:
         examples[random.choice((*examples, "s1", "s7", "x"))] = random.choice((0, 1, 3, *ODD))
     elif what == 2:
         place = random.randrange(len(conditions) + 1)
-        conditions[place : place + random.randrange(2)] = [random.choice((*odd, *further))]
+        conditions[place : place + random.randrange(2)] = [random.choice(lies)]
     else:
         conditions.clear()
     parts["model.json"] = json.dumps(told).encode()

@@ -403,6 +403,62 @@ def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: pathlib.Path
         lazyinline.save(step, tmp_path / "model.lz")
 
 
+@lazyinline.lazy_inline
+class Steps(nn.Module):
+    """Saves more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(torch.exp(torch.sin(self.linear(x))))
+
+
+class Deep(nn.Module):
+    """Three blocks, the first of them marked if that is asked for."""
+
+    def __init__(self, *, is_marked: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Steps() for _ in range(3)))
+        if is_marked:
+            lazyinline.recompute(self.blocks[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": {"recompute": "full"},
+    "a budget": {"recompute": lazyinline.Budget(fraction=0.5)},
+    "a mark": {"is_marked": True},
+}
+
+
+@pytest.mark.parametrize("policy", RECOMPUTED)
+def test_a_file_holds_what_a_recompute_policy_holds(
+    policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_of(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = Deep(is_marked=options.pop("is_marked", False))
+        step: Any = lazyinline.compile_step(model, backend="eager", **options)
+        step(batch(64))
+        return step
+
+    step = step_of(**RECOMPUTED[policy])
+    files = [reloaded(step, tmp_path)]
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
+    files.append(lazyinline.load(tmp_path / "model.lz"))
+    for loaded in files:
+        assert torch.equal(loaded(batch(64)), step(batch(64)))
+        found = gradients(loaded.model)
+        assert all(torch.equal(found[name], g) for name, g in gradients(step.model).items())
+        assert loaded.stats.saved_bytes == step.stats.saved_bytes
+        assert loaded.stats.peak_bytes == step.stats.peak_bytes
+    assert step.stats.saved_bytes < step_of().stats.saved_bytes
+
+
 # ---- sizes that vary -----------------------------------------------------------------------------
 
 
@@ -446,6 +502,42 @@ def test_sizes_that_vary_are_linked_without_source_or_tracing(
         with pytest.raises(lazyinline.NoProgramError, match=r"Mod\(.* has to hold, and s\d+ = 7"):
             loaded(batch(7))
     assert list(loaded.state_dict()) == list(compiled.state_dict())
+
+
+class Twice(nn.Module):
+    """Takes twice as many of one input as of the other, and returns what it computes of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        size = x.shape[0]
+        total = torch.tanh(torch.cat([part(x) for part in self.parts]) + y)
+        told = (3 * size + 1, y.shape[0] // 2, size / 4, size > 5, self.parts[0].in_features)
+        return {"total": total, "told": told}
+
+
+@pytest.mark.parametrize("trusts", [True, False], ids=["signed", "of another machine"])
+def test_sizes_that_are_computed_of_others_are_taken_and_returned(
+    trusts: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Twice()
+    compiled: Any = lazyinline.compile(model, backend="eager", dynamic=True, fallback="error")
+    compiled(batch(4, 3), batch(8, 3))
+    loaded = reloaded(compiled, tmp_path)
+    if not trusts:
+        monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
+        loaded = lazyinline.load(tmp_path / "model.lz")
+    for size in (2, 4, 5, 6, 11):
+        x, y = batch(size, 3), batch(2 * size, 3)
+        found, expected = loaded(x, y), model(x, y)
+        assert torch.equal(found["total"], compiled(x, y)["total"])
+        torch.testing.assert_close(found["total"], expected["total"])
+        assert found["told"] == expected["told"]
+        assert list(map(type, found["told"])) == list(map(type, expected["told"]))
+    with pytest.raises(lazyinline.NoProgramError, match=r"is 11, and has to be 2\*s\d+"):
+        loaded(batch(5, 3), batch(11, 3))
 
 
 def test_a_step_of_sizes_that_vary_goes_on_at_others(tmp_path: pathlib.Path) -> None:

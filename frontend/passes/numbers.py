@@ -22,6 +22,7 @@ from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_symbols import (
     SIZE_TYPES,
+    SizeLiteral,
     Values,
     expression_of,
     tensor_type_at,
@@ -103,11 +104,14 @@ def results_at(program: Program, values: Values) -> Program:
     tree = program.output_tree
     if tree is None:  # of gradients
         return program
-    leaves = tuple(
-        (kind, value_of(expression_of(value), values) if isinstance(value, SIZE_TYPES) else value)
-        for kind, value in tree.leaves
-    )
+    leaves = tuple((kind, _at(values, value)) for kind, value in tree.leaves)
     return replace(program, output_tree=replace(tree, leaves=leaves))
+
+
+def _at(values: Values, held: Any) -> Any:
+    size = held.size if isinstance(held, SizeLiteral) else held  # of a file
+    is_size = held is not size or isinstance(held, SIZE_TYPES)
+    return value_of(expression_of(size), values) if is_size else held
 
 
 def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:

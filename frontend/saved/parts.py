@@ -248,7 +248,8 @@ def read_program(
     if not trusted:
         for name, program in programs.items():
             verify(program, "shared" if name == _CAPTURED else "aten")
-    leaves, spec = tree_of(told["output"])
+    size_of = None if sizes is None else partial(parse_size, sizes=sizes)
+    leaves, spec = tree_of(told["output"], size_of)
     captured = replace(
         programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
     )

@@ -6,13 +6,16 @@ a result is made again it is a :class:`Record`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ...backend.cache.codec import decode_value, encode_value
+from ...backend.cache.codec import NotCacheableError, decode_value, encode_value
 from ...reuse import torch_pytree
 from ...reuse.errors import FileError
+from ...reuse.ir.parser import parse_size
+from ...reuse.ir.torch_symbols import SIZE_TYPES, ReadSizes, SizeLiteral, expression_of
 
 
 class Record(dict[str, Any]):
@@ -66,7 +69,7 @@ def tree_data(leaves: Sequence[Any], spec: torch_pytree.TreeSpec) -> Any:
 
 def _own(value: Any) -> Any:
     if isinstance(value, _Place):
-        return {"leaf": encode_value(value.said)}
+        return {"leaf": encode_value(value.said, _size)}
     fields = torch_pytree.named_fields(value)
     if fields is None:
         return None
@@ -74,6 +77,17 @@ def _own(value: Any) -> Any:
     # A cache of transformers holds constants besides its tensors; classes are left out.
     kept = [[k, encode_value(_leaves_in(v), _own)] for k, v in fields if not isinstance(v, type)]
     return {"record": [name, kept]}
+
+
+def _size(value: Any) -> Any:
+    """Returns the text of a size that is computed of symbols; None of anything else."""
+    size = value.size if isinstance(value, SizeLiteral) else value
+    if not isinstance(value, (SizeLiteral, *SIZE_TYPES)):
+        return None
+    text = str(expression_of(size)).replace(" ", "")
+    if parse_size(text, ReadSizes()) != expression_of(size):
+        raise NotCacheableError(f"the size {text}")
+    return {"size": text}
 
 
 def _leaves_in(held: Any) -> Any:
@@ -86,18 +100,28 @@ def _leaves_in(held: Any) -> Any:
     return held if is_nested else _Place(("constant", held))
 
 
-def tree_of(data: Any) -> tuple[list[Any], torch_pytree.TreeSpec]:
-    """Returns the leaves and the structure that :func:`tree_data` wrote."""
-    places, spec = torch_pytree.flatten(decode_value(data, _read))
+def tree_of(
+    data: Any, size_of: Callable[[str], Any] | None = None
+) -> tuple[list[Any], torch_pytree.TreeSpec]:
+    """Returns the leaves and the structure that :func:`tree_data` wrote.
+
+    Args:
+        data: of them.
+        size_of: reads an expression of symbols, where leaves may be some.
+    """
+    places, spec = torch_pytree.flatten(decode_value(data, partial(_read, size_of)))
     if not all(isinstance(place, _Place) for place in places):
         raise FileError("a structure holds what is no leaf")
     return [place.said for place in places], spec
 
 
-def _read(kind: str, inner: Any) -> Any:
+def _read(size_of: Callable[[str], Any] | None, kind: str, inner: Any) -> Any:
+    own = partial(_read, size_of)
     if kind == "leaf":
-        return _Place(decode_value(inner))
+        return _Place(decode_value(inner, own))
+    if kind == "size" and size_of is not None:
+        return SizeLiteral(size_of(inner))
     if kind == "record":
         name, fields = inner
-        return Record(str(name), {str(key): decode_value(held, _read) for key, held in fields})
+        return Record(str(name), {str(key): decode_value(held, own) for key, held in fields})
     raise FileError(f"a structure holds {kind}")

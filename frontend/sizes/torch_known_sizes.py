@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
 import torch
 
 from ...reuse.errors import FileError, PlanError
+from ...reuse.ir.parser import parse_size
 from ...reuse.ir.size_tape import SizeTape
 from ...reuse.ir.torch_symbols import SIZE_FUNCTIONS, ReadSizes, Values, size_in, value_of
 from ...reuse.ir.types import TensorType, contiguous_stride
@@ -24,7 +26,7 @@ from ..capture.regions import shapes_of
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number.
 
-``n0+2`` is larger by two than ``n0``.
+``n0+2`` is larger by two than ``n0``. In a file it may be computed of some: ``2*s0``.
 """
 Shapes = tuple[tuple[int, ...], ...]
 """For each flat input its shape; a whole number is its own, others have none."""
@@ -66,27 +68,33 @@ class KnownSizes:
         self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
 
     def told(self, further: Sequence[Any] = ()) -> tuple[Any, Any, Any]:
-        """Returns as JSON holds them: dimensions, examples of symbols, conditions and further.
-
-        Raises:
-            FileError: if a symbol is computed from another.
-        """
+        """Returns as JSON holds them: dimensions, examples of symbols, conditions and further."""
         settled = {symbol: self._settled(symbol) for symbol in self._symbols.values()}
-        for symbol, found in settled.items():
-            if not found.is_number and not found.is_Symbol:
-                raise FileError(f"A size has to be {found} ({symbol}), which a file cannot say.")
-        names = [[self._by_symbol(name) for name in dims] for dims in self._names]
+        names = [[self._text(*term) for term in terms] for terms in self._terms]
         open_ = {s: n for s, n in self.hints.items() if settled[s] == s}
         conditions = [c.xreplace(settled) for c in (*self.conditions, *further)]
         texts = dict.fromkeys(str(c) for c in conditions if c != True)  # noqa: E712
         return names, {str(symbol): number for symbol, number in open_.items()}, list(texts)
 
-    def _by_symbol(self, name: str) -> str:
+    def _text(self, size: Any, more: int) -> str:
+        found = self._settled(size + more)
+        return "" if found.is_number else str(found).replace(" ", "")
+
+    @cached_property
+    def _terms(self) -> tuple[tuple[Any, ...], ...]:
+        """For each flat input, for each dimension a symbol or what is computed of some, and more.
+
+        A number is itself, and nothing more.
+        """
+        known = (zip(*row, strict=True) for row in zip(self._names, self._example, strict=True))
+        return tuple(
+            tuple(self._term(name) if name else (sympy.Integer(n), 0) for name, n in row)
+            for row in known
+        )
+
+    def _term(self, name: str) -> tuple[Any, int]:
         symbol, offset = parted(name)
-        found = self._settled(self._symbols[symbol]) if name else None
-        if found is None or found.is_number:
-            return ""
-        return f"{found}{f'+{offset}' if offset else ''}"
+        return self._symbols[symbol], offset
 
     def _settled(self, size: Any) -> Any:
         """Returns what an expression has become: the same, another one, or a number."""
@@ -105,11 +113,11 @@ class KnownSizes:
 
     def type_of(self, index: int, leaf: torch.Tensor) -> TensorType:
         """Returns the type of an input, with symbols in it."""
-        own, names = TensorType.of(leaf), self._names[index]
-        if not any(names):
+        own = TensorType.of(leaf)
+        if not any(self._names[index]):
             return own
-        pairs = zip(map(parted, names), own.shape, strict=True)
-        shape = tuple(self._symbols[name] + more if name else n for (name, more), n in pairs)
+        pairs = zip(self._names[index], self._terms[index], own.shape, strict=True)
+        shape = tuple(sum(term) if name else n for name, term, n in pairs)
         return TensorType(own.dtype, shape, contiguous_stride(shape), own.device)
 
     @property
@@ -127,8 +135,11 @@ class KnownSizes:
     @property
     def fixed(self) -> tuple[tuple[bool, ...], ...]:
         """Says of each dimension of the inputs whether its symbol turned out to be a number."""
-        numbers = {n for n, s in self._symbols.items() if self._settled(s).is_number}
-        return tuple(tuple(parted(name)[0] in numbers for name in names) for names in self._names)
+        rows = (zip(*row, strict=True) for row in zip(self._names, self._terms, strict=True))
+        return tuple(
+            tuple(bool(name) and self._settled(size).is_number for name, (size, _) in row)
+            for row in rows
+        )
 
     def values(self, leaves: Sequence[Any]) -> Values | None:
         """Returns the number of each symbol for inputs that are known to differ in sizes only.
@@ -149,7 +160,7 @@ class KnownSizes:
 
     def _numbers(self, leaves: Sequence[Any]) -> Values | str:
         """Returns the number of each symbol, or why there is none."""
-        found = Values()
+        found, computed = Values(), []
         shapes, strides = shapes_of(leaves), _strides_of(leaves)
         for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
             # Kernels compute strides from symbols as those of a contiguous tensor.
@@ -158,18 +169,23 @@ class KnownSizes:
             if not any(names) and strides[index] != self._strides[index]:
                 # A kernel has the steps of what has no symbols as numbers.
                 return f"strides of input {index} have to be {self._strides[index]}"
-            for dim, name in enumerate(names):
+            for dim, (name, (term, more)) in enumerate(zip(names, self._terms[index], strict=True)):
                 size = int(shapes[index][dim])
                 place = f"dimension {dim} of input {index} is {size}"
                 if not name and size != example[dim]:
                     return f"{place}, and has to be {example[dim]}"
+                if name and not term.is_Symbol:
+                    computed.append((place, size, term))
+                    continue
                 # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
-                symbol, offset = parted(name)
-                size -= offset
+                size -= more
                 if name and size < 2:
-                    return f"{place}, and has to be at least {2 + offset}"
-                if name and (first := found.setdefault(self._symbols[symbol], size)) != size:
-                    return f"{place}, and by other sizes it has to be {first + offset}"
+                    return f"{place}, and has to be at least {2 + more}"
+                if name and (first := found.setdefault(term, size)) != size:
+                    return f"{place}, and by other sizes it has to be {first + more}"
+        for place, size, term in computed:
+            if size < 2 or _answer(term, found) != size:
+                return f"{place}, and has to be {term}, and at least 2"
         return found
 
     @property
@@ -180,13 +196,9 @@ class KnownSizes:
     @property
     def example(self) -> Values:
         """The number of each symbol in the call that is captured."""
-        found = Values()
-        for names, sizes in zip(self._names, self._example, strict=True):
-            for name, size in zip(names, sizes, strict=True):
-                if name:
-                    symbol, offset = parted(name)
-                    found[self._symbols[symbol]] = int(size) - offset
-        return found
+        rows = zip(self._terms, self._example, strict=True)
+        pairs = [pair for row in rows for pair in zip(*row, strict=True)]
+        return Values({term: int(n) - more for (term, more), n in pairs if term.is_Symbol})
 
     @property
     def settled(self) -> tuple[Any, ...]:
@@ -225,11 +237,15 @@ class KnownSizes:
         return right
 
 
-def _holds(condition: Any, values: Values) -> bool:
+def _answer(expression: Any, values: Values) -> Any:
     try:
-        return bool(value_of(condition, values))
+        return value_of(expression, values)
     except (KeyError, TypeError, ValueError, ArithmeticError):
-        return False
+        return None
+
+
+def _holds(condition: Any, values: Values) -> bool:
+    return bool(_answer(condition, values))
 
 
 @dataclass(frozen=True)
@@ -288,12 +304,18 @@ class ReadKnownSizes(KnownSizes):
             raise FileError("sizes are named that no input has")
         super().__init__(None, leaves, tuple(map(tuple, names)))
         self._read = sizes
-        symbols = {parted(name)[0] for dims in names for name in dims if name}
-        if symbols != sizes.examples.keys():
-            raise FileError("a size is named that no input has")
         self._symbols = {name: sizes.symbol(name) for name in sizes.examples}
+        plain = {term for terms in self._terms for term, _ in terms if term.is_Symbol}
+        if plain != set(self._symbols.values()):
+            raise FileError("a size is named that no input has")
         if self.values(leaves) is None:
             raise FileError("its conditions do not hold for its own sizes")
+
+    def _term(self, name: str) -> tuple[Any, int]:
+        more, term = sympy.sympify(parse_size(name, self._read)).as_coeff_Add()
+        if not term.is_integer or not term.free_symbols:
+            raise FileError(f"{name[:20]} is no size")
+        return (term, int(more)) if term.is_Symbol else (term + more, 0)
 
     # Before operators are read there is no environment, which takes Dynamo to be imported.
 

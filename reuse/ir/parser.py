@@ -28,7 +28,7 @@ from . import program as ir
 from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
 from .printer import node_type
-from .torch_symbols import SIZE_FUNCTIONS, ReadSizes
+from .torch_symbols import SIZE_FUNCTIONS, ReadSizes, degree
 from .types import (
     DTYPES,
     StructType,
@@ -41,6 +41,7 @@ from .types import (
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _MAX_NUMBER = 2**64  # in what computes one
+_MAX_DEGREE = 64  # of powers, which stand within one another
 _UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
@@ -277,6 +278,8 @@ class _Reader:
             return SIZE_FUNCTIONS[ast.unparse(tree.func)](*map(self._computed, tree.args))
         if isinstance(tree.op, ast.Pow):
             found = self._computed(tree.left) ** range(8)[tree.right.value]
+            if degree(found) > _MAX_DEGREE:
+                raise ValueError("too large")
         else:
             found = _ARITHMETIC[type(tree.op)](*map(self._computed, (tree.left, tree.right)))
         if isinstance(found, (int, sympy.Integer)) and abs(found) > _MAX_NUMBER:
@@ -417,6 +420,7 @@ class _Reader:
             **self._said(words),
             num_nodes=len(tree.body) - 1,
             first_target=self._first_target(tree.body[0]),
+            is_sum=self._is_sum(tree),
             read=partial(self._leaf_now, tree, words),
         )
         return leaf
@@ -425,6 +429,16 @@ class _Reader:
         """Returns the operator of a line; None of what has none."""
         _, call = _without_modes(getattr(line, "value", None))
         return self._operator(call.func) if isinstance(call, ast.Call) else None
+
+    def _is_sum(self, tree: ast.FunctionDef) -> bool:
+        """Whether a leaf adds its two inputs, by its lines."""
+        match tree.body:
+            case [ast.Assign() | ast.AnnAssign() as line, ast.Return()]:
+                names = [ast.unparse(x) for x in getattr(line.value, "args", ())]
+                is_add = self._first_target(line) is torch.ops.aten.add.Tensor
+                is_plain = not getattr(line.value, "keywords", ())
+                return is_add and is_plain and names == [x.arg for x in tree.args.args]
+        return False
 
     def _said(self, words: list[str]) -> dict[str, Any]:
         kernels = next((kind for kind in get_args(ir.Kernels) if kind in words), "backend")

@@ -453,9 +453,22 @@ class SymbolTrace(SizeTrace):
 # ---- sizes read from text ------------------------------------------------------------------------
 
 
-SIZE_FUNCTIONS = {n: f for n, f in vars(functions).items() if getattr(f, "is_Function", False)}
+_TOO_LARGE = ("PowByNatural", "FloatPow", "LShift")  # of few signs they make any number of digits
+SIZE_FUNCTIONS = {
+    name: function
+    for name, function in vars(functions).items()
+    if getattr(function, "is_Function", False) and name not in _TOO_LARGE
+}
 SIZE_FUNCTIONS |= {"Eq": sympy.Eq, "Ne": sympy.Ne}
 """Functions by which PyTorch computes and compares sizes, besides the operators of Python."""
+
+
+def degree(size: Any) -> int:
+    """Returns how many factors a power or a product has at most: its digits grow with them."""
+    inner = list(map(degree, getattr(size, "args", ())))
+    if isinstance(size, sympy.Pow):
+        return inner[0] * abs(int(size.exp))
+    return sum(inner) if isinstance(size, sympy.Mul) else max(inner, default=1)
 
 
 class _NamedSymbols(ShapeEnv):
