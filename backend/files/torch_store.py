@@ -36,7 +36,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -197,7 +197,8 @@ class DiskCache:
         path = self.directory / _KEY
         with contextlib.suppress(_UnusableError, OSError):
             if not path.exists() and self._is_writable:
-                _write_whole(path, secrets.token_bytes(32))
+                with whole_file(path) as file:
+                    file.write(secrets.token_bytes(32))
             if key := _read_own(path):
                 return hmac.new(key, content, hashlib.sha256).hexdigest()
         return ""
@@ -323,7 +324,8 @@ class DiskCache:
         if not self._is_writable:
             return False
         try:
-            _write_whole(path, content)
+            with whole_file(path) as file:
+                file.write(content)
         except FileNotFoundError:
             return False  # another process cleared the cache before it was complete
         except OSError as error:
@@ -346,18 +348,19 @@ class _UnusableError(Exception):
     """Says why a file is not trusted."""
 
 
-def _write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, so that no other process ever sees a part of it.
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yields a file to write, of which no other process ever sees a part under its name.
 
     Raises:
         OSError: if it could not be written; nothing of it is left then.
     """
-    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=Path(path).absolute().parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -13,7 +13,7 @@ from torch import nn
 from ...backend.cache.codec import NotCacheableError, encode_value
 from ...backend.files.container import Content, to_json, write_parts
 from ...backend.files.safetensors import pieces_of
-from ...backend.files.torch_store import open_cache
+from ...backend.files.torch_store import open_cache, whole_file
 from ...recompute.planner import Budget
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
@@ -81,7 +81,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
         )
     parts = dict(saved.parts(weights))
     if weights == "beside":
-        with open(beside(path), "wb") as file:
+        with whole_file(beside(path)) as file:
             for piece in pieces_of(saved.weights()):
                 file.write(piece)
     write_parts(path, parts, open_cache())
