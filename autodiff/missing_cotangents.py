@@ -186,11 +186,8 @@ def _control(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
 
 def _is_sum(closure: Closure) -> bool:
     """Returns whether a closure adds its two operands, so that without one it is the other."""
-    if not isinstance(closure, Leaf) or [n.target for n in closure.nodes] != [_ADD]:
-        return False
-    (node,) = closure.nodes
     alike = len({*closure.input_types, *closure.output_types}) == 1
-    return alike and len(closure.input_types) == 2 and [*node.args] == closure.entries
+    return isinstance(closure, Leaf) and alike and closure.is_sum
 
 
 def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:

@@ -7,6 +7,7 @@ own, used in place, so that ``state_dict`` and checkpoints stay what they are.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -289,17 +290,31 @@ def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) ->
         ]
         for group in optimizer.optimizer.param_groups
     ]
-    return [type(optimizer.optimizer).__name__, groups]
+    defaults = {n: encode_value(v) for n, v in optimizer.optimizer.defaults.items()}
+    return [type(optimizer.optimizer).__name__, groups, defaults]
 
 
-def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor]) -> Optimizer:
-    """Returns the optimizer that :func:`optimizer_data` wrote; ``tensors`` are by name."""
-    kind, groups = data
+def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: bool) -> Optimizer:
+    """Returns the optimizer that :func:`optimizer_data` wrote.
+
+    Args:
+        data: of it.
+        tensors: by name.
+        trusted: make it as ``copy.copy`` would: its constructor, which checks, imports Dynamo.
+    """
+    kind, groups, defaults = data
+    numbers = {n: decode_value(v) for n, v in defaults.items()}
     made = [
         {"params": list(map(tensors, names)), **{n: decode_value(v) for n, v in told.items()}}
         for names, told in groups
     ]
-    return _SAVED[kind](made)
+    if not trusted:
+        found: Optimizer = _SAVED[kind](made)
+        found.defaults.update(numbers)
+        return found
+    found = _SAVED[kind].__new__(_SAVED[kind])
+    found.__setstate__({"defaults": numbers, "state": defaultdict(dict), "param_groups": made})
+    return found
 
 
 def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:

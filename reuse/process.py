@@ -102,7 +102,7 @@ def code_digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in own_files(root):
         content = path.read_bytes()
-        name = path.relative_to(root).as_posix()
+        name = str(path).removeprefix(f"{root}{os.sep}").replace(os.sep, "/")
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -11,16 +11,16 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import re
 import stat
-import tempfile
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from ...reuse.errors import FileError
-from .torch_store import DiskCache
+from .torch_store import DiskCache, whole_file
 
 Content: TypeAlias = Sequence[bytes | memoryview]
 """The bytes of a part, in pieces."""
@@ -29,6 +29,7 @@ MANIFEST, TENSORS = "manifest.json", ".safetensors"
 _FORMAT = "lazyinline file 1"
 _DATE = (1980, 1, 1, 0, 0, 0)
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[./][a-z0-9]+)*", re.ASCII)
+_LENGTHS_AT = 26  # in what stands before a part, of its name and of what is behind that
 _MAX_TEXT_BYTES = 1 << 28  # of a part that is read as text: far more than a program has
 
 
@@ -48,22 +49,14 @@ def write_parts(
     listed = {name: _digest(name, content) for name, content in parts.items()}
     signature = store.signature(_to_sign(listed)) if store is not None else ""
     manifest = {"format": _FORMAT, "parts": listed, "signature": signature}
-    folder = pathlib.Path(path).absolute().parent
-    handle, temporary = tempfile.mkstemp(prefix=".new-", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            for name, content in ((MANIFEST, [to_json(manifest)]), *parts.items()):
-                entry = zipfile.ZipInfo(name, _DATE)
-                entry.create_system, entry.external_attr = 3, 0o600 << 16
-                entry.file_size = sum(map(len, content))
-                with archive.open(entry, "w") as part:
-                    for piece in content:
-                        part.write(piece)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, content in ((MANIFEST, [to_json(manifest)]), *parts.items()):
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.create_system, entry.external_attr = 3, 0o600 << 16
+            entry.file_size = sum(map(len, content))
+            with archive.open(entry, "w") as part:
+                for piece in content:
+                    part.write(piece)
 
 
 class Parts:
@@ -74,8 +67,10 @@ class Parts:
         is_signed: whether this machine's own cache has signed them.
     """
 
-    def __init__(self, archive: zipfile.ZipFile, size: int, store: DiskCache | None) -> None:
-        self._archive = archive
+    def __init__(
+        self, file: BinaryIO, archive: zipfile.ZipFile, size: int, store: DiskCache | None
+    ) -> None:
+        self._file, self._archive = file, archive
         self._entries = _checked_entries(archive, size)
         manifest = read_json(self._bytes(MANIFEST))
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
@@ -95,12 +90,14 @@ class Parts:
         return content
 
     @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[Any]:
+    def stream(self, name: str) -> Iterator[_Stored]:
         """Yields a part that is too large to be held twice; at its end the zip's sum is checked."""
-        with self._archive.open(self._entry(name)) as file:
-            yield file
-            if file.read(1):
-                raise FileError(f"{name} goes on behind its end")
+        entry = self._entry(name)
+        with self._archive.open(entry):  # which checks what stands before it
+            part = _Stored(self._file, entry)
+        yield part
+        if part.left or part.sum != entry.CRC:
+            raise FileError(f"{name} goes on behind its end, or the sum of it is wrong")
 
     def size_of(self, name: str) -> int:
         """Returns the number of bytes of a part."""
@@ -115,6 +112,32 @@ class Parts:
         if self._entry(name).file_size > _MAX_TEXT_BYTES:
             raise FileError(f"{name} is too large")
         return self._archive.read(name)
+
+
+class _Stored:
+    """Reads a part as it lies in the file, into where it shall be: zipfile holds it twice.
+
+    Attributes:
+        left: bytes that are still to be read.
+        sum: of those that were, as the zip has it.
+    """
+
+    def __init__(self, file: BinaryIO, entry: zipfile.ZipInfo) -> None:
+        file.seek(entry.header_offset + _LENGTHS_AT)
+        file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
+        self._file, self.left, self.sum = file, entry.file_size, 0
+
+    def readinto(self, memory: memoryview) -> int:
+        """Fills a memory, as far as there are bytes; returns how many there were."""
+        memory = memory[: self.left]
+        count = int(self._file.readinto(memory))  # type: ignore[attr-defined]
+        self.left, self.sum = self.left - count, zlib.crc32(memory[:count], self.sum)
+        return count
+
+    def read(self, count: int) -> bytes:
+        """Returns so many bytes, as far as there are."""
+        memory = bytearray(min(count, self.left))
+        return bytes(memory[: self.readinto(memoryview(memory))])
 
 
 @contextlib.contextmanager
@@ -135,7 +158,7 @@ def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterato
             if not stat.S_ISREG(status.st_mode):
                 raise FileError("it is not a plain file")
             with zipfile.ZipFile(file) as archive:
-                yield Parts(archive, status.st_size, store)
+                yield Parts(file, archive, status.st_size, store)
     except FileNotFoundError:
         raise FileError(f"There is no file {os.fspath(path)}.") from None
     except FileError as error:

@@ -33,7 +33,7 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
-from ...reuse.ir.torch_updates import update_of
+from ...reuse.ir.torch_updates import is_update
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
@@ -199,7 +199,7 @@ class InductorBackend:
             return []
         target = self.target
         moved = [moved_leaf(leaf, target.device) if target else leaf for leaf in leaves]
-        wanted = [leaf for leaf in moved if _wants_compiler(leaf) and update_of(leaf) is None]
+        wanted = [leaf for leaf in moved if _wants_compiler(leaf) and not is_update(leaf)]
         with gpu_described(target) if target else nullcontext():
             modules = [leaf.module for leaf in wanted]
             made = torch_inductor.write_gpu_leaves(modules, on_done)

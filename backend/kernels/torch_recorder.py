@@ -26,7 +26,7 @@ from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace, SymbolTrace
-from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
+from ...reuse.ir.torch_updates import IN_PLACE, is_update, results_in_place
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
 from ..gpu.torch_gpu import no_stream
@@ -100,7 +100,7 @@ def record_wrapper(
 
 def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
     """Records an ATen graph that runs on PyTorch's own kernels."""
-    if update_of(leaf) is not None:
+    if is_update(leaf):
         return _record_update(leaf)
     recorder = _Recorder(leaf, traced)
     with recorder.running(), torch.no_grad(), recorder:
@@ -112,8 +112,7 @@ def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
 
 def _record_update(leaf: Leaf) -> KernelList:
     """Records an update of parameters: one launch, whose results lie where operands did."""
-    node, types_ = update_of(leaf), flat_types(leaf.input_types)
-    assert node is not None
+    node, types_ = leaf.nodes[0], flat_types(leaf.input_types)
     buffers = {entry: i for i, entry in enumerate(leaf.entries)}
     views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
     args: Any = map_arg(node.args, lambda entry: views[buffers[entry]])  # type: ignore[arg-type, return-value]

@@ -17,7 +17,7 @@ import torch.fx
 from ...reuse.ir.leaf import node_type
 from ...reuse.ir.operators import changed_operand, is_elementwise, is_view
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_updates import update_of
+from ...reuse.ir.torch_updates import is_update
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
 from ..kernels.torch_recorder import record_graph
@@ -54,7 +54,7 @@ class Estimates:
             bodies = [link(body.program) for body in leaf.bodies]
             lists = self.lists(bodies, recorded)
             return record_control(leaf, _cannot_run, bodies, lists, TOOLS)
-        if update_of(leaf) is not None:  # all that it launches
+        if is_update(leaf):  # all that it launches
             return record_graph(leaf)
         fuses = self._fuses and leaf.kernels != "eager"
         return _Estimate(leaf, fuses).kernel_list()

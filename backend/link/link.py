@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.rewrite import grouped
-from ...reuse.ir.torch_updates import results_in_place, update_of
+from ...reuse.ir.torch_updates import is_update, results_in_place
 from ...reuse.ir.types import TensorType, flatten_type
 
 Slots = tuple[int, ...]
@@ -158,7 +156,7 @@ def _join(path: str, name: str) -> str:
 
 def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
     """Moves each sum of two values that nobody else reads to where the later of them is made."""
-    sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if _is_sum(leaf)}
+    sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if leaf.is_sum}
     if not sums:
         return launches
     # A backward returns the gradients of a whole micro-batch, and they are added to those before:
@@ -182,7 +180,7 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
 
 def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
     """Moves each update to where its operands are made and nobody else reads what it changes."""
-    updates = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if update_of(leaf)}
+    updates = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if is_update(leaf)}
     if not updates:
         return launches
     # A program has its updates at the end, and a gradient is free from its update on.
@@ -197,12 +195,6 @@ def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
             moved.setdefault(at, []).append(launch)
     found = [one for i, launch in enumerate(stay) for one in (launch, *moved.get(i, ()))]
     return [*moved.get(-1, ()), *found]  # first those of gradients that were there before
-
-
-def _is_sum(leaf: Leaf) -> bool:
-    if leaf.num_nodes != 1 or leaf.first_target is not torch.ops.aten.add.Tensor:
-        return False
-    return leaf.nodes[0].args == tuple(leaf.entries) and not leaf.nodes[0].kwargs
 
 
 def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tuple[Launch, ...]:

@@ -36,7 +36,7 @@ from ...backend.run.unplanned import closures_run
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
-from ...reuse.ir.torch_updates import update_of
+from ...reuse.ir.torch_updates import is_update
 from ..options import Options
 from ..report import CompileReport, Progress
 from .recompute_choice import Recompute
@@ -155,7 +155,7 @@ class Context:
 
     def _lower_leaves(self, new: Sequence[Leaf]) -> None:
         for leaf in new:
-            if update_of(leaf) is not None:  # its launch needs no kernel, so there is none to keep
+            if is_update(leaf):  # its launch needs no kernel, so there is none to keep
                 launches: KernelList | None = record_graph(leaf)
             elif leaf.bodies:
                 launches = None

@@ -23,6 +23,7 @@ from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir.program import Program, Source, UserInput, wants_gradient
 from ...reuse.ir.types import TensorType
 from ..capture.regions import CapturedModel
+from ..capture.surroundings import garbage_collection_paused
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
@@ -75,7 +76,7 @@ def load(
         ...     logits = model(ids)
     """
     store = open_cache()
-    with open_parts(path, store) as parts:
+    with garbage_collection_paused(), open_parts(path, store) as parts:
         opened = _Opened(parts, store if trust or parts.is_signed else None)
         model = opened.module(path, state_dict)
         return opened.adopted(model)
@@ -242,7 +243,8 @@ class _Opened:
     def _optimizer(self, tensors: Callable[[str], torch.Tensor]) -> StepOptimizer | None:
         if self._told["optimizer"] is None:
             return None
-        made = StepOptimizer(optimizer_of(self._told["optimizer"], tensors))
+        told, trusted = self._told["optimizer"], self._store is not None
+        made = StepOptimizer(optimizer_of(told, tensors, trusted=trusted))
         made.groups()
         return made
 
@@ -252,8 +254,10 @@ class _Opened:
             parameter = model.tensor(own)
             if kind != "step" and tensor.shape != parameter.shape:
                 raise FileError(f"{name} is of another shape than its parameter")
-            held = tensor if kind == "step" else torch.empty_like(parameter.detach()).copy_(tensor)
-            update.optimizer.state[parameter][kind] = held
+            like = parameter.detach()
+            if kind != "step" and TensorType.of(tensor) != TensorType.of(like):
+                tensor = torch.empty_like(like).copy_(tensor)
+            update.optimizer.state[parameter][kind] = tensor
 
     def _state(
         self, compiler: Compiler, number: int, model: SavedModel, inputs: _Inputs

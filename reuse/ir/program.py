@@ -121,6 +121,14 @@ class Leaf:
         """The operator of the first node; None without one."""
         return next((n.target for n in self.module.graph.nodes if n.op == "call_function"), None)
 
+    @cached_property
+    def is_sum(self) -> bool:
+        """Whether all that it does is to add its two inputs."""
+        if self.num_nodes != 1 or self.first_target is not torch.ops.aten.add.Tensor:
+            return False
+        (node,) = self.nodes
+        return [*node.args] == self.entries and not node.kwargs
+
     @property
     def control(self) -> Control | None:
         """The operator, if it is one that runs other closures."""

@@ -167,17 +167,16 @@ def update_leaf(
     )
 
 
-def update_of(leaf: Leaf) -> torch.fx.Node | None:
-    """Returns the node of an update; None for any other closure."""
-    return leaf.nodes[0] if leaf.first_target in IN_PLACE else None
+def is_update(leaf: Leaf) -> bool:
+    """Whether a closure updates parameters."""
+    return leaf.first_target in IN_PLACE
 
 
 def results_in_place(leaf: Leaf) -> list[int]:
     """Returns, for each result of an update, the operand whose memory it takes over."""
-    node = update_of(leaf)
-    if node is None:
+    if not is_update(leaf):
         return []
     position = {entry: i for i, entry in enumerate(leaf.entries)}
-    tensors = node.args[: -len(_OPTIONS)]
+    tensors = leaf.nodes[0].args[: -len(_OPTIONS)]
     rows = [row for i, row in enumerate(tensors) if isinstance(row, (list, tuple)) and i != 1]
     return [position[entry] for row in rows for entry in row]  # type: ignore[index, union-attr]

@@ -1,0 +1,123 @@
+"""What a file costs to open in a new process, beside a compile with its caches warm.
+
+    python benchmarks/load_time.py
+    python benchmarks/load_time.py --cases step --rounds 5 --layers 8
+
+CPU-seconds from an imported PyTorch and lazyinline to a first result, less what a later call takes;
+by turns, each in a process of its own over one cache. ``again`` is a load of the same file in the
+same process, its weights given as they are. See README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from measurement import kept_environment
+
+CASES = ("inference", "training", "sizes", "sizes-training", "step")
+
+
+def run_once(case: str, way: str, layers: int, path: str) -> dict[str, Any]:
+    """Compiles, saves or loads in this process, and computes one result."""
+    import subjects
+    import torch
+
+    import lazyinline
+
+    torch.set_num_threads(1)
+    subject: Any = None
+    if way != "load":
+        subject = subjects.family("own").build(layers, 1)
+        torch.save(subject.args, f"{path}.inputs")
+    args = torch.load(f"{path}.inputs")
+    optimizer = torch.optim.AdamW(subject.model.parameters()) if way != "load" else None
+
+    def made() -> Any:
+        if way == "load":
+            return lazyinline.load(path)
+        if case == "step":
+            return lazyinline.compile_step(subject.model, optimizer=optimizer)
+        return lazyinline.compile(subject.model, dynamic=True if "sizes" in case else None)
+
+    def call(compiled: Any) -> Any:
+        with torch.set_grad_enabled(case not in ("inference", "sizes")):
+            result = compiled(*args)
+            if "training" in case:
+                result.backward()
+            return result
+
+    compiled, first = _timed(lambda: _called(made(), call))
+    later = min(_timed(lambda: call(compiled))[1] for _ in range(3))
+    found = {"cpu_s": first - later, "later_s": later, "dynamo": "torch._dynamo" in sys.modules}
+    if way == "load":
+        state = compiled.model.state_dict() if case == "step" else compiled.state_dict()
+        again = _timed(lambda: _called(lazyinline.load(path, state_dict=state), call))[1]
+        found["again_s"] = again - later
+    elif way == "save":
+        lazyinline.save(compiled, path)
+    return found
+
+
+def _called(compiled: Any, call: Callable[[Any], Any]) -> Any:
+    call(compiled)
+    return compiled
+
+
+def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    return run(), time.process_time() - start
+
+
+def in_a_process(case: str, way: str, layers: int, folder: str) -> dict[str, Any]:
+    """Runs one of them in a process of its own."""
+    command = [sys.executable, __file__, "--once", case, way, str(layers), f"{folder}/{case}.lz"]
+    settings = {"LAZYINLINE_CACHE_DIR": f"{folder}/cache", "LAZYINLINE_CACHE": "1"}
+    settings |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = kept_environment() | settings
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--once", nargs=4, metavar=("CASE", "WAY", "LAYERS", "PATH"))
+    options = parser.parse_args()
+    if options.once:
+        case, way, layers, path = options.once
+        print(json.dumps(run_once(case, way, int(layers), path)))
+        return
+    print(f"{'':<16}{'compile':>9}{'load':>9}{'load again':>12}{'ratio':>8}  Dynamo")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in options.cases:
+            in_a_process(case, "save", options.layers, folder)
+            rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+            for _ in range(options.rounds):
+                one = (
+                    in_a_process(case, way, options.layers, folder) for way in ("compile", "load")
+                )
+                rows.append((next(one), next(one)))
+            compiled, loaded = (statistics.median(r[i]["cpu_s"] for r in rows) for i in (0, 1))
+            again = statistics.median(row[1]["again_s"] for row in rows)
+            said = "imported" if rows[0][1]["dynamo"] else ""
+            ratio = loaded / compiled
+            print(f"{case:<16}{compiled:>9.2f}{loaded:>9.2f}{again:>12.2f}{ratio:>8.2f}  {said}")
+        size = sum(path.stat().st_size for path in pathlib.Path(folder).glob("*.lz"))
+    print(f"{options.layers} layers, {options.rounds} rounds, {size / 1e6:.0f} MB of files")
+
+
+if __name__ == "__main__":
+    main()
