@@ -146,9 +146,8 @@ def test_programs_of_families_come_back(family: zoo.Family, train: bool) -> None
     if train and family.name == "Wav2Vec2":
         with pytest.raises(CaptureError, match="needs the value of a tensor"):
             lazyinline.capture(model, (), inputs, train=True)
-    # Its text cannot be read: an operator is a Python function, or its layout depends on gradients.
-    elif family.name == "Bloom" or (train and family.name == "Swin"):
-        with pytest.raises(ParseError, match=r"no operator 'GeLUFunction'|the operator gives"):
+    elif family.name == "Bloom":  # an operator is a Python function
+        with pytest.raises(ParseError, match="no operator 'GeLUFunction'"):
             assert_comes_back(model, (), inputs, train=train)
     else:
         assert_comes_back(model, (), inputs, train=train)

@@ -154,6 +154,31 @@ def test_a_model_of_hugging_face_is_saved_with_its_default_cache(tmp_path: pathl
     assert torch.equal(caches[0].layers[1].values, caches[1].layers[1].values)
 
 
+class Biased(nn.Module):
+    """Attention whose bias is learned, as Swin's and T5's: another kernel gives its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 4, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
+        plain = F.scaled_dot_product_attention(attended, heads, heads)
+        return plain.transpose(1, 2).flatten(2)
+
+
+def test_attention_with_a_bias_that_is_learned_is_saved(tmp_path: pathlib.Path) -> None:
+    x = batch(4, 16)
+    compiled = compiled_for(Biased(), x)
+    loaded = reloaded(compiled, tmp_path)
+    (out, grads), (expected, expected_grads) = trained(loaded, x), trained(compiled, x)
+    assert torch.equal(out, expected)
+    assert torch.equal(grads["bias"], expected_grads["bias"])
+    with torch.no_grad():
+        assert torch.equal(loaded(x), compiled(x))
+
+
 # ---- without source code -------------------------------------------------------------------------
 
 SOURCE = """
@@ -614,9 +639,7 @@ def test_commands_take_a_file_in_place_of_a_target(
 
 
 FAMILIES = {family.name: family for family in (*zoo.ASKED, *zoo.FURTHER)}
-# Bloom has an autograd.Function of its own; of T5's leaves two attentions are laid out in two ways,
-# and PyTorch says which only where their masks want gradients.
-REFUSED_FAMILIES = {("Bloom", False), ("Bloom", True), ("T5", True)}
+REFUSED_FAMILIES = {("Bloom", False), ("Bloom", True)}  # an autograd.Function of its own
 
 
 @pytest.mark.sweep

@@ -27,6 +27,7 @@ from ..torch_names import OPERATOR_TYPES, memory_id, module_of, operator_as_prin
 from . import program as ir
 from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
+from .masks import ATTENTION
 from .printer import node_type
 from .torch_symbols import SIZE_FUNCTIONS, ReadSizes, degree
 from .types import (
@@ -37,12 +38,13 @@ from .types import (
     contiguous_stride,
     flatten_type,
     reach,
+    strides_that_matter,
 )
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _MAX_NUMBER = 2**64  # in what computes one
 _MAX_DEGREE = 64  # of powers, which stand within one another
-_UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
+_STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
 
@@ -489,11 +491,8 @@ class _Reader:
         """Whether types are equal; of sizes that are two expressions that is asked, for good."""
         if said == found or list(map(_kind, said)) != list(map(_kind, found)):
             return said == found
-        pairs = [
-            (a, b)
-            for one, other in zip(said, found, strict=True)
-            for a, b in zip((*one.shape, *one.stride), (*other.shape, *other.stride), strict=True)
-        ]
+        rows = (map(_numbers, both) for both in zip(said, found, strict=True))
+        pairs = [pair for one, other in rows for pair in zip(one, other, strict=False)]
         return all(a == b or self._sizes.are_equal(a, b) for a, b in pairs)
 
     def _node(
@@ -560,7 +559,7 @@ class _Reader:
         last: Any,
     ) -> None:
         """Gives each node the fake value that its operator gives, whose type must be the text's."""
-        values = _Values(module, self._bodies)
+        values = _Values(module, self._bodies, lines)
         try:
             with self._sizes.running():
                 values.run_flat([self._sizes.fake(type_) for type_ in types])
@@ -570,10 +569,17 @@ class _Reader:
             line = lines.get(values.node, last)
             self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
         for node, line in lines.items():
-            said, found = getattr(line, "annotation", None), node_type(node)
-            as_said = ast.parse(found.replace("[]", ""), mode="eval").body
-            if said is not None and ast.dump(said) not in (ast.dump(as_said), _UNTYPED):
-                self._fail(said, f"the operator gives {found}")
+            if not _is_as_said(node, line):
+                self._fail(line.annotation, f"the operator gives {node_type(node)}")
+
+
+def _is_as_said(node: torch.fx.Node, line: Any) -> bool:
+    """Whether a node gives what stands in its line."""
+    said = getattr(line, "annotation", None)
+    found = ast.parse(node_type(node).replace("[]", ""), mode="eval").body
+    # The stride of a dimension of one says nothing, and operators hand on one or another.
+    texts = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(one)) for one in (said or found, found)]
+    return texts[0] in (texts[1], "...")
 
 
 def _without_modes(tree: Any) -> tuple[list[str], Any]:
@@ -614,6 +620,10 @@ def _kind(type_: TensorType) -> Any:
     return type_.dtype, type_.device, len(type_.shape), type_.is_symbolic
 
 
+def _numbers(type_: TensorType) -> tuple[Any, ...]:
+    return *type_.shape, *strides_that_matter(type_.shape, type_.stride)
+
+
 def _is_plain(line: Any) -> bool:
     """Whether a line is an assignment with one equals sign."""
     return isinstance(line, ast.Assign) and len(line.targets) == 1
@@ -626,14 +636,24 @@ def _parts(tree: Any) -> list[Any]:
     return tree.elts if isinstance(tree, ast.Tuple) else [tree]
 
 
+def _wanting_gradients(operand: Any) -> Any:
+    is_tensor = isinstance(operand, torch.Tensor) and operand.is_floating_point()
+    return operand.detach().requires_grad_() if is_tensor else operand
+
+
 class _Values(ModalInterpreter):
     """Runs a graph on fake tensors, and keeps the value of each node."""
 
     node: Any = None
 
-    def __init__(self, module: torch.fx.GraphModule, bodies: Literal["now", "later"]) -> None:
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        bodies: Literal["now", "later"],
+        lines: Mapping[torch.fx.Node, Any],
+    ) -> None:
         super().__init__(module)
-        self._bodies = bodies
+        self._bodies, self._lines = bodies, lines
         self._bytes: dict[int, int] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -646,12 +666,21 @@ class _Values(ModalInterpreter):
         if many and any(type(size) is int and size > _MAX_RESULTS for size in sizes):
             raise ValueError(f"it may have more than {_MAX_RESULTS} results")
         value = super().run_node(n)
+        self._note(n, value)
+        if n.target is ATTENTION and not _is_as_said(n, self._lines.get(n)):
+            # Another kernel runs where operands want gradients, and lays its result out otherwise.
+            operands = map_aggregate(self.fetch_args_kwargs_from_env(n), _wanting_gradients)
+            with torch.enable_grad():
+                value = self.call_function(n.target, *operands).detach()
+            self._note(n, value)
         self._check_memory(value)
+        return value
+
+    def _note(self, n: torch.fx.Node, value: Any) -> None:
         if n.op != "output":
             n.meta["val"] = map_aggregate(
                 value, lambda x: x.detach() if isinstance(x, torch.Tensor) else x
             )
-        return value
 
     def _check_memory(self, value: Any) -> None:
         """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
