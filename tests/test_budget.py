@@ -36,12 +36,12 @@ from link_tree import ROOT
 # autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a
 # new size that binds what differs (frontend +146, backend +111).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_668, 101),
-    "reuse": (9_789, 33),
-    "autodiff": (6_396, 21),
+    "frontend": (28_738, 101),
+    "reuse": (9_852, 33),
+    "autodiff": (6_393, 21),
     "recompute": (1_189, 4),
     "pipeline_parallel": (7_906, 25),
-    "backend": (13_092, 46),
+    "backend": (13_109, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
