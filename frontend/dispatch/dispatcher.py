@@ -300,20 +300,6 @@ class CallKind:
         return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
 
 
-class Accepted:
-    """Holds errors that captures raised and eager did not; shared by all parts of a model."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, None] = {}
-
-    def __contains__(self, raised: str) -> bool:
-        return raised in self._known
-
-    def note(self, raised: str) -> None:
-        """Remembers that eager took a call where a capture raised this, at this line."""
-        self._known = {**dict.fromkeys([*self._known][1 - _MAX_KINDS :]), raised: None}
-
-
 class Refusals:
     """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike."""
 
@@ -399,7 +385,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         dynamic: bool | None = None,
         names: tuple[tuple[str, ...], ...] = (),
         compiler: Compiler | None = None,
-        accepted: Accepted | None = None,
+        accepted: set[str] | None = None,
     ) -> None:
         super().__init__(model, options, dynamic, names, compiler)
         self.model, self.options, self.dynamic = model, options, dynamic
@@ -407,7 +393,8 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self._eager: CompileReport | None = None
         self._effects = EffectsSeen()
         self._refusals = Refusals()
-        self._accepted = accepted or Accepted()
+        # Errors that captures raised and eager did not; shared by all parts of a model.
+        self._accepted = set() if accepted is None else accepted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
@@ -490,7 +477,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if found.refused is not None:  # a call that is wrong in eager, too, is not noted
             self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
             if found.raised:
-                self._accepted.note(found.raised)
+                if len(self._accepted) >= _MAX_KINDS:
+                    self._accepted.clear()  # what eager takes is found again
+                self._accepted.add(found.raised)
         return result
 
     def _find_or_compile(

@@ -37,7 +37,7 @@ from ..passes.state import Compilation, Pass
 from ..report import CompileReport, PartRecord
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import user_frame
-from .dispatcher import Accepted, ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
+from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 from .torch_slot import (
     asks_slot,
     call_past_slot,
@@ -88,7 +88,7 @@ class PartDispatcher(ModuleDispatcher):
         dynamic: bool | None,
         alike: Alike,
         compiler: Compiler,
-        accepted: Accepted,
+        accepted: set[str],
         thread: threading.local,
     ) -> None:
         # Equal layers share kernels for numbers; symbols of two captures are never equal.
@@ -181,7 +181,7 @@ class Parts:
         options: Options,
         dynamic: bool | None,
         compiler: Compiler,
-        accepted: Accepted,
+        accepted: set[str],
     ) -> None:
         self._model = model
         self._options, self._dynamic = options, dynamic
