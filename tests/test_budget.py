@@ -36,7 +36,7 @@ from link_tree import ROOT
 # autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a
 # new size that binds what differs (frontend +146, backend +111).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_738, 101),
+    "frontend": (28_727, 101),
     "reuse": (9_852, 33),
     "autodiff": (6_393, 21),
     "recompute": (1_189, 4),
