@@ -49,10 +49,7 @@ class Halves:
         sources += [("input", i) for i in made.kept_inputs]
         sources += [("output", i) for i in made.kept_outputs]
         sources += [("new", t) for t in self.cotangents]
-        return {
-            "num_results": [num_results, len(made.gradient_inputs)],
-            "backward_inputs": sources,
-        }
+        return {"num_results": [num_results, len(made.gradient_inputs)], "backward_inputs": sources}
 
     def runtime(self, planned: PlannedProgram) -> Runtime:
         """Returns what runs a plan of both."""

@@ -15,12 +15,7 @@ import torch.fx
 
 from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from lazyinline.reuse.ir.types import (
-    StructType,
-    TensorType,
-    Type,
-    contiguous_stride,
-)
+from lazyinline.reuse.ir.types import StructType, TensorType, Type, contiguous_stride
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -279,8 +274,7 @@ def merge_leaves(program: Program, name: str = "whole") -> Leaf:
     for call in program.calls:
         assert isinstance(call.closure, Leaf)
         results = graph.graph_copy(
-            call.closure.module.graph,
-            _placeholder_map(call.closure, [env[v] for v in call.args]),
+            call.closure.module.graph, _placeholder_map(call.closure, [env[v] for v in call.args])
         )
         assert isinstance(results, (tuple, list))
         env.update(zip(call.results, results, strict=True))

@@ -158,15 +158,7 @@ PURE = ("math", "cmath", "_operator", "_bisect", "_heapq", "_struct", "_string",
 OUTWARD = (
     *("time", "_thread", "_socket", "_signal", "_random", "_locale", "_decimal", "_queue", "gc"),
     *("_posixsubprocess", "select", "mmap", "_ctypes", "_csv", "_io", "atexit", "faulthandler"),
-    *(
-        "_datetime",
-        "_tracemalloc",
-        "fcntl",
-        "resource",
-        "_sqlite3",
-        "marshal",
-        "errno",
-    ),
+    *("_datetime", "_tracemalloc", "fcntl", "resource", "_sqlite3", "marshal", "errno"),
 )
 
 

@@ -222,8 +222,7 @@ def test_repeated_scratch_is_found() -> None:
         training_buffers.RECOMPUTED, layers=6, micro_batches=4, in_flight=2
     )
     best = min(
-        splits(step, largest_block=100),
-        key=lambda layers: len(layers.blocks) + len(layers.long),
+        splits(step, largest_block=100), key=lambda layers: len(layers.blocks) + len(layers.long)
     )
     found = patterns(step, best)
     assert len(found.examples) < 10 < len(best.blocks)
@@ -295,9 +294,7 @@ def test_a_large_training_step_is_planned_in_as_many_calls_as_a_small_one() -> N
 
 # Six buffers that first fit along no order tried packs into the 19 bytes that are live at once.
 PUZZLE = Buffers(
-    np.array([3, 5, 0, 6, 5, 7]),
-    np.array([9, 10, 6, 12, 11, 12]),
-    np.array([4, 1, 6, 5, 6, 3]),
+    np.array([3, 5, 0, 6, 5, 7]), np.array([9, 10, 6, 12, 11, 12]), np.array([4, 1, 6, 5, 6, 3])
 )
 # Nine of which 13 bytes are live at once, and which need 14.
 WITHOUT = Buffers(

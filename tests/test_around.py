@@ -277,9 +277,7 @@ def test_wrappers_are_refused_by_name_and_what_frees_parameters_is_followed(
             assert name.partition(" ")[0] in message if name else not message, (name, message)
 
 
-def test_a_model_with_a_call_of_its_own_is_refused_inside_a_wrapper(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_model_with_a_call_of_its_own_is_refused_inside_a_wrapper(tmp_path: pathlib.Path) -> None:
     import torch.distributed as dist
 
     class Around(Net):  # type: ignore[misc]

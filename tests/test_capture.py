@@ -51,14 +51,8 @@ Row = tuple[Callable[[Any, Any, Any], Any], Callable[[Any], Any]]
 RESULTS: dict[str, Row] = {
     "a tuple": (lambda self, x, h: (h, h * 2), lambda out: out[1]),
     "a nested tuple": (lambda self, x, h: (h, (h * 2, (h.sum(),))), lambda out: out[1][0]),
-    "a list and a dict": (
-        lambda self, x, h: [{"a": h, "b": [h * 2]}],
-        lambda out: out[0]["b"][0],
-    ),
-    "an OrderedDict": (
-        lambda self, x, h: collections.OrderedDict(b=h, a=-h),
-        lambda out: out["a"],
-    ),
+    "a list and a dict": (lambda self, x, h: [{"a": h, "b": [h * 2]}], lambda out: out[0]["b"][0]),
+    "an OrderedDict": (lambda self, x, h: collections.OrderedDict(b=h, a=-h), lambda out: out["a"]),
     "a named tuple": (lambda self, x, h: Pair(h, (h * 2,)), lambda out: out.second[0]),
     "a dataclass": (lambda self, x, h: Output(h, (h * 2, None)), lambda out: out.extra[0]),
     "None beside a tensor": (lambda self, x, h: (h, None), lambda out: out[0]),
@@ -66,10 +60,7 @@ RESULTS: dict[str, Row] = {
     "sizes": (lambda self, x, h: (h, list(h.shape), h.dim()), lambda out: out[0] * out[1][0]),
     "the same tensor twice": (lambda self, x, h: (h, h), sum),
     "a view of its own result": (lambda self, x, h: (h, h[0]), sum),
-    "a strided result": (
-        lambda self, x, h: h.t().contiguous().t(),
-        lambda out: out.contiguous(),
-    ),
+    "a strided result": (lambda self, x, h: h.t().contiguous().t(), lambda out: out.contiguous()),
     "an expanded result": (lambda self, x, h: h[:1].expand(3, 4), lambda out: out.contiguous()),
     "integers": (lambda self, x, h: (h, (h > 0).sum()), lambda out: out[0] * out[1]),
     "detached": (lambda self, x, h: (h, h.detach()), lambda out: out[0] * out[1]),

@@ -74,8 +74,7 @@ class Differs(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["numbers", "layout", "type", "gradients", "buffers", "generators", "inputs"],
+    "what", ["numbers", "layout", "type", "gradients", "buffers", "generators", "inputs"]
 )
 def test_what_differs_from_eager_is_seen(what: str) -> None:
     with pytest.raises(AssertionError):

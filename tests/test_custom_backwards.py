@@ -52,10 +52,7 @@ def saves_apart(ctx: Any, inputs: Any, output: Any) -> None:
 # Each reads its strength: from its class or a global, in the backward alone or in the forward; by
 # another function that it applies; under other names of operators; beside a change in place.
 Scaled = function_of(
-    "Scaled",
-    lambda ctx, x: x.view_as(x),
-    lambda ctx, g: -Scaled.strength * g,
-    strength=1.0,
+    "Scaled", lambda ctx, x: x.view_as(x), lambda ctx, g: -Scaled.strength * g, strength=1.0
 )
 WithSetup = function_of(
     "WithSetup",
@@ -177,9 +174,7 @@ def setter_of(name: str, put: Callable[[Any, float], None], function: Any = Scal
 
 SetsStrength = setter_of("SetsStrength", lambda self, value: setattr(Scaled, "strength", value))
 SetsOnOwnClass = setter_of(
-    "SetsOnOwnClass",
-    lambda self, value: setattr(type(self), "strength_of_all", value),
-    OfItsLayer,
+    "SetsOnOwnClass", lambda self, value: setattr(type(self), "strength_of_all", value), OfItsLayer
 )
 SETTERS = [
     SetsStrength,

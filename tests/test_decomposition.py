@@ -231,8 +231,7 @@ def straight_through(name: str) -> Operator:
 def rounding(operator: Operator) -> nn.Module:
     torch.manual_seed(0)
     return Around(
-        lambda layers, x: (operator(4 * layers[0](x)) * x).square().sum(),
-        nn.Linear(WIDTH, WIDTH),
+        lambda layers, x: (operator(4 * layers[0](x)) * x).square().sum(), nn.Linear(WIDTH, WIDTH)
     )
 
 
@@ -393,10 +392,7 @@ WRONG: dict[str, tuple[Rule, str]] = {
         lambda x, y, scale=2.0: gate(x, y, scale * 1.001),
         r"another result: .*Greatest absolute difference: 0\.00\d+.*x=float32\[4",
     ),
-    "default only": (
-        lambda x, y, scale=2.0: gate(x, y, 2.0),
-        r"another result: .*scale=1\.75",
-    ),
+    "default only": (lambda x, y, scale=2.0: gate(x, y, 2.0), r"another result: .*scale=1\.75"),
     "strides": (
         lambda x, y, scale=2.0: laid_out_by_columns(gate(x, y, scale)),
         r"gives strides \[\(1, 4\)\], the operator \[\(4, 1\)\]",
@@ -409,10 +405,7 @@ WRONG: dict[str, tuple[Rule, str]] = {
         lambda x, y, scale=2.0: gate(x, y, scale).flatten(),
         r"another result: .*shape.*\[16\].* != .*\[4, 4\]",
     ),
-    "changing": (
-        lambda x, y, scale=2.0: x.sigmoid_() * y * scale,
-        "changes an operand in place",
-    ),
+    "changing": (lambda x, y, scale=2.0: x.sigmoid_() * y * scale, "changes an operand in place"),
     "raising": (lambda x, y, scale=2.0: [][1], r"raises IndexError \(list index"),
     "in a tuple": (lambda x, y, scale=2.0: (gate(x, y, scale),), "another result: "),
     "no gradient": (

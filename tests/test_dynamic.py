@@ -577,10 +577,7 @@ def test_kernels_of_steps_take_sizes(build: Callable[[], nn.Module]) -> None:
 def labelled(rows: int, length: int) -> dict[str, Tensor]:
     """Token ids, a mask, and labels where there is a token."""
     batch = hugging_face.tokens(rows, length, seed=length)
-    return {
-        **batch,
-        "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100),
-    }
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def train_on(model: nn.Module, batches: Iterable[dict[str, Tensor]], **options: Any) -> Any:

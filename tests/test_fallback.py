@@ -170,10 +170,7 @@ def test_modes_around_a_call_hold_in_its_parts() -> None:
     ("options", "said"),
     [
         ({"fallback": "error"}, "by_a_mask"),
-        (
-            {"recompute": Budget(fraction=1)},
-            r"by_a_mask.*recompute=Budget.* would not hold there",
-        ),
+        ({"recompute": Budget(fraction=1)}, r"by_a_mask.*recompute=Budget.* would not hold there"),
     ],
     ids=["asked for", "what was asked of a program would be left out"],
 )

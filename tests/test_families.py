@@ -109,10 +109,7 @@ def test_an_inference_and_three_steps_of_adamw_are_eagers(name: str) -> None:
 
 
 def stepped(
-    run: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: Mapping[str, Any],
-    seed: int,
+    run: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], seed: int
 ) -> Tensor:
     """Returns the loss of a training step, whose gradients stay."""
     optimizer.zero_grad()

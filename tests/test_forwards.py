@@ -557,10 +557,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
         torch.arange(6),
     ),
     "bag": (lambda: nn.EmbeddingBag(10, 8, mode="mean"), torch.arange(6).view(2, 3)),
-    "weight_norm": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-        drawn(4, 8),
-    ),
+    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), drawn(4, 8)),
     "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), drawn(4, 8)),
     "transposed_weight": (transposed, drawn(4, 8)),
     "nothing": (nn.Identity, drawn(4, 8)),

@@ -394,8 +394,7 @@ def random_function(seed: int) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [*range(5), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(5, 120))],
+    "seed", [*range(5), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(5, 120))]
 )
 def test_random_forwards_that_differentiate_equal_eager(seed: int) -> None:
     function = random_function(seed)
@@ -696,10 +695,7 @@ class Parts(nn.Module):
         unit = torch.eye(4, dtype=x.dtype)
         jacobian, hessian = func.jacobian(self.net)(x), func.hessian(self.energy)(x)
         of_jacobian = (jacobian[0], jacobian @ unit[1], unit[2, :3] @ jacobian, jacobian.dense())
-        return (
-            *of_jacobian,
-            *(hessian[1], hessian @ unit[2], hessian.diagonal(), hessian.dense()),
-        )
+        return (*of_jacobian, *(hessian[1], hessian @ unit[2], hessian.diagonal(), hessian.dense()))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

@@ -305,9 +305,7 @@ def test_a_second_derivative_draws_what_the_forward_drew_on_its_gpu(
         pass
 
 
-def test_a_forward_notes_the_generators_of_all_its_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forward_notes_the_generators_of_all_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[list[torch.device]] = []
 
     class Noted(GeneratorStates):

@@ -92,16 +92,7 @@ def swapped(parts: Parts, random: Random) -> None:
 
 def renamed(parts: Parts, random: Random) -> None:
     name = random.choice(sorted(parts.keys() - {"manifest.json"}))
-    odd = (
-        "../../evil",
-        "/tmp/evil",
-        "..\\evil",
-        "C:evil",
-        "a//b",
-        "objects/x",
-        "x\x00y",
-        "\u202e",
-    )
+    odd = ("../../evil", "/tmp/evil", "..\\evil", "C:evil", "a//b", "objects/x", "x\x00y", "\u202e")
     parts[random.choice(odd)] = parts.pop(name)
 
 
@@ -372,10 +363,7 @@ def results(path: pathlib.Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.sweep(keep="few")
 @pytest.mark.parametrize("count", [60, 3_000], ids=["few", "many"])
 def test_sizes_and_conditions_that_lie_are_refused_or_change_no_number(
-    count: int,
-    sized: tuple[bytes, Halves],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    count: int, sized: tuple[bytes, Halves], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
     content, model = sized

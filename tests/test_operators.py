@@ -70,14 +70,7 @@ def test_generated_kernels_read_a_complex_tensor_after_a_part_of_it_is_written(
 
 
 def test_generated_kernels_of_several_threads_add_where_they_are_told_to(operators: Any) -> None:
-    names = (
-        "index",
-        "index_select",
-        "contiguous",
-        "in place",
-        "in place through a view",
-        "copy_",
-    )
+    names = ("index", "index_select", "contiguous", "in place", "in place through a view", "copy_")
     chosen, layouts = {n: operators.ANY[n] for n in names}, [operators.LAYOUTS["unaligned"]]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -24,13 +24,7 @@ from lazyinline.frontend.measure import Errors
 from lazyinline.frontend.page import sections, write
 from lazyinline.frontend.page.page import compile_page, measured_page
 from lazyinline.frontend.page.sections import arena_section, runs
-from lazyinline.frontend.page.write import (
-    PageData,
-    as_json,
-    ratio_range,
-    times_less,
-    write_page,
-)
+from lazyinline.frontend.page.write import PageData, as_json, ratio_range, times_less, write_page
 from lazyinline.frontend.reuse_table import reuse_table
 from lazyinline.reuse.ir.printer import bytes_text, flops_text, seconds_text
 

@@ -89,9 +89,7 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
     assert run_in_threads(world, train) == [[]] * world
 
 
-def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(
-    buckets_of_a_block: None,
-) -> None:
+def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(buckets_of_a_block: None) -> None:
     def early(rank: int) -> list[str]:
         parallel: Any = lazyinline.parallelize(
             tiny(), tokens(), mesh=mesh_of(fsdp=2), backend="eager"

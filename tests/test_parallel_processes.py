@@ -68,10 +68,7 @@ def save_and_load_on_another_mesh(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong if torch.isclose(loss, expected) else [*wrong, f"{loss}, not {expected}"]
 
 
-JOINT = {
-    "blocks.*.attention.qkv": ColwiseParallel(),
-    "blocks.*.attention.out": RowwiseParallel(),
-}
+JOINT = {"blocks.*.attention.qkv": ColwiseParallel(), "blocks.*.attention.out": RowwiseParallel()}
 
 
 def trained(mesh: Any, plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

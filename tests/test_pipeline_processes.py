@@ -186,9 +186,7 @@ def train_until_killed(rank: int, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(tmp_path: pathlib.Path) -> None:
     # It ends rather than wait for the dead one.
     [output] = said_by_survivors(tmp_path, f"{HERE}.train_until_killed", limit_s=LIMIT_S)
     last = output.strip().splitlines()[-1]

@@ -181,11 +181,7 @@ def test_every_stage_runs_every_micro_batch_once(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "message"),
-    [
-        ("1F1B", 3, "multiple of 2"),
-        ("1F1B", 4, "one stage"),
-        ("ZBVZeroBubble", 8, "two stage"),
-    ],
+    [("1F1B", 3, "multiple of 2"), ("1F1B", 4, "one stage"), ("ZBVZeroBubble", 8, "two stage")],
 )
 def test_stages_that_a_schedule_cannot_place_are_refused(
     schedule: str, num_stages: int, message: str

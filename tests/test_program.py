@@ -7,23 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import Around
-from programs import (
-    MATRIX,
-    SCALAR,
-    VECTOR,
-    LeafBuilder,
-    inline_calls,
-    random_program,
-)
+from programs import MATRIX, SCALAR, VECTOR, LeafBuilder, inline_calls, random_program
 from torch import nn
 
 import lazyinline
-from lazyinline.reuse.ir.printer import (
-    WIDTH,
-    diff_texts,
-    format_program,
-    text_to_compare,
-)
+from lazyinline.reuse.ir.printer import WIDTH, diff_texts, format_program, text_to_compare
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,

@@ -39,10 +39,7 @@ KEEPING: dict[str, Pair] = {
     "through half": (lambda t: t.double(), lambda t: t.float()),
     "through numpy": (lambda t: t.detach().numpy().copy(), torch.from_numpy),
     # As PyTorch's own hook, which pins memory, lays out anew.
-    "to contiguous memory": (
-        lambda t: torch.empty(t.size(), dtype=t.dtype).copy_(t),
-        lambda t: t,
-    ),
+    "to contiguous memory": (lambda t: torch.empty(t.size(), dtype=t.dtype).copy_(t), lambda t: t),
 }
 CHANGING: dict[str, tuple[Pair, str]] = {
     "half": ((lambda t: t.half(), lambda t: t), "f16"),

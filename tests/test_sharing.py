@@ -546,19 +546,11 @@ SCENES = {
     ),
     "a hook on all modules comes and goes": (
         "model = stack(3)",
-        [
-            "",
-            "h = nn.modules.module.register_module_forward_hook(doubling)",
-            "h.remove()",
-        ],
+        ["", "h = nn.modules.module.register_module_forward_hook(doubling)", "h.remove()"],
     ),
     "a backward hook on all modules comes and goes": (
         "model = stack(3)",
-        [
-            "",
-            "h = nn.modules.module.register_module_full_backward_hook(halving)",
-            "h.remove()",
-        ],
+        ["", "h = nn.modules.module.register_module_full_backward_hook(halving)", "h.remove()"],
     ),
 }
 HALVING = """

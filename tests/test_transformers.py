@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import (
-    Outcome,
-    assert_close,
-    assert_equals_eager,
-)
+from comparing import Outcome, assert_close, assert_equals_eager
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -30,10 +26,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.modeling_outputs import (
-    CausalLMOutputWithCrossAttentions,
-    CausalLMOutputWithPast,
-)
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -112,11 +105,7 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     ids = torch.randint(1, VOCABULARY, (2, 8), generator=generator)
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, :3] = 0
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 class Loss(nn.Module):
