@@ -159,6 +159,8 @@ def assert_equals_eager(
     reference: nn.Module | None = None,
     tolerance: float | None = None,
     note: Callable[[Any], Any] | None = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    micro_batches: int = 1,
     **options: Any,
 ) -> Outcome:
     """Runs a compiled model and a copy of it in PyTorch, call by call; all must be equal.
@@ -180,13 +182,16 @@ def assert_equals_eager(
         reference: the model to run in PyTorch; a deep copy unless given.
         tolerance: relative, norm-wise; by the dtypes of the model and inputs unless given.
         note: is asked after each call about what was compiled.
+        loss_fn: of a step's output; of all its elements unless given.
+        micro_batches: into how many parts a step splits its batch; its loss is their mean.
         **options: further ones of the compile, as ``reuse="off"``.
     """
     reference = copy.deepcopy(model) if reference is None else reference
     opened = door if callable(door) else functools.partial(_opened, door)
-    run = opened(model, backend=backend, **options)
-    owner = run if door == "compile" else model  # a wrapper shows the model's own state
     is_step = door == "step"
+    of_steps: dict[str, Any] = {"loss_fn": loss_fn or _loss_of, "micro_batches": micro_batches}
+    run = opened(model, backend=backend, **(of_steps if is_step else {}), **options)
+    owner = run if door == "compile" else model  # a wrapper shows the model's own state
     train: Callable[..., Any] = _run_step if is_step else run_once
     optimizers = [optimizer(m.parameters()) for m in (model, reference)] if optimizer else []
     data, seen = list(batches) or [args] * calls, []
@@ -197,7 +202,8 @@ def assert_equals_eager(
             one.zero_grad()
         if is_step:  # its gradients are those of this step alone
             reference.zero_grad()
-        expected = run_once(reference, inputs, kwargs or {}, call, is_loss=is_step)
+        alone = functools.partial(_run_parts, **of_steps) if is_step else run_once
+        expected = alone(reference, inputs, kwargs or {}, call)
         found = train(run, inputs, kwargs or {}, call)
         for name, ours, theirs in zip(PARTS, found, expected, strict=True):
             assert_same(ours, theirs, f"call {call}: {name}", tolerance)
@@ -225,17 +231,12 @@ def _opened(door: Door, model: nn.Module, backend: str, **options: Any) -> Any:
     if door == "torch.compile":
         return torch.compile(model, backend="lazyinline", options={"backend": backend, **options})
     if door == "step":
-        return lazyinline.compile_step(model, loss_fn=_loss_of, backend=backend, **options)
+        return lazyinline.compile_step(model, backend=backend, **options)
     return lazyinline.compile(model, backend=backend, in_place=door == "in place", **options)
 
 
 def run_once(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    seed: int,
-    *,
-    is_loss: bool = False,
+    model: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], seed: int
 ) -> Any:
     """Calls a model and its backward; returns what PARTS names."""
     inputs, keywords, copies, given = _copied(args, kwargs)
@@ -245,9 +246,31 @@ def run_once(
     loss = _loss_of(output)
     if loss.requires_grad:
         loss.backward()
-    results = loss.detach() if is_loss else output
-    gradients = [] if is_loss else [x.grad for x in copies]
-    return results, [x.detach() for x in given], gradients, generators
+    return output, [x.detach() for x in given], [x.grad for x in copies], generators
+
+
+def _run_parts(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    seed: int,
+    *,
+    loss_fn: Callable[[Any], Tensor],
+    micro_batches: int,
+) -> Any:
+    """Takes a step's gradients as PyTorch does, by a backward for each part of the batch."""
+    inputs, keywords, _, given = _copied(args, kwargs)
+    seed_all(seed)
+    parts: Any = [inputs]
+    if micro_batches > 1:
+        parts = zip(*(x.tensor_split(micro_batches) for x in inputs), strict=True)
+    losses = []
+    for part in parts:
+        loss = loss_fn(model(*part, **keywords))
+        if loss.requires_grad:
+            (loss / micro_batches).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean(), [x.detach() for x in given], [], _generators()
 
 
 def _run_step(step: Any, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
@@ -279,6 +302,11 @@ def _loss_of(output: Any) -> Tensor:
     tensors = [t for t in torch_pytree.flatten(output)[0] if isinstance(t, Tensor)]
     losses = [_weigh(t) for t in tensors if t.requires_grad]
     return torch.stack(losses).sum() if losses else torch.zeros(())
+
+
+def as_it_is(output: Tensor) -> Tensor:
+    """Returns a loss that the model has computed."""
+    return output
 
 
 def _weigh(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Sizes that vary: a second shape makes symbols of them, a further one costs a link."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import decoders as own
 import hugging_face
 import pytest
 import torch
-from comparing import Door, assert_close, assert_equals_eager, assert_same_gradients
+from comparing import Door, as_it_is, assert_close, assert_equals_eager, assert_same_gradients
 from models import Stack
 from test_caches import gpt2, llama
 from torch import Tensor, nn
@@ -506,29 +507,12 @@ def test_dropout_of_everything_leaves_the_generator_as_eager_does(grad: bool) ->
 # ---- training steps ---------------------------------------------------------------------------
 
 
-def step_at(
-    model: nn.Module, shapes: Sequence[Shape], *, micro_batches: int = 1, **options: Any
-) -> tuple[Any, list[Counts]]:
-    """Trains by compiled steps beside a twin in eager; compares losses, gradients and buffers."""
-    twin = copy.deepcopy(model)
-    options = {"backend": "eager", "micro_batches": micro_batches, **options}
-    step: Any = lazyinline.compile_step(model, **options)
-    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, twin)]
-    found = []
-    for shape in shapes:
-        batch = texts(shape)
-        loss = step(*batch)
-        optimizers[1].zero_grad()
-        parts = zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True)
-        expected = torch.stack([twin(*part) for part in parts]).mean()
-        expected.backward()
-        assert_close(loss, expected.detach())
-        assert_same_gradients(model, twin)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
-        found.append(counts(step))
-    return step, found
+def step_at(model: nn.Module, shapes: Sequence[Shape], **options: Any) -> tuple[Any, list[Counts]]:
+    """Trains by compiled steps beside a twin in eager; returns what was made after each."""
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    options = {"door": "step", "optimizer": adam, "loss_fn": as_it_is, **options}
+    outcome = assert_equals_eager(model, batches=map(texts, shapes), note=counts, **options)
+    return outcome.compiled, outcome.seen
 
 
 @pytest.mark.parametrize(

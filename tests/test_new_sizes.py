@@ -3,7 +3,7 @@
 import copy
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import sympy
 import torch
-from comparing import assert_close
+from comparing import as_it_is, assert_close, assert_equals_eager
 from torch import Tensor, nn
 from torch.utils._sympy.functions import Max
 
@@ -87,27 +87,21 @@ def alone() -> Iterator[mock.Mock]:
         yield links
 
 
-def assert_trains_as_eager(step: Any, model: nn.Module, plain: nn.Module, shape: Shape) -> None:
-    loss, expected = step(*atoms(shape)), plain(*atoms(shape))
-    plain.zero_grad()
-    expected.backward()
-    assert_close(loss, expected.detach())
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(own.grad, other.grad)
+def steps_at(shapes: Iterable[Shape], **options: Any) -> list[Any]:
+    """Trains by compiled steps beside eager; returns what was noted after each."""
+    options = {"door": "step", "loss_fn": as_it_is, "dynamic": True, **options}
+    return assert_equals_eager(potential()[0], batches=map(atoms, shapes), **options).seen
 
 
 def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> None:
-    model, plain = potential()
-    step = lazyinline.compile_step(model, dynamic=True, backend="eager")
-    peaks = []
-    for shape in (*SHAPES, *SHAPES[:2]):
-        assert_trains_as_eager(step, model, plain, shape)
-        peaks.append(step.stats.peak_bytes)
-    assert step.last_report.num_compiles == 1
-    assert alone.call_count == 1
+    def note(step: Any) -> tuple[int, int, int]:
+        return step.stats.peak_bytes, step.last_report.num_compiles, alone.call_count
+
+    shapes = (*SHAPES, *SHAPES[:2])
+    seen = steps_at((*shapes, *ZERO_AND_ONE), note=note)  # the last are compiled alone
+    peaks, num_compiles, num_links = zip(*seen[: len(shapes)], strict=True)
+    assert num_compiles[-1] == num_links[-1] == 1
     assert peaks[0] < peaks[1] == peaks[2], "one plan has room for others"
-    for shape in ZERO_AND_ONE:  # which are compiled alone
-        assert_trains_as_eager(step, model, plain, shape)
 
 
 def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
@@ -176,17 +170,11 @@ def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
 
 
 def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:
-    model, plain = potential()
-    budget = Budget(10**9)
-    step = lazyinline.compile_step(model, dynamic=True, backend="eager", recompute=budget)
-    for shape in SHAPES[:3]:
-        assert_trains_as_eager(step, model, plain, shape)
+    steps_at(SHAPES[:3], recompute=Budget(10**9))
     assert alone.call_count == 3
 
 
 def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.Mock) -> None:
-    model, plain = potential()
-    step = lazyinline.compile_step(model, dynamic=True, backend="eager")
     number = many_shapes.SizeTrace.number
 
     def forgets(trace: Any, size: Any) -> Any:
@@ -194,8 +182,7 @@ def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.
         return int.__int__(found) if isinstance(found, Size) else found
 
     with mock.patch.object(many_shapes.SizeTrace, "number", forgets):
-        for shape in SHAPES[:4]:
-            assert_trains_as_eager(step, model, plain, shape)
+        steps_at(SHAPES[:4])
     assert alone.call_count == 4
 
 

@@ -1,6 +1,6 @@
 """Recompute: fewer bytes saved, eager's gradients under every policy, masks drawn once."""
 
-import copy
+import functools
 import itertools
 import math
 import random
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arena_proof import check_no_overlap
-from comparing import assert_same_gradients, relative_error
+from comparing import as_it_is, assert_equals_eager
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -192,31 +192,18 @@ def batch() -> Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def assert_steps_equal_eager(model: nn.Module, compiled: Any, num_steps: int = 2) -> None:
-    """Several optimizer steps, each with masks of its own."""
-    expected = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, expected))
-    x = batch()
-    for seed in range(num_steps):
-        ours.zero_grad()
-        theirs.zero_grad()
-        torch.manual_seed(seed)
-        reference = expected(x)
-        reference.backward()
-        after = torch.get_rng_state()
-        torch.manual_seed(seed)
-        loss = compiled(x)
-        if loss.requires_grad:  # a step has run its backward
-            loss.backward()
-        assert torch.equal(torch.get_rng_state(), after), "numbers were drawn twice, or not at all"
-        assert relative_error(loss.detach(), reference.detach()) < 1e-6
-        assert_same_gradients(model, expected)
-        ours.step()
-        theirs.step()
+def assert_steps_equal_eager(model: nn.Module, **options: Any) -> Any:
+    """Several optimizer steps, each with masks of its own; returns what was compiled."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.3)
+    options = {"door": "step", "optimizer": sgd, "loss_fn": as_it_is, **options}
+    return assert_equals_eager(model, [batch()], **options).compiled
+
+
+DOORS = {"compile": "compile", "compile_step": "step"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", [lazyinline.compile, lazyinline.compile_step])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(
@@ -227,10 +214,10 @@ def assert_steps_equal_eager(model: nn.Module, compiled: Any, num_steps: int = 2
     ]
 )
 def test_gradients_and_drawn_numbers_are_eagers(
-    backend: Any, kind: str, door: Callable[..., Any], policy: str
+    backend: Any, kind: str, door: str, policy: str
 ) -> None:
-    model = MODELS[kind]()
-    assert_steps_equal_eager(model, door(model, recompute=POLICIES[policy], backend=backend))
+    options: dict[str, Any] = {"door": DOORS[door], "backend": backend}
+    assert_steps_equal_eager(MODELS[kind](), recompute=POLICIES[policy], **options)
 
 
 def step_of(policy: Any, reuse: Any = "auto", **sizes: Any) -> lazyinline.TrainingStep:
@@ -263,8 +250,7 @@ def test_full_saves_block_inputs_and_masks_only_and_compiles_a_variant_once() ->
 
 
 def records_of(model: nn.Module, policy: Any = None) -> dict[tuple[str, str], int]:
-    step = lazyinline.compile_step(model, recompute=policy, backend="eager")
-    assert_steps_equal_eager(model, step)
+    step = assert_steps_equal_eager(model, recompute=policy)
     return {(r.closure, r.choice): r.num_calls for r in step.last_report.recompute}
 
 
@@ -317,13 +303,10 @@ def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
                 x = checkpoint(pair, self.layers[i], self.layers[i + 1], x, use_reentrant=False)
             return x.square().mean()
 
-    model = Paired(num_layers=4, dropout=0.0)
-    step = lazyinline.compile_step(model, backend="eager")
-    assert_steps_equal_eager(model, step)
+    step = assert_steps_equal_eager(Paired(num_layers=4, dropout=0.0))
     # The inputs of two pairs, and the model's last value for the mean.
     assert step.stats.saved_bytes <= 3 * 4 * BATCH * TOKENS * WIDTH
-    model = Paired(num_layers=4)
-    assert_steps_equal_eager(model, lazyinline.compile_step(model, backend="eager"), 1)
+    assert_steps_equal_eager(Paired(num_layers=4), calls=1)
 
 
 # ---- the host ----------------------------------------------------------------------------
@@ -335,18 +318,14 @@ def beside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_choice, "CPU", replace(CPU, host_bytes_per_s=1e15))
 
 
-@pytest.mark.parametrize(
-    ("door", "backend"), [(lazyinline.compile_step, "eager"), (lazyinline.compile, "inductor")]
-)
+@pytest.mark.parametrize(("door", "backend"), [("compile_step", "eager"), ("compile", "inductor")])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.sweep(keep=["composed-compile_step", "drawing-compile_step"])
 def test_what_waits_on_the_host_comes_back_as_it_was(
-    beside_a_host: None, backend: Any, kind: str, door: Callable[..., Any]
+    beside_a_host: None, backend: Any, kind: str, door: str
 ) -> None:
-    model = MODELS[kind]()
-    compiled = door(model, recompute=NOTHING, backend=backend)
-    assert_steps_equal_eager(model, compiled)
-    report = compiled.last_report
+    options: dict[str, Any] = {"door": DOORS[door], "backend": backend}
+    report = assert_steps_equal_eager(MODELS[kind](), recompute=NOTHING, **options).last_report
     on_host = sum(r.num_calls * r.offloaded_bytes for r in report.recompute)
     assert report.copied_bytes == 2 * on_host > 0
     assert any("of them on the host" in str(record) for record in report.recompute)
@@ -446,9 +425,7 @@ def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("policy", [NOTHING, Budget(fraction=0.5)], ids=str)
 @pytest.mark.sweep
 def test_budget_over_different_closures(policy: Budget) -> None:
-    model = mixed()
-    step = lazyinline.compile_step(model, recompute=policy, backend="eager")
-    assert_steps_equal_eager(model, step)
+    step = assert_steps_equal_eager(mixed(), recompute=policy)
     variants = Counter(r.closure for r in step.last_report.recompute)
     del variants["glue"]  # many closures have that name
     assert max(variants.values()) <= 3
@@ -485,18 +462,7 @@ class NormedBlock(nn.Module):
 @pytest.mark.sweep(keep=["full-1", "0.3"])
 def test_running_statistics_are_updated_once(policy: Any, micro_batches: int) -> None:
     model = of_layers(*(NormedBlock() for _ in range(4)))
-    expected = copy.deepcopy(model)
-    step = lazyinline.compile_step(
-        model, recompute=policy, backend="eager", micro_batches=micro_batches
-    )
-    for _ in range(2):
-        expected.zero_grad()
-        for part in batch().tensor_split(micro_batches):
-            (expected(part) / micro_batches).backward()
-        step(batch())
-        assert_same_gradients(model, expected)
-        for ours, theirs in zip(model.buffers(), expected.buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+    assert_steps_equal_eager(model, recompute=policy, micro_batches=micro_batches, optimizer=None)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """compile_step: one planned program per step, gradients of the mean loss over micro-batches."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from apart import in_threads
-from comparing import assert_close, assert_same_gradients, relative_error
+from comparing import as_it_is, assert_equals_eager, relative_error
 from decoders import DecoderBlock, llama
 from models import Around
 from torch import Tensor, nn
@@ -26,30 +27,11 @@ def decoder(
     return llama(num_layers=num_layers, batch=rows * micro_batches, **SIZES)
 
 
-def assert_steps_are_eagers(
-    step: Any,
-    model: nn.Module,
-    batches: Sequence[Sequence[Tensor]],
-    *,
-    micro_batches: int = 1,
-    loss_fn: Callable[[Any], Tensor] = lambda output: output,
-    lr: float = 0.1,
-) -> None:
-    """Compares losses, gradients and buffers with those of the mean over micro-batches."""
-    expected = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=lr) for m in (model, expected)]
-    for args in batches:
-        loss = step(*args)
-        optimizers[1].zero_grad()
-        losses = []
-        for part in zip(*(x.tensor_split(micro_batches) for x in args), strict=True):
-            losses.append(loss_fn(expected(*part)))
-            (losses[-1] / micro_batches).backward()
-        assert_close(loss, torch.stack(losses).mean().detach())
-        assert_same_gradients(model, expected)
-        assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
-        for optimizer in optimizers:
-            optimizer.step()
+def assert_steps_are_eagers(model: nn.Module, *batches: Sequence[Tensor], **options: Any) -> Any:
+    """Takes a step of SGD for each batch, as eager does; returns the compiled step."""
+    sgd = functools.partial(torch.optim.SGD, lr=options.pop("lr", 0.1))
+    options = {"door": "step", "loss_fn": as_it_is, "optimizer": sgd, **options}
+    return assert_equals_eager(model, batches=batches, **options).compiled
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -61,8 +43,8 @@ def test_loss_and_gradients_equal_eager_over_three_optimizer_steps(
     backend: str, order: Any, micro_batches: int, rows: int
 ) -> None:
     model, args = decoder(micro_batches=micro_batches, rows=rows)
-    step = compile_step(model, micro_batches=micro_batches, order=order, backend=backend)
-    assert_steps_are_eagers(step, model, [args] * 3, micro_batches=micro_batches)
+    options: dict[str, Any] = {"micro_batches": micro_batches, "order": order, "backend": backend}
+    assert_steps_are_eagers(model, *[args] * 3, **options)
 
 
 def test_running_the_backward_early_needs_fewer_bytes_and_gives_the_same_gradients() -> None:
@@ -144,16 +126,13 @@ def test_a_loss_in_pieces_has_no_memory_for_all_logits() -> None:
 
     model = Around(in_pieces, nn.Embedding(words, 4), nn.Linear(4, words, bias=False))
     ids = torch.randint(words, (tokens,))
-    step = compile_step(model, backend="eager")
-    assert_steps_are_eagers(step, model, [(ids,)] * 2)
+    step = assert_steps_are_eagers(model, *[(ids,)] * 2)
     assert step.stats.peak_bytes < tokens * words * 4 / 2
 
 
 def test_a_buffer_is_carried_from_micro_batch_to_micro_batch() -> None:
-    model = Counting()
-    step = compile_step(model, micro_batches=3, backend="eager")
     batches = [(torch.randn(6, 4),) for _ in range(2)]
-    assert_steps_are_eagers(step, model, batches, micro_batches=3)
+    assert_steps_are_eagers(Counting(), *batches, micro_batches=3)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +179,6 @@ BATCHES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.sweep(keep=["transposed-2", "one row for all-1"])
 def test_a_batch_is_taken_however_it_lies_in_memory(kind: str, micro_batches: int) -> None:
-    model = nn.Linear(6, 6)
-    options: dict[str, Any] = {"loss_fn": torch.sum}
-    step = compile_step(model, backend="eager", micro_batches=micro_batches, **options)
     batches = [(BATCHES[kind](),) for _ in range(3)]
-    assert_steps_are_eagers(step, model, batches, micro_batches=micro_batches, lr=0, **options)
+    options: dict[str, Any] = {"loss_fn": torch.sum, "micro_batches": micro_batches, "lr": 0}
+    assert_steps_are_eagers(nn.Linear(6, 6), *batches, **options)

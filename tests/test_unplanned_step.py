@@ -39,14 +39,18 @@ def test_an_unplanned_step_trains_as_eager_does(
     unplanned: None, backend: str, order: Any, micro_batches: int
 ) -> None:
     model, args = decoder()
-    options: dict[str, Any] = {"micro_batches": micro_batches}
-    step = lazyinline.compile_step(model, order=order, backend=backend, **options)
+    reference = copy.deepcopy(model)
+
+    def moved(step: Any) -> None:  # parameters are read where they are now
+        for parameter in (*model.parameters(), *reference.parameters()):
+            parameter.data = parameter.data * 0.5
+
+    options: dict[str, Any] = {"order": order, "backend": backend, "micro_batches": micro_batches}
+    options |= {"reference": reference, "note": moved}
+    step = assert_steps_are_eagers(model, *[args] * 4, **options)
     first = step(*args)
     value = first.item()
-    assert_steps_are_eagers(step, model, [args] * 2, **options)
-    for parameter in model.parameters():  # it is read where it is now
-        parameter.data = parameter.data * 0.5
-    assert_steps_are_eagers(step, model, [args] * 2, **options)
+    moved(step)
     assert first.item() == value != step(*args).item(), "a loss is the user's own"
     assert step.last_report.unplanned == "not planned in this test"
     assert step.last_report.peak_bytes is None
@@ -63,18 +67,21 @@ class Sums(nn.Module):
 
 def test_what_users_do_to_their_gradients_reaches_no_later_step(unplanned: None) -> None:
     model, args = Sums(), (torch.ones(3, 4),)
-    step = lazyinline.compile_step(model, backend="eager")
-    for change in (Tensor.zero_, lambda g: g.mul_(5), lambda g: g.set_(torch.ones(4)), Tensor.abs):
-        assert_steps_are_eagers(step, model, [args], lr=0)
+    changes: Any = (Tensor.zero_, lambda g: g.mul_(5), lambda g: g.set_(torch.ones(4)), Tensor.abs)
+    turns = iter(changes)
+
+    def change(step: Any) -> None:
+        one = next(turns)
         for parameter in model.parameters():
-            change(parameter.grad)
+            one(parameter.grad)
+
+    assert_steps_are_eagers(model, *[args] * len(changes), lr=0, note=change)
 
 
 def test_buffers_that_the_forward_changes_are_changed(unplanned: None) -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
-    options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum()}
-    step = lazyinline.compile_step(model, backend="eager", **options)
-    assert_steps_are_eagers(step, model, [(torch.randn(5, 4),)] * 3, lr=0.01, **options)
+    options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum(), "lr": 0.01}
+    assert_steps_are_eagers(model, *[(torch.randn(5, 4),)] * 3, **options)
     assert model[1].num_batches_tracked == 3
 
 
@@ -84,8 +91,7 @@ def test_a_budget_counts_what_closures_give_each_other(unplanned: None) -> None:
     for share in (1.0, 0.5):
         model, args = decoder(num_layers=4)
         recompute = None if share == 1 else lazyinline.Budget(saved_bytes=int(held[0] * 0.9))
-        step = lazyinline.compile_step(model, recompute=recompute, backend="eager")
-        assert_steps_are_eagers(step, model, [args])
+        step = assert_steps_are_eagers(model, args, recompute=recompute)
         held.append(step.stats.outside_bytes)
     assert held[1] <= 0.9 * held[0]
 
@@ -95,6 +101,5 @@ def test_a_budget_counts_what_closures_give_each_other(unplanned: None) -> None:
 def test_a_step_on_a_gpu_trains_as_eager_does(backend: str) -> None:
     model, args = decoder()
     model, args = copy.deepcopy(model).to(GPU), tuple(a.to(GPU) for a in args)
-    step = lazyinline.compile_step(model, micro_batches=2, backend=backend)
-    assert_steps_are_eagers(step, model, [args] * 3, micro_batches=2)
+    step = assert_steps_are_eagers(model, *[args] * 3, micro_batches=2, backend=backend)
     assert step.stats.why_no_graph == ""
