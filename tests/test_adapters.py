@@ -2,7 +2,6 @@
 
 import copy
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.guards.guard import MAX_PROGRAMS, CompiledRepeatedlyWarning
 
 
 class Lora(nn.Module):
@@ -146,18 +144,3 @@ def test_adapters_are_saved_and_loaded_into_another_compiled_model(tmp_path: pat
     two.load_state_dict(torch.load(tmp_path / "adapters"), strict=False)
     assert_close(two(x), one(x))
     assert num_compiles(two) == 1
-
-
-@pytest.mark.sweep
-def test_programs_of_many_adapters_are_bounded_and_one_warning_names_what_changes() -> None:
-    names = tuple(f"n{i}" for i in range(MAX_PROGRAMS + 2))
-    model = nn.Sequential(Lora(nn.Linear(2, 2), names))
-    compiled = lazyinline.compile(model, backend="eager")
-    with warnings.catch_warnings(record=True) as seen, torch.no_grad():
-        warnings.simplefilter("always")
-        for name in names:
-            model[0].active = [name]
-            compiled(torch.ones(1, 2))
-    told = [w for w in seen if w.category is CompiledRepeatedlyWarning]
-    assert len(told) == 1 and "0.active" in str(told[0].message)
-    assert len(compiled._lazyinline_calls.entries) == MAX_PROGRAMS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, PlanError
-from lazyinline.reuse.ir.types import in_own_storage
 
 
 class Scaled(nn.Module):
@@ -246,43 +244,6 @@ def test_a_batch_of_gradients_that_is_to_be_differentiated_is_refused_in_words()
 
 
 # ---- the gradients of a step have storages of their own ----------------------------------------
-
-
-STRIDED = {
-    "whole": ((3, 4), (4, 1)),
-    "transposed": ((3, 4), (1, 3)),
-    "with gaps": ((3, 4), (8, 2)),
-    "expanded": ((3, 4), (0, 1)),
-    "empty": ((0, 4), (4, 1)),
-    "one number": ((), ()),
-}
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
-
-
-@pytest.mark.sweep
-def test_a_tensor_in_its_own_storage_is_the_same_memory_and_no_more() -> None:
-    kept = []
-    for dtype, (shape, stride) in itertools.product((*DTYPES, torch.bool), STRIDED.values()):
-        memory = torch.zeros(64, dtype=dtype)
-        part = memory.as_strided(shape, stride, 5)
-        with torch.inference_mode():
-            own = in_own_storage(part)
-        assert (own.shape, own.stride(), own.dtype) == (part.shape, part.stride(), dtype)
-        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        extent = 1 + last if own.numel() else 0
-        assert own.untyped_storage().nbytes() == extent * dtype.itemsize
-        assert own.data_ptr() == part.data_ptr()
-        assert not own.is_inference() and own._base is None
-        memory.fill_(1)
-        assert bool(own.all())
-        own.zero_()
-        assert not bool(part.any())
-        kept.append(own)
-    del memory, part
-    gc.collect()  # once: in a process that ran many tests it takes seconds
-    assert not any(bool(own.any()) for own in kept)
 
 
 class Net(nn.Module):

@@ -167,28 +167,6 @@ def test_copies_of_it_are_plain_models(
     assert report(model).num_compiles == 1
 
 
-@pytest.mark.sweep
-def test_compiled_again_the_new_options_hold() -> None:
-    model, _ = pair(reuse="off")
-    model(batch())
-    assert report(model).num_block_calls == 0
-    lazyinline.compile(model, backend="eager", in_place=True)
-    assert lazyinline.last_report(model) is None
-    model(batch())
-    assert report(model).num_block_calls == 3
-
-
-@pytest.mark.sweep
-def test_what_was_not_compiled_has_no_report() -> None:
-    with pytest.raises(PlanError, match="This Small was not compiled by lazyinline"):
-        lazyinline.last_report(Small())
-    compiled = lazyinline.compile(Small(), backend="eager")
-    step = lazyinline.compile_step(Small(), loss_fn=torch.sum, backend="eager")
-    for run in (compiled, step):
-        run(batch())
-        assert lazyinline.last_report(run) is run.last_report is not None
-
-
 class Around(Small):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) * 2

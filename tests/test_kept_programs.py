@@ -61,46 +61,6 @@ def test_what_the_process_does_beside_a_model_that_logs_compiles_nothing_anew() 
     assert num_compiles(compiled) == 1
 
 
-class Adapters(nn.Module):
-    """Switches between adapters as PEFT does: with a list that is made anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(3, 3)
-        self.adapters = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
-        self.active: Any = ["a"]
-
-    def set_adapter(self, name: str) -> None:
-        self.active = [name]
-        for key, adapter in self.adapters.items():
-            adapter.requires_grad_(key == name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.base(x)
-        for name in self.active:
-            result = result + self.adapters[name](x)
-        return result
-
-
-@pytest.mark.sweep
-def test_switching_back_and_forth_between_adapters_compiles_each_once() -> None:
-    model, x = Adapters(), torch.randn(2, 3)
-    compiled = lazyinline.compile(model, backend="eager")
-    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
-    for _ in range(4):
-        for name in ("a", "b"):
-            model.set_adapter(name)
-            for _ in range(2):
-                assert torch.equal(compiled(x), model(x))
-                torch.testing.assert_close(step(x), model(x).sum().detach())
-    assert num_compiles(compiled) == len(step._entries) == 2
-    model.set_adapter("a")
-    compiled(x), compiled(x)
-    model.active.append("b")  # the equal list that took the first one's place
-    assert torch.equal(compiled(x), model(x))
-    assert num_compiles(compiled) == 3
-
-
 class Varying(nn.Module):
     """Its shapes follow what it is given."""
 
