@@ -222,7 +222,7 @@ ROWS = (
         "torch.profiler",
         "Chrome traces have a range for each call of a block",
         "no numbers",
-        "test_profiler.py::test_a_chrome_trace_has_the_ranges",
+        "test_overhead.py::test_a_chrome_trace_has_the_ranges",
     ),
     _row(
         "deepcopy, pickle, torch.save",

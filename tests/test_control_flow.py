@@ -206,11 +206,6 @@ TRAINED: dict[str, Callable[..., Any]] = {
 INFERRED = {**TRAINED, "looped": looped, "never_looped": never_looped}
 
 
-@pytest.fixture(params=["eager", "inductor"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.mark.parametrize("name", INFERRED)
 @pytest.mark.sweep(keep=["eager", "inductor-chosen]", "inductor-swapped", "inductor-looped"])
 def test_an_inference_is_eagers(name: str, backend: str) -> None:

@@ -97,7 +97,7 @@ EQUAL = {
         "i = torch.arange(8).expand(4, 8).contiguous() // 2\nh = torch.zeros(4, "
         "8).scatter_add_(1, i, self.first(x))\nreturn h + torch.zeros(4, "
         "8).index_put_((torch.tensor([0, 1]),), self.second(x)[:2], accumulate=True)",
-    # ---- random numbers; each operator that draws is in test_draws.py
+    # ---- random numbers; each operator that draws is in test_operators.py
     "draw many kinds":
         "a, b = torch.rand(4, 8), torch.randn(8)\nh = F.dropout(self.first(x) * a + b, "
         "0.3)\nh = F.dropout(self.second(h).tanh(), 0.5)[:, torch.randint(0, 8, "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, assert_equals_eager, assert_same_gradients
-from models import MarkedBlock
+from models import MarkedBlock, block, example
 from torch import Tensor, nn
 
 import lazyinline
@@ -33,8 +33,8 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.blocks:
+            x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -260,20 +260,14 @@ def offloads(y: Tensor) -> Tensor:
         return y.tanh().sum()
 
 
-class Hooking(nn.Module):
+def hooking(put: Callable[[Tensor], Tensor]) -> nn.Module:
     """Puts a hook into its own backward."""
-
-    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.put = nn.Linear(3, 3), put
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.put(self.linear(x))
+    return block(lambda self, x: put(self.linear(x)), mark=False)()
 
 
 @pytest.mark.parametrize("put", [hooks_a_gradient, hooks_a_node, hooks_what_is_saved])
 def test_a_forward_that_hooks_its_own_backward_is_refused(put: Any) -> None:
-    net, x = Hooking(put), torch.randn(2, 3)
+    net, x = hooking(put), example(grad=False)
     for run in (
         lazyinline.compile_step(net, backend="eager"),
         lazyinline.compile(net, backend="eager", fallback="error"),
@@ -284,7 +278,7 @@ def test_a_forward_that_hooks_its_own_backward_is_refused(put: Any) -> None:
 
 
 def test_a_forward_that_offloads_what_it_saves_is_stepped_as_it_changes_nothing() -> None:
-    assert_equals_eager(Hooking(offloads), (torch.randn(2, 3),), door="step")
+    assert_equals_eager(hooking(offloads), (example(grad=False),), door="step")
 
 
 class Branching(nn.Module):

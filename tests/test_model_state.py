@@ -52,12 +52,6 @@ model = Net()
 IDS = torch.arange(6).view(2, 3)
 
 
-@pytest.fixture(params=["eager", "inductor"])
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 def build(backend: str = "eager") -> tuple[Any, Any]:
     model = World(HELPERS, NET).model
     return lazyinline.compile(model, backend=backend), model
