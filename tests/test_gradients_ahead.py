@@ -232,28 +232,28 @@ def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(
     assert num_ahead() == 9
 
 
-@pytest.mark.parametrize("also", [False, True])
 @pytest.mark.parametrize("result", ["both", "mean"])
 @pytest.mark.parametrize("habit", [forces, dynamics])
 def test_results_get_what_comes_to_them_through_each_other_after_a_habit(
-    habit: Use, result: str, also: bool, num_ahead: Callable[[], int]
+    habit: Use, result: str, num_ahead: Callable[[], int]
 ) -> None:
     model = Potential(result).double()
     twin = copy.deepcopy(model)
     compiled = lazyinline.compile(model, backend="eager", dynamic=True)
-    found: list[list[Tensor | None]] = []
-    for run, own in ((compiled, model), (twin, twin)):
-        for number in range(3):
-            habit(run, *data(11 + number))
-        own.zero_grad()
-        results = run(*(given := data(14)))
-        for one in results:
-            one.retain_grad()
-        slope = slope_of(results[0], given[0], retain_graph=True)
-        loss = results[0].square() + (results[1].sum().sin() if also else 0)
-        loss.backward()
-        gradients = (one.grad for one in results)
-        found.append([*gradients, slope, given[0].grad, *(p.grad for p in own.parameters())])
+    found: list[list[Tensor | None]] = [[], []]
+    for also in (False, True):
+        for seen, run, own in ((found[0], compiled, model), (found[1], twin, twin)):
+            for number in range(3):
+                habit(run, *data(11 + number))
+            own.zero_grad()
+            results = run(*(given := data(14)))
+            for one in results:
+                one.retain_grad()
+            slope = slope_of(results[0], given[0], retain_graph=True)
+            loss = results[0].square() + (results[1].sum().sin() if also else 0)
+            loss.backward()
+            gradients = (one.grad for one in results)
+            seen += [*gradients, slope, given[0].grad, *(p.grad for p in own.parameters())]
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     assert num_ahead() > 0 or habit is dynamics
 

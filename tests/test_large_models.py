@@ -1,5 +1,6 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
+import functools
 import json
 import pathlib
 
@@ -8,7 +9,7 @@ import pytest
 import rank_bench
 import saved
 import torch
-from large_models import compile_large
+from large_models import LargeReport, compile_large
 from rank_bench import RankReport, compile_rank, rank_number, rank_page
 from torch import nn
 
@@ -28,8 +29,13 @@ def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
     assert report.peak_bytes is not None and report.peak_bytes >= 4 * 64 * 4
 
 
+@functools.cache
+def llama_13b(layers: int) -> LargeReport:
+    return compile_large("llama-13b", backend="eager", layers=layers, order="one_by_one")
+
+
 def test_13_billion_parameters_are_planned_without_data() -> None:
-    report = compile_large("llama-13b", backend="eager", layers=4, order="one_by_one")
+    report = llama_13b(4)
     weights_bytes = 4 * report.num_parameters
     assert report.num_parameters > 1.5e9
     assert report.peak_bytes > weights_bytes  # one gradient for each weight is in the arena
@@ -38,12 +44,11 @@ def test_13_billion_parameters_are_planned_without_data() -> None:
 
 
 def test_nodes_held_grow_by_two_calls_and_the_sums_of_a_layer() -> None:
-    shallow = compile_large("llama-13b", backend="eager", layers=2)
-    deeper = compile_large("llama-13b", backend="eager", layers=6)
+    shallow, deeper = llama_13b(2), llama_13b(4)
     weights_per_layer = 7
-    growth = (deeper.num_nodes - shallow.num_nodes) / 4
+    growth = (deeper.num_nodes - shallow.num_nodes) / 2
     assert growth <= 2 + weights_per_layer
-    assert deeper.num_launches > 2.5 * shallow.num_launches
+    assert deeper.num_launches > 1.7 * shallow.num_launches
 
 
 TINY = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 32, "batch": 4}
@@ -84,16 +89,11 @@ def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: 
     assert "rank 0 of 2, 1F1B, 4 micro-batches; nothing executed" in str(first)
 
 
-@pytest.mark.sweep
-def test_recompute_shrinks_the_arena_of_a_rank() -> None:
-    kept, again = (rank_report("first", 4, recompute) for recompute in (None, "full"))
-    assert again.arena_bytes < kept.arena_bytes
-
-
 def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = [rank_report("last", 4, recompute) for recompute in (None, "full")]
+    assert reports[1].arena_bytes < reports[0].arena_bytes
     page = rank_page(reports)
     assert page["title"].startswith("175b: ")
     names = [side["name"] for side in page["passes"]["sides"]]

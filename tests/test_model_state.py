@@ -71,6 +71,7 @@ def test_names_and_objects_are_the_models() -> None:
     assert compiled.get_parameter("head.weight") is model.embedding.weight
 
 
+@pytest.mark.sweep(keep="eager")
 def test_state_dict_goes_round_between_compiled_and_eager(backend: str) -> None:
     compiled, model = build(backend)
     compiled(IDS).sum().backward()

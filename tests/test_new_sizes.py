@@ -50,10 +50,10 @@ class Interaction(nn.Module):
 class Potential(nn.Module):
     """An energy of atoms and the edges between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, WIDTH)
-        self.blocks = nn.ModuleList(Interaction() for _ in range(2))
+        self.blocks = nn.ModuleList(Interaction() for _ in range(num_blocks))
         self.register_buffer("centers", torch.linspace(0, 2, 4))
 
     def forward(self, kinds: Tensor, places: Tensor, source: Tensor, target: Tensor) -> Tensor:
@@ -74,9 +74,9 @@ def atoms(shape: Shape) -> tuple[Tensor, ...]:
     return kinds, places, *ends.unbind()
 
 
-def potential() -> tuple[nn.Module, nn.Module]:
+def potential(num_blocks: int = 2) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = Potential().double()
+    model = Potential(num_blocks).double()
     return model, copy.deepcopy(model)
 
 
@@ -143,7 +143,7 @@ def assert_forces_as_eager(
         assert_close(ours, theirs)
 
 
-FORCE_SHAPES = ((9, 40), (9, 33), (9, 60), (WIDTH, WIDTH))
+FORCE_SHAPES = ((9, 40), (9, 60), (WIDTH, WIDTH))
 
 
 def test_gradients_that_are_differentiated_are_compiled_once() -> None:
@@ -153,12 +153,12 @@ def test_gradients_that_are_differentiated_are_compiled_once() -> None:
     for shape in FORCE_SHAPES:
         assert_forces_as_eager(compiled, model, plain, shape)
         counted.append(compiled.last_report.num_gradients)
-    assert counted == [1, 0, 0, 0]
+    assert counted == [1, 0, 0]
     assert compiled.last_report.num_compiles == 1
 
 
 def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
-    model, plain = potential()
+    model, plain = potential(1)
     compiled = lazyinline.compile(model, dynamic=True, backend="eager")
     right = torch_make_fx._EmbeddingGradient.backward
     settling = lambda ctx, g: (int(ctx.saved_tensors[0].shape[0]), right(ctx, g))[1]  # noqa: E731

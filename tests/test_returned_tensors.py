@@ -155,6 +155,7 @@ def test_results_that_share_memory_may_be_changed_in_place(
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backend: str) -> None:
     run = lazyinline.compile(Sharing("rows"), backend=backend)
     for _ in range(2):

@@ -503,6 +503,7 @@ class Sized(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.sweep(keep=["inference-eager", "training-inductor"])
 def test_sizes_that_vary_are_linked_without_source_or_tracing(
     train: bool, backend: str, tmp_path: pathlib.Path
 ) -> None:
