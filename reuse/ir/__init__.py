@@ -7,6 +7,7 @@ operators      what an operator is: a view, in place, random, elementwise, a pri
 leaf           leaf bodies: building ATen graphs, comparing them; the reference interpreter
 printer        programs as text: the same bytes for the same program; text that fits a screen
 parser         programs from their text
+read_leaves    leaves from text: values of their operators, checked
 costs          FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify         whether a program keeps the rules of its level; which operators it holds
 rewrite        each different leaf rewritten once; programs without struct values

@@ -12,23 +12,22 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 import sympy
 import torch
 import torch.fx
-from torch.fx.node import map_aggregate
 
 from ..errors import ParseError
-from ..torch_names import OPERATOR_TYPES, memory_id, module_of, operator_as_printed, schema_of
+from ..torch_names import OPERATOR_TYPES, module_of, operator_as_printed
 from . import program as ir
 from .control import OPERATORS, checked, control_leaf
-from .leaf import ModalInterpreter, Stamp, flat_types
-from .masks import ATTENTION
+from .leaf import Stamp, flat_types
 from .printer import node_type
+from .read_leaves import LeafLater, ReadValues, are_equal, is_as_said
 from .torch_symbols import SIZE_FUNCTIONS, ReadSizes, degree
 from .types import (
     DTYPES,
@@ -37,15 +36,11 @@ from .types import (
     Type,
     contiguous_stride,
     flatten_type,
-    reach,
-    strides_that_matter,
 )
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _MAX_NUMBER = 2**64  # in what computes one
 _MAX_DEGREE = 64  # of powers, which stand within one another
-_STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
-_MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
 
 # Letters, which no printed name has, for what is none in Python.
@@ -413,7 +408,7 @@ class _Reader:
         inputs, outputs = self._inputs(tree), self._outputs(tree)
         if outputs is None:
             return self._leaf_now(tree, words)
-        leaf = _LeafLater.__new__(_LeafLater)
+        leaf = LeafLater.__new__(LeafLater)
         vars(leaf).update(
             name=self._name(tree.name),
             input_types=tuple(type_ for _, type_, _ in inputs),
@@ -476,7 +471,9 @@ class _Reader:
         if len(found) < len(given):
             self._fail(last, "expected tensors")
         outputs = self._outputs(tree) or found
-        if not self._are_equal(flat_types(outputs), found):  # a kernel writes as much as they give
+        if not are_equal(
+            flat_types(outputs), found, self._sizes
+        ):  # a kernel writes as much as they give
             self._fail(tree, "the header has other results than the operators give")
         return ir.Leaf(
             self._name(tree.name),
@@ -486,14 +483,6 @@ class _Reader:
             names,
             **self._said(words),
         )
-
-    def _are_equal(self, said: list[TensorType], found: list[TensorType]) -> bool:
-        """Whether types are equal; of sizes that are two expressions that is asked, for good."""
-        if said == found or list(map(_kind, said)) != list(map(_kind, found)):
-            return said == found
-        rows = (map(_numbers, both) for both in zip(said, found, strict=True))
-        pairs = [pair for one, other in rows for pair in zip(one, other, strict=False)]
-        return all(a == b or self._sizes.are_equal(a, b) for a, b in pairs)
 
     def _node(
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
@@ -559,7 +548,7 @@ class _Reader:
         last: Any,
     ) -> None:
         """Gives each node the fake value that its operator gives, whose type must be the text's."""
-        values = _Values(module, self._bodies, lines)
+        values = ReadValues(module, self._bodies, lines)
         try:
             with self._sizes.running():
                 values.run_flat([self._sizes.fake(type_) for type_ in types])
@@ -569,17 +558,8 @@ class _Reader:
             line = lines.get(values.node, last)
             self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
         for node, line in lines.items():
-            if not _is_as_said(node, line):
+            if not is_as_said(node, line):
                 self._fail(line.annotation, f"the operator gives {node_type(node)}")
-
-
-def _is_as_said(node: torch.fx.Node, line: Any) -> bool:
-    """Whether a node gives what stands in its line."""
-    said = getattr(line, "annotation", None)
-    found = ast.parse(node_type(node).replace("[]", ""), mode="eval").body
-    # The stride of a dimension of one says nothing, and operators hand on one or another.
-    texts = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(one)) for one in (said or found, found)]
-    return texts[0] in (texts[1], "...")
 
 
 def _without_modes(tree: Any) -> tuple[list[str], Any]:
@@ -599,31 +579,6 @@ def _flat_names(name: str, type_: Type) -> list[str]:
     return [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))] if is_struct else [name]
 
 
-class _LeafLater(ir.Leaf):
-    """A leaf whose operators are read when something asks for them."""
-
-    read: Callable[[], ir.Leaf]
-
-    def retyped(self, inputs: tuple[Type, ...], outputs: tuple[Type, ...]) -> ir.Leaf:
-        """Returns the same leaf for other types, still not read."""
-        made = type(self).__new__(type(self))
-        vars(made).update(vars(self), input_types=inputs, output_types=outputs)
-        return made
-
-    @cached_property
-    def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
-        """The body."""
-        return self.read().module
-
-
-def _kind(type_: TensorType) -> Any:
-    return type_.dtype, type_.device, len(type_.shape), type_.is_symbolic
-
-
-def _numbers(type_: TensorType) -> tuple[Any, ...]:
-    return *type_.shape, *strides_that_matter(type_.shape, type_.stride)
-
-
 def _is_plain(line: Any) -> bool:
     """Whether a line is an assignment with one equals sign."""
     return isinstance(line, ast.Assign) and len(line.targets) == 1
@@ -634,64 +589,3 @@ def _parts(tree: Any) -> list[Any]:
     if tree is None:
         return []
     return tree.elts if isinstance(tree, ast.Tuple) else [tree]
-
-
-def _wanting_gradients(operand: Any) -> Any:
-    is_tensor = isinstance(operand, torch.Tensor) and operand.is_floating_point()
-    return operand.detach().requires_grad_() if is_tensor else operand
-
-
-class _Values(ModalInterpreter):
-    """Runs a graph on fake tensors, and keeps the value of each node."""
-
-    node: Any = None
-
-    def __init__(
-        self,
-        module: torch.fx.GraphModule,
-        bodies: Literal["now", "later"],
-        lines: Mapping[torch.fx.Node, Any],
-    ) -> None:
-        super().__init__(module)
-        self._bodies, self._lines = bodies, lines
-        self._bytes: dict[int, int] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
-        self.node = n
-        many = any(
-            str(r.type) == "List[Tensor]" for r in getattr(schema_of(n.target), "returns", ())
-        )
-        sizes = [size for i in n.all_input_nodes for size in getattr(i.meta["val"], "shape", ())]
-        if many and any(type(size) is int and size > _MAX_RESULTS for size in sizes):
-            raise ValueError(f"it may have more than {_MAX_RESULTS} results")
-        value = super().run_node(n)
-        self._note(n, value)
-        if n.target is ATTENTION and not _is_as_said(n, self._lines.get(n)):
-            # Another kernel runs where operands want gradients, and lays its result out otherwise.
-            operands = map_aggregate(self.fetch_args_kwargs_from_env(n), _wanting_gradients)
-            with torch.enable_grad():
-                value = self.call_function(n.target, *operands).detach()
-            self._note(n, value)
-        self._check_memory(value)
-        return value
-
-    def _note(self, n: torch.fx.Node, value: Any) -> None:
-        if n.op != "output":
-            n.meta["val"] = map_aggregate(
-                value, lambda x: x.detach() if isinstance(x, torch.Tensor) else x
-            )
-
-    def _check_memory(self, value: Any) -> None:
-        """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
-        for one in value if isinstance(value, (tuple, list)) else [value]:
-            if not isinstance(one, torch.Tensor):
-                continue
-            # Of symbols this is a question, whose answer is a condition from here on; of what is
-            # read late, which is trusted, no more is asked than when it was captured.
-            if self._bodies == "later" and TensorType.of(one).is_symbolic:
-                continue
-            there = self._bytes.setdefault(memory_id(one), one.untyped_storage().nbytes())
-            end = one.storage_offset() + reach(one.shape, one.stride())
-            if 0 not in TensorType.of(one).shape and end * one.dtype.itemsize > there:
-                raise ValueError("it reaches beyond the memory that it is a view of")

@@ -1,0 +1,142 @@
+"""Leaves that are read from text: their operators get values, which are tensors without memory.
+
+An operator that cannot be given its operands raises, and what it gives is compared with what the
+text says of it. A text may come from anywhere, so a view may not reach beyond its memory, and no
+operator may have more results than a machine has room for.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..torch_names import memory_id, schema_of
+from .leaf import ModalInterpreter
+from .masks import ATTENTION
+from .printer import node_type
+from .program import Leaf
+from .torch_symbols import ReadSizes
+from .types import TensorType, Type, reach, strides_that_matter
+
+_STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
+_MAX_RESULTS = 2**16  # of one operator: each is an object of its own
+
+
+class LeafLater(Leaf):
+    """A leaf whose operators are read when something asks for them."""
+
+    read: Callable[[], Leaf]
+
+    def retyped(self, inputs: tuple[Type, ...], outputs: tuple[Type, ...]) -> Leaf:
+        """Returns the same leaf for other types, still not read."""
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), input_types=inputs, output_types=outputs)
+        return made
+
+    @cached_property
+    def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
+        """The body."""
+        return self.read().module
+
+
+def is_as_said(node: torch.fx.Node, line: Any) -> bool:
+    """Whether a node gives what stands in its line."""
+    said = getattr(line, "annotation", None)
+    found = ast.parse(node_type(node).replace("[]", ""), mode="eval").body
+    # The stride of a dimension of one says nothing, and operators hand on one or another.
+    texts = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(one)) for one in (said or found, found)]
+    return texts[0] in (texts[1], "...")
+
+
+def are_equal(said: list[TensorType], found: list[TensorType], sizes: ReadSizes) -> bool:
+    """Whether types are equal; of sizes that are two expressions that is asked, for good."""
+    if said == found or list(map(_kind, said)) != list(map(_kind, found)):
+        return said == found
+    rows = (map(_numbers, both) for both in zip(said, found, strict=True))
+    pairs = [pair for one, other in rows for pair in zip(one, other, strict=False)]
+    return all(a == b or sizes.are_equal(a, b) for a, b in pairs)
+
+
+def _kind(type_: TensorType) -> Any:
+    return type_.dtype, type_.device, len(type_.shape), type_.is_symbolic
+
+
+def _numbers(type_: TensorType) -> tuple[Any, ...]:
+    return *type_.shape, *strides_that_matter(type_.shape, type_.stride)
+
+
+def _wanting_gradients(operand: Any) -> Any:
+    is_tensor = isinstance(operand, torch.Tensor) and operand.is_floating_point()
+    return operand.detach().requires_grad_() if is_tensor else operand
+
+
+class ReadValues(ModalInterpreter):
+    """Runs a graph that was read on fake tensors, and gives each node its value.
+
+    Args:
+        module: the graph.
+        bodies: ``"later"`` for a text that is trusted.
+        lines: of the text, by node.
+
+    Attributes:
+        node: that runs, or ran last.
+    """
+
+    node: Any = None
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        bodies: Literal["now", "later"],
+        lines: Mapping[torch.fx.Node, Any],
+    ) -> None:
+        super().__init__(module)
+        self._bodies, self._lines = bodies, lines
+        self._bytes: dict[int, int] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
+        self.node = n
+        many = any(
+            str(r.type) == "List[Tensor]" for r in getattr(schema_of(n.target), "returns", ())
+        )
+        sizes = [size for i in n.all_input_nodes for size in getattr(i.meta["val"], "shape", ())]
+        if many and any(type(size) is int and size > _MAX_RESULTS for size in sizes):
+            raise ValueError(f"it may have more than {_MAX_RESULTS} results")
+        value = super().run_node(n)
+        self._note(n, value)
+        if n.target is ATTENTION and not is_as_said(n, self._lines.get(n)):
+            # Another kernel runs where operands want gradients, and lays its result out otherwise.
+            operands = map_aggregate(self.fetch_args_kwargs_from_env(n), _wanting_gradients)
+            with torch.enable_grad():
+                value = self.call_function(n.target, *operands).detach()
+            self._note(n, value)
+        self._check_memory(value)
+        return value
+
+    def _note(self, n: torch.fx.Node, value: Any) -> None:
+        if n.op != "output":
+            n.meta["val"] = map_aggregate(
+                value, lambda x: x.detach() if isinstance(x, torch.Tensor) else x
+            )
+
+    def _check_memory(self, value: Any) -> None:
+        """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
+        for one in value if isinstance(value, (tuple, list)) else [value]:
+            if not isinstance(one, torch.Tensor):
+                continue
+            # Of symbols this is a question, whose answer is a condition from here on; of what is
+            # read late, which is trusted, no more is asked than when it was captured.
+            if self._bodies == "later" and TensorType.of(one).is_symbolic:
+                continue
+            there = self._bytes.setdefault(memory_id(one), one.untyped_storage().nbytes())
+            end = one.storage_offset() + reach(one.shape, one.stride())
+            if 0 not in TensorType.of(one).shape and end * one.dtype.itemsize > there:
+                raise ValueError("it reaches beyond the memory that it is a view of")
