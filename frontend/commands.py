@@ -21,7 +21,6 @@ from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded, format_program
 from ..reuse.process import own_places
 from .advise import advise
-from .compiled_module import last_report
 from .fit import fit
 from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
 from .measure import MeasureReport, measure
@@ -214,7 +213,7 @@ def run_report(options: argparse.Namespace) -> None:
     """Runs ``report``: measures a model, prints what came out, writes a page."""
     _check_folders(options.html)
     if _is_file(options.target):
-        made = last_report(load(options.target))
+        made = load(options.target).last_report
         assert made is not None
         print(f"{parts_text(options.target)}\n{made}")
         if options.html is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.process_groups import GradientSums, Ranks, ranks_of
+from ..pipeline_parallel.process_groups import GradientSums, Ranks, ranks_elsewhere, ranks_of
 from ..pipeline_parallel.stage_derivative import StageDerivative
 from ..pipeline_parallel.steps import Progress, StageCounts, StageDraws, StageSteps
 from ..recompute.planner import Policy
@@ -34,7 +34,7 @@ from .options import Options
 from .page.page import ShownPlan
 from .passes.context import Context
 from .passes.mesh import rank_memory, traffic_of
-from .passes.programs import PARTS, tensor_name
+from .passes.programs import tensor_name
 from .passes.rank import (
     UPDATE,
     RankCompilation,
@@ -99,6 +99,7 @@ def pipeline(
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
+            ``{"pipeline": 2}`` compiles for so many ranks that are not here, to be saved.
         timeout_s: how long a transfer may wait for another rank before the step fails.
         optimizer: of the whole model's parameters on every rank; a step updates those of the rank's
             stages, see :func:`compile_step`: in the program behind the stage's last backward, what
@@ -122,14 +123,16 @@ def pipeline(
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 
-    ranks = ranks_of(mesh, timeout_s)
+    is_elsewhere = isinstance(mesh, Mapping)
+    ranks = ranks_elsewhere(mesh, timeout_s) if is_elsewhere else ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
     settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     context = Context(settings)
     batch = Batch((args, kwargs or {}), micro_batches)
     splitting = Splitting(split, memory_bytes_per_rank)
     whole = LossModel(model, loss_fn)
-    return Pipeline(AskedPipeline(whole, batch, context, ranks, table, splitting), update)
+    asked = AskedPipeline(whole, batch, context, ranks, table, splitting)
+    return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ class AskedPipeline:
         table: which rank does what, and when.
         splitting: how the model is cut into stages.
         on_mesh: the mesh that stages are split over, if they are.
+        opened: puts in what a file says, in place of what passes up to recompute make.
+        file: a digest of that.
     """
 
     model: LossModel
@@ -153,29 +158,51 @@ class AskedPipeline:
     table: ActionTable
     splitting: Splitting
     on_mesh: OnMesh | None = None
+    opened: Callable[[RankCompilation], RankCompilation] | None = None
+    file: str = ""
+
+    def begun(self) -> RankCompilation:
+        """Returns a rank's compile once the model is captured, or what a file says is put in."""
+        subject = Subject(self.model, *self.batch.first_micro_batch())
+        rank, rates = self.ranks.rank, CUDA if self.ranks.device.type == "cuda" else CPU
+        asked = self.table, rank, self.splitting, rates, self.on_mesh
+        state = started(self.context, subject, *asked)
+        state = replace(state, has_replicas=self.ranks.data_group is not None)
+        if self.opened is not None:
+            return self.opened(state)
+        return run(between(PASSES, "capture", "derive"), state)
+
+    def guard(self, state: RankCompilation) -> Guard:
+        """Returns the guard of what was captured."""
+        inputs = torch_pytree.flatten(self.batch.first_micro_batch())
+        return Guard(self.model, state.captured, *inputs)
+
+    def ids_of(self, state: RankCompilation, present: Sequence[Tensor]) -> set[int]:
+        """Returns the ``id`` of each of the model's present tensors that a rank keeps."""
+        places, model = model_places(state.captured.program), self.model.model
+        sources = [source for one in state.own for source in one.stage.model_tensors]
+        own = {id(present[places[id(source)]]) for source in sources}
+        if state.rank == 0:  # what no stage uses is kept too
+            own |= {id(t) for t in (*model.parameters(), *model.buffers())} - set(map(id, present))
+        return own
 
 
 class Pipeline:
     """One rank's part of a pipeline. Made by :func:`pipeline`."""
 
     def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None = None) -> None:
-        model, context, ranks, table = asked.model, asked.context, asked.ranks, asked.table
-        self._model, self._optimizer = model, optimizer
+        ranks, table = asked.ranks, asked.table
+        self._asked, self._model, self._optimizer = asked, asked.model, optimizer
         self._table, self._ranks, self._batch = table, ranks, asked.batch
-        args, kwargs = self._batch.first_micro_batch()
-        rates = CUDA if ranks.device.type == "cuda" else CPU
-        subject = Subject(model, args, kwargs)
-        state = started(context, subject, table, ranks.rank, asked.splitting, rates, asked.on_mesh)
-        state = replace(state, has_replicas=ranks.data_group is not None)
-        self.last_report = state.report
-        state = run(between(PASSES, "capture", "derive"), state)
-        program = state.programs[PARTS[0]]
-        ranks.check_same(program, table)
-        self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))
+        state = asked.begun()
+        self.last_report, program = state.report, state.captured.program
+        ranks.check_same(program, table, asked.file)
+        self._guard = asked.guard(state)
         self._places = model_places(program)
         self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
-        state = run(between(PASSES, "plan", "autodiff"), state)
+        state = state if asked.opened else run(between(PASSES, "plan", "autodiff"), state)
         state = run(between(PASSES, "predict"), self._fitted_with_update(state))
+        self._made: tuple[RankCompilation, ...] = (state,)
         self.last_report.made = made_by(state)
         more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
         if state.mesh_plan is not None and isinstance(state.runs, RankProgram):
@@ -230,6 +257,8 @@ class Pipeline:
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with self._ranks.leader_first(place), state.context.cached(self.last_report):
+            if self._asked.opened:
+                return run(between(PASSES, "update", "link"), state)
             return fitted(state)
 
     def _present_parameters(self) -> dict[str, Tensor]:
@@ -300,12 +329,21 @@ class Pipeline:
             >>> dcp.save(pipe.state_dict(), checkpoint_id=folder)
             >>> dcp.load(pipe.state_dict(), checkpoint_id=folder)
         """
-        present = self._held()
-        own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
+        own = self._asked.ids_of(self._made[0], self._held())
         whole = self._model.model.state_dict(keep_vars=True)
-        if self._ranks.rank == 0:  # what no stage uses is kept too
-            own |= {id(t) for t in whole.values()} - set(map(id, present))
         return {name: t.detach() for name, t in whole.items() if id(t) in own}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of its steps, if it has one."""
+        return None if self._optimizer is None else self._optimizer.optimizer
+
+    @property
+    def kept(
+        self,
+    ) -> tuple[AskedPipeline, Guard, tuple[RankCompilation, ...], StepOptimizer | None]:
+        """What a file says of it: also the compiles of the ranks that this process has."""
+        return self._asked, self._guard, self._made, self._optimizer
 
     def _own_tensors(self) -> list[ModelTensor]:
         return [s for d in self._derived for s in d.stage.model_tensors]
@@ -455,6 +493,36 @@ class Pipeline:
             # The sums stay where they are, so after the first step there is nothing to assign.
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+class PipelineElsewhere(Pipeline):
+    """A pipeline that is compiled for ranks that are not here, for ``save`` to write.
+
+    Made by :func:`pipeline`.
+    """
+
+    def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None) -> None:
+        state = asked.begun()
+        self._asked, self._model, self._optimizer = asked, asked.model, optimizer
+        self._guard, self.last_report, self._parameters = asked.guard(state), state.report, {}
+        state = run(between(PASSES, "plan", "autodiff"), state)
+        if optimizer is not None:
+            optimizer.groups()
+        ranks = (replace(state, rank=rank) for rank in range(asked.ranks.num_ranks))
+        with state.context.cached(state.report):
+            self._made = tuple(map(fitted, ranks))
+        self.plan = ShownPlan.of(run(between(PASSES, "predict"), self._made[0]).plan, state.report)
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Says that its ranks are elsewhere.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "This pipeline was compiled for ranks that are not here: lazyinline.save it, and "
+            "lazyinline.load the file on each of them."
+        )
 
 
 def fitted(state: RankCompilation) -> RankCompilation:

@@ -97,19 +97,20 @@ class Ranks:
         everyone = _gathered(dict(own), self.group)
         return {key: value for part in everyone for key, value in part.items()}
 
-    def check_same(self, program: Program, table: ActionTable) -> None:
+    def check_same(self, program: Program, table: ActionTable, file: str = "") -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         asked = {
             "schedule": table.schedule,
             "num_stages": table.num_stages,
             "micro_batches": table.num_micro_batches,
+            "file (its digest)": file[:12],
         }
         self.check_same_program(program, asked, "so their stages would not fit together")
 
     def check_same_program(self, program: Program, asked: Mapping[str, Any], why: str) -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "lazyinline (its code)": package_digest()[:12],
             "Python": ".".join(platform.python_version_tuple()[:2]),
             **asked,
@@ -300,13 +301,32 @@ def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
     if mesh is None:
         return _place([tuple(range(dist.get_world_size()))], [], 1, timeout_s)
     names = tuple(mesh.mesh_dim_names or ())
+    _check_names(names)
+    num_pipelines = mesh.size() // mesh.size(names.index(PIPELINE_DIM))
+    return ranks_along(mesh, PIPELINE_DIM, (DATA_DIM,), num_pipelines, timeout_s)
+
+
+def ranks_elsewhere(sizes: Mapping[str, int], timeout_s: float) -> Ranks:
+    """Returns the place of the first rank of a pipeline that is not here.
+
+    Raises:
+        PipelineError: if it has other dimensions, or no such sizes.
+    """
+    _check_names(tuple(sizes))
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise PipelineError(f"mesh={dict(sizes)!r} is not the number of ranks of each dimension.")
+    number, replicas = sizes[PIPELINE_DIM], sizes.get(DATA_DIM, 1)
+    rows = (tuple(range(i * number, (i + 1) * number)) for i in range(replicas))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return Ranks(tuple(rows), None, None, 0, torch.device("cpu"), timeout, replicas)
+
+
+def _check_names(names: Sequence[str]) -> None:
     if PIPELINE_DIM not in names or set(names) - {PIPELINE_DIM, DATA_DIM}:
         raise PipelineError(
             f"The mesh has the dimensions {names}. A pipeline needs one named {PIPELINE_DIM!r} and "
             f"takes one named {DATA_DIM!r}; make it with init_device_mesh(..., mesh_dim_names=...)."
         )
-    num_pipelines = mesh.size() // mesh.size(names.index(PIPELINE_DIM))
-    return ranks_along(mesh, PIPELINE_DIM, (DATA_DIM,), num_pipelines, timeout_s)
 
 
 def ranks_along(

@@ -21,11 +21,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import test_pipeline
 import torch
 from models import Block, Net, batch
 
 import lazyinline
 
+alone = test_pipeline.alone  # the fixture: one process that holds every stage
 Parts = dict[str, bytes]
 
 
@@ -283,12 +285,12 @@ def opened(content: bytes, path: pathlib.Path) -> str:
     return said
 
 
-def refused(sound: bytes, path: pathlib.Path, seeds: range) -> int:
+def refused(sound: bytes, path: pathlib.Path, seeds: range, *ways: Any) -> int:
     """Returns how many damaged files were refused; the others are sound programs."""
     _WATCHING.clear()  # of what the test itself writes nothing is noted
     number = 0
     for seed in seeds:
-        content = damaged(sound, Random(seed))
+        content = damaged(sound, Random(seed), *ways)
         path.write_bytes(content)
         _WATCHING.append(True)
         try:
@@ -437,3 +439,94 @@ def test_a_header_that_says_less_memory_than_operators_fill_is_refused(
         parts[name], count = re.subn(headers, rb"\1f32[1,2]", parts[name])
         assert count == 2
     assert "other results than the operators give" in opened(written(parts), path)
+
+
+# ---- pipelines -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def staged(alone: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of a pipeline of two stages on one rank."""
+    model, args = test_pipeline.net_and_batch(layers=2)
+    pipe = test_pipeline.make(model, args, "Interleaved1F1B")
+    path = tmp_path_factory.mktemp("staged") / "pipe.lz"
+    lazyinline.save(pipe, path)
+    return path.read_bytes()
+
+
+def parts_in(content: bytes) -> Parts:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_stages_of_others_and_missing_ones_are_refused(
+    staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    path, parts = tmp_path / "pipe.lz", parts_in(staged)
+    for name in ("forward.txt", "backward.txt", "boundary.json"):
+        first, second = (f"programs/0/stages/{number}/{name}" for number in (0, 1))
+        forged = parts | {first: parts[second], second: parts[first]}
+        assert opened(written(forged), path), name
+        without = {n: content for n, content in parts.items() if n != second}
+        assert f"it has no part {second}" in opened(written(without), path)
+    weights = "ranks/0/weights.safetensors"
+    without = {n: content for n, content in parts.items() if n != weights}
+    assert f"it has no part {weights}" in opened(written(without), path)
+    assert "its weights have no" in opened(
+        written(parts | {weights: parts["ranks/0/constants.safetensors"]}), path
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, "2F2B", "schedule='2F2B' is unknown"),
+        (0, "ZBVZeroBubble", "ZBVZeroBubble splits backwards"),
+        (1, [3, 2, 4, 1], "num_stages=3 cannot be spread evenly over 2 rank(s)"),
+        (1, [2, 2, 4, 1], "of 2 rank(s) in 1 replica(s), and torch.distributed has 1 rank(s) here"),
+        (1, [2, 1, 4, 3], "1 rank(s) in 3 replica(s), and torch.distributed has 1 rank(s) here"),
+        (1, [10**9, 1, 4, 1], "there is no pipeline of such sizes: [1000000000, 1, 4, 1]"),
+        (1, [2, 1, 10**9, 1], "there is no pipeline of such sizes"),
+        (1, [2, 1, -1, 1], "there is no pipeline of such sizes: [2, 1, -1, 1]"),
+        (1, [2, 1, 3, 1], "another type than programs take"),
+        (2, -1.0, "there is no pipeline of such sizes"),
+        (3, [0, 0, 2, 1], "a call is on none of its 2 stages"),
+        (3, [0], "shorter"),
+        (3, [1, 0, 1, 0], "PipelineError"),
+    ],
+)
+def test_ranks_and_stages_that_there_are_not_are_refused(
+    place: int, value: Any, said: str, staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    parts = parts_in(staged)
+    told = json.loads(parts["model.json"])
+    told["ranks"][place] = value
+    parts["model.json"] = json.dumps(told).encode()
+    assert said in opened(written(parts), tmp_path / "pipe.lz")
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_gradients_that_nobody_sends_are_refused(
+    row: int, staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    name = "programs/0/stages/1/boundary.json"
+    parts = parts_in(staged)
+    for wrong in ([99], [0, 0], [-1], [True]):
+        told = json.loads(parts[name])
+        told[row] = wrong
+        forged = parts | {name: json.dumps(told).encode()}
+        assert opened(written(forged), tmp_path / "pipe.lz"), wrong
+
+
+@pytest.mark.sweep(keep="few")
+@pytest.mark.parametrize("count", [40, 2_000], ids=["few", "many"])
+def test_a_forged_pipeline_is_refused_in_a_sentence(
+    count: int,
+    staged: bytes,
+    tmp_path: pathlib.Path,
+    nothing_is_done: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    ways = (swapped, left_out, json_changed, text_changed, size_changed)
+    assert refused(staged, tmp_path / "pipe.lz", range(count), *ways) > count // 2

@@ -65,6 +65,7 @@ class Parts:
     Attributes:
         names: of all but the manifest.
         is_signed: whether this machine's own cache has signed them.
+        digest: of the manifest.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Parts:
     ) -> None:
         self._file, self._archive = file, archive
         self._entries = _checked_entries(archive, size)
-        manifest = read_json(self._bytes(MANIFEST))
+        said = self._bytes(MANIFEST)
+        manifest, self.digest = read_json(said), _digest(MANIFEST, [said])
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise FileError("it is in another format")
         self._listed = manifest["parts"]

@@ -159,7 +159,7 @@ def split(state: RankCompilation) -> RankCompilation:
         colors, _ = colors_of(model, program, state.splitting, table, state.costs)
     stages = tuple(cut_program(program, colors, table.num_stages))
     programs = {f"stage {stage.index}": stage.program for stage in stages}
-    return replace(state, stages=stages, programs=programs)
+    return replace(state, colors=colors, stages=stages, programs=programs)
 
 
 @compile_pass("autodiff", goals=("rank",))

@@ -2,6 +2,7 @@
 
 trees          the nested arguments and results of a call, as plain data
 parts          one program as the parts of a file, and back
+ranks          a pipeline as the parts of a file, and back
 saved_model    the model of a file: its tensors by name, and no Python
 save           ``save(compiled, path)``
 load           ``load(path)``

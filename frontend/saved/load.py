@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -20,8 +22,9 @@ from ...reuse import torch_pytree
 from ...reuse.errors import FileError, NoProgramError, door
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
-from ...reuse.ir.program import Program, Source, UserInput, wants_gradient
+from ...reuse.ir.program import ModelTensor, Program, Source, UserInput, wants_gradient
 from ...reuse.ir.types import TensorType
+from ..batch import Batch, LossModel
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import garbage_collection_paused
 from ..compiled_module import CompiledModule
@@ -29,13 +32,19 @@ from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
 from ..guards.guard import Guard, Inputs, shown
 from ..options import Batching, Options
+from ..passes.context import Context
 from ..passes.link import linked
+from ..passes.programs import PARTS, tensor_name
+from ..passes.rank import RankCompilation, Splitting
+from ..passes.stages import of_rank
 from ..passes.state import Compilation, Goal, between, run, step_goal
+from ..pipeline import AskedPipeline, Pipeline
 from ..sizes.shapes import CompileResult
 from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
+from .ranks import read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
@@ -49,7 +58,7 @@ def load(
     *,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     trust: bool = False,
-) -> CompiledModule | TrainingStep:
+) -> CompiledModule | TrainingStep | Pipeline:
     """Opens a file that :func:`save` wrote. The model's source code is not needed.
 
     Every byte is checked before it is used: each part against its digest, programs operator by
@@ -65,7 +74,8 @@ def load(
 
     Returns:
         A module: it is called, trained and asked for its ``state_dict`` like the compiled model. Of
-        a step a step, whose ``model`` and ``optimizer`` are the file's.
+        a step a step, whose ``model`` and ``optimizer`` are the file's. Of a pipeline this rank's
+        part: every rank opens the file.
 
     Raises:
         FileError: if the file is damaged or is none of these; the message is one sentence.
@@ -78,6 +88,8 @@ def load(
     store = open_cache()
     with garbage_collection_paused(), open_parts(path, store) as parts:
         opened = _Opened(parts, store if trust or parts.is_signed else None)
+        if opened.is_pipeline:
+            return opened.pipeline(path, state_dict)
         model = opened.module(path, state_dict)
         return opened.adopted(model)
 
@@ -96,6 +108,8 @@ def captured_programs(
     """
     with open_parts(path, None) as parts:
         opened = _Opened(parts, None)
+        if opened.is_pipeline and tensors == "bound":
+            raise FileError("its tensors are those of several ranks: load it on each of them")
         model = opened.module(path, None) if tensors == "bound" else None
         return [opened.captured(number, model) for number in range(opened.num_programs)]
 
@@ -118,6 +132,8 @@ class _Opened:
         self._parts, self._store = parts, store
         self._told = told = read_json(parts.read(MODEL))
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
+        self.is_pipeline, self._rank = "ranks" in told, 0
+        self._absent: set[str] = set()  # tensors of other ranks
         settings = None
         if self._batching is not None:
             # Of a stand-in for each tensor: programs are read before there are any.
@@ -153,11 +169,11 @@ class _Opened:
         Raises:
             FileError: if there are none, or they are others than programs take.
         """
-        self._constants = dict(self._read(CONSTANTS))
-        found = {name: self._constants.pop(name) for name in self._names.unsaved}
+        self._constants = found = self._read(CONSTANTS)
         where = self._told["weights"]
         if state_dict is not None:
-            found |= {name: self._given(name, state_dict) for name in self._names.saved}
+            names = (n for n in self._names.saved if not self.is_pipeline or n in state_dict)
+            found |= {name: self._given(name, state_dict) for name in names}
         elif where == "inside":
             found |= self._read(WEIGHTS)
         elif where == "beside":
@@ -165,9 +181,20 @@ class _Opened:
                 found |= read_tensors(file, os.fstat(file.fileno()).st_size, self._empty)
         else:
             raise FileError("it has no weights: give load a state_dict")
+        if self.is_pipeline:  # other ranks have the others
+            every = {*self._names.saved, *self._names.unsaved, *self._types}
+            self._absent = every - found.keys()
+            found |= {name: self._stand_in(name) for name in self._absent}
         return SavedModel(str(self._told["class"]), self._names, found)
 
+    def _stand_in(self, name: str) -> torch.Tensor:
+        """Returns a tensor of another rank, without its memory: nothing here computes with it."""
+        type_ = self._types.get(name, TensorType(torch.float32, (), (), torch.device("cpu")))
+        nothing = math.nan if type_.dtype.is_floating_point else 0
+        return torch.full((), nothing, dtype=type_.dtype, device="cpu").expand(type_.shape)
+
     def _read(self, name: str) -> dict[str, torch.Tensor]:
+        name = f"ranks/{self._rank}/{name}" if self.is_pipeline else name
         with self._parts.stream(name) as source:
             return dict(read_tensors(source, self._parts.size_of(name), self._empty))
 
@@ -195,17 +222,13 @@ class _Opened:
     def adopted(self, model: SavedModel) -> CompiledModule | TrainingStep:
         """Returns a module or a step around the model, with each program linked."""
         compiler = Compiler(self.options)
-        for name in self._parts.names:
-            if self._store is not None and name.startswith("objects/"):
-                self._store.put_object(name.partition("/")[2], self._parts.read(name))
+        self._put_objects()
         loaded: CompiledModule | TrainingStep
         if self._batching is None:
             loaded = CompiledModule(model, self.options, dynamic=False)
             calls: Dispatcher[Any] = loaded._lazyinline_calls
         else:
-            update = self._optimizer(model.tensor)
-            if update is not None:
-                self._put_state(update, model)
+            update = self._optimizer_of(model)
             loaded = calls = TrainingStep(model, None, self.options, self._batching, False, update)
         # The one used last before it was saved comes first.
         for number in reversed(range(len(self._programs))):
@@ -219,6 +242,59 @@ class _Opened:
                 self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
         calls.refuse_others(_Refusing(calls, self._told["class"]))
         return loaded
+
+    def _put_objects(self) -> None:
+        for name in self._parts.names:
+            if self._store is not None and name.startswith("objects/"):
+                self._store.put_object(name.partition("/")[2], self._parts.read(name))
+
+    def pipeline(
+        self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
+    ) -> Pipeline:
+        """Returns this rank's part of a pipeline, with the tensors of its stages; a collective."""
+        told, program, said = self._told["programs"][0], self._programs[0], self._told["ranks"]
+        ranks, table = read_ranks(said)
+        self._rank = ranks.rank
+        model = together(ranks, lambda: self.module(path, state_dict))
+        inputs = _inputs(told, program, table.num_micro_batches)
+
+        def opened(state: RankCompilation) -> RankCompilation:
+            self._put_objects()
+            # Under the names that tensors have in what computes the loss of the model.
+            bound = self._bound(program.captured, model)
+            named = (
+                replace(s, name=f"model.{s.name}") if isinstance(s, ModelTensor) else s
+                for s in bound
+            )
+            seen = _seen(replace(program.captured, sources=tuple(named)))
+            state.report.model, state.report.opened_from = model.class_name, "opened from a file"
+            state.report.describe(seen)
+            colors = read_colors(said[-1], table.num_stages)
+            state = replace(state, seen=seen, colors=colors, programs={PARTS[0]: seen.program})
+            state = run(between(PASSES, "split", "split"), state)
+            stages = tuple(read_stages(state, self._parts, trusted=self._store is not None))
+            state = of_rank(replace(state, plain=stages, derived=stages), state.rank)
+            own = [s.name for one in state.own for s in one.stage.model_tensors]
+            if missing := {tensor_name(name) for name in own} & self._absent:
+                raise FileError(f"its weights have no {min(missing)}")
+            return state
+
+        with _modes(told["modes"]):
+            model.set_modes(*told["training"])
+            batch = Batch(
+                torch_pytree.unflatten(inputs.leaves, inputs.tree), table.num_micro_batches
+            )
+            asked = AskedPipeline(
+                LossModel(model, None),
+                batch,
+                Context(self.options),
+                ranks,
+                table,
+                Splitting("auto"),
+                opened=lambda state: together(ranks, partial(opened, state)),
+                file=self._parts.digest,
+            )
+            return Pipeline(asked, together(ranks, lambda: self._optimizer_of(model)))
 
     def _adopt(
         self, calls: Dispatcher[Any], compiler: Compiler, state: Compilation, inputs: _Inputs
@@ -248,7 +324,11 @@ class _Opened:
         made.groups()
         return made
 
-    def _put_state(self, update: StepOptimizer, model: SavedModel) -> None:
+    def _optimizer_of(self, model: SavedModel) -> StepOptimizer | None:
+        """Returns the optimizer, with its state."""
+        update = self._optimizer(model.tensor)
+        if update is None:
+            return None
         for name, tensor in self._read(STATE).items():
             kind, _, own = name.partition("/")
             parameter = model.tensor(own)
@@ -258,6 +338,7 @@ class _Opened:
             if kind != "step" and TensorType.of(tensor) != TensorType.of(like):
                 tensor = torch.empty_like(like).copy_(tensor)
             update.optimizer.state[parameter][kind] = tensor
+        return update
 
     def _state(
         self, compiler: Compiler, number: int, model: SavedModel, inputs: _Inputs
@@ -269,8 +350,7 @@ class _Opened:
         report = context.report(train=goal.train)
         report.model, report.opened_from = model.class_name, "opened from a file"
         captured = replace(program.captured, sources=self._bound(program.captured, model))
-        evidence = RootEvidence(Reads(), (), ())
-        seen = CapturedModel(captured, [], evidence, [], {}, sizes=inputs.sizes)
+        seen = _seen(captured, inputs.sizes)
         report.describe(seen)
         state = Compilation(
             context=context,
@@ -303,12 +383,18 @@ class _Opened:
         """Returns where inputs come from, with the tensors that the file has for them."""
         found = list(captured.sources)
         for index, source, type_ in model_inputs(captured):
-            constant = self._constants.get(source.name)
-            tensor = model.tensor(source.name) if constant is None else constant
-            if (TensorType.of(tensor), tensor.requires_grad) != (type_, wants_gradient(source)):
-                raise FileError(f"{source.name} is another tensor than programs take")
+            name, is_constant = source.name, source.kind == "constant"
+            tensor = self._constants[name] if is_constant else model.tensor(name)
+            has = type_ if name in self._absent else TensorType.of(tensor)
+            if (has, tensor.requires_grad) != (type_, wants_gradient(source)):
+                raise FileError(f"{name} is another tensor than programs take")
             found[index] = replace(source, tensor=tensor)
         return tuple(found)
+
+
+def _seen(captured: Program, sizes: KnownSizes | None = None) -> CapturedModel:
+    """Returns what capture would have seen."""
+    return CapturedModel(captured, [], RootEvidence(Reads(), (), ()), [], {}, sizes=sizes)
 
 
 def _place(number: int) -> str:
@@ -324,7 +410,7 @@ class _Inputs:
     sizes: KnownSizes | None
 
 
-def _inputs(told: Mapping[str, Any], program: ReadProgram) -> _Inputs:
+def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _Inputs:
     """Returns inputs of the kind that a program was compiled for.
 
     Raises:
@@ -342,7 +428,7 @@ def _inputs(told: Mapping[str, Any], program: ReadProgram) -> _Inputs:
         leaves.append(
             type_.empty("cpu").requires_grad_(wants_grad is True) if new else tensors[first]
         )
-    count = len(program.step.batch) if program.step is not None else 1
+    count = count if program.step is None else len(program.step.batch)
     taken = [_first_part(leaf, count) for leaf in leaves]
     sizes = None
     if program.sizes is not None:

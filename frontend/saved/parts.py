@@ -52,7 +52,9 @@ from .trees import tree_data, tree_of
 
 _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
-_CAPTURED, STEP = "captured", "step"
+CAPTURED, STEP = "captured", "step"
+STAGES = "stages"
+"""In place of what crosses a boundary: of a pipeline, whose stages are parts of their own."""
 _MAX_EXAMPLE = 2**31
 
 
@@ -92,13 +94,16 @@ class KeptProgram:
 
 
 def program_parts(
-    kept: KeptProgram, state: Compilation, launches: Mapping[Any, KernelList] | None, sizes: Any
+    kept: KeptProgram,
+    texts: Mapping[str, Program],
+    launches: Mapping[Any, KernelList] | None,
+    sizes: Any,
 ) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a compiled program: texts, then what was made of them here.
 
     Args:
         kept: it.
-        state: its compile up to link, with the names that the file has for tensors.
+        texts: the program as captured, with the names that the file has for tensors, and what runs.
         launches: of its leaves; None where they cannot be told.
         sizes: that are symbols, as the file has them.
 
@@ -106,11 +111,11 @@ def program_parts(
         FileError: if a part of it is no data.
     """
     # What has symbols was compiled without a cache, which a file needs to find kernels' objects.
-    cache = CompileCache.of_user(state.context.options.backend)
-    runs = {name: _plainly_named(one) for name, one in state.programs.items()}
-    for name, one in {_CAPTURED: state.captured.program, **runs}.items():
+    cache = CompileCache.of_user(kept.lowered.context.options.backend)
+    runs = {name: _plainly_named(one) for name, one in texts.items() if name != CAPTURED}
+    for name, one in {**texts, **runs}.items():
         yield f"{name}.txt", [_text(one, sizes)]
-    if not cache.facts or launches is None:
+    if not runs or not cache.facts or launches is None:
         return  # then it is made again wherever it is opened
     made, objects = {}, dict[str, bytes]()
     try:
@@ -175,11 +180,18 @@ def _plainly_named(program: Program) -> Program:
 
 def boundary_data(state: Compilation) -> Any:
     """Returns what crosses from a forward to its backward, or into a step, as JSON holds it."""
-    derivative, step = state.derivative, state.composed
+    step = state.composed
+    if state.goal.kind == "rank":
+        return STAGES
     if step is not None:
         updates = step.updates
         of_updates = [updates.state, updates.parameters, updates.num_results]
         return [step.batch, step.gradients, step.writes, of_updates]
+    return derivative_data(state.derivative)
+
+
+def derivative_data(derivative: Derivative | None) -> Any:
+    """Returns what crosses from a forward to its backward, as JSON holds it."""
     if derivative is None:
         return None
     if derivative.offloaded:
@@ -239,31 +251,53 @@ def read_program(
         FileError: if it is none, or its texts do not go together.
     """
     boundary = told["boundary"]
-    is_step = settings is not None
-    names = (_CAPTURED, STEP) if is_step else (_CAPTURED, *PARTS[: 1 if boundary is None else 2])
-    texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
     sizes = None if told["sizes"] is None else read_sizes(told["sizes"])
-    bodies: Literal["now", "later"] = "later" if trusted else "now"
-    programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
-    if not trusted:
-        for name, program in programs.items():
-            verify(program, "shared" if name == _CAPTURED else "aten")
     size_of = None if sizes is None else partial(parse_size, sizes=sizes)
+    (program,) = _texts(parts, place, [CAPTURED], sizes, trusted=trusted).values()
     leaves, spec = tree_of(told["output"], size_of)
-    captured = replace(
-        programs.pop(_CAPTURED), output_tree=OutputTree(tuple(map(tuple, leaves)), spec)
-    )
+    captured = replace(program, output_tree=OutputTree(tuple(map(tuple, leaves)), spec))
     _check_leaves(captured)
+    if boundary == STAGES:
+        return ReadProgram(captured, {})
     if settings is not None:
+        programs = _texts(parts, place, [STEP], sizes, trusted=trusted)
         step = _step(captured, programs[STEP], settings, boundary)
         return ReadProgram(captured, programs, sizes, _halves(step.program), step)
+    return read_runs(parts, place, captured, boundary, sizes, trusted=trusted)
+
+
+def read_runs(
+    parts: Parts,
+    place: str,
+    captured: Program,
+    boundary: Any,
+    sizes: ReadSizes | None = None,
+    *,
+    trusted: bool,
+) -> ReadProgram:
+    """Reads what runs of a captured program: a forward, and its backward if it has one."""
+    names = PARTS[: 1 if boundary is None else 2]
+    programs = _texts(parts, place, names, sizes, trusted=trusted)
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
         return ReadProgram(captured, programs, sizes)
     forward, backward = (Composite(f"main.{n}", p) for n, p in programs.items())
-    found = Derivative(forward, backward, *(tuple(map(_index, row)) for row in boundary))
+    found = Derivative(forward, backward, *map(_positions, boundary))
     _check_derivative(captured, found)
     return ReadProgram(captured, programs, sizes, found)
+
+
+def _texts(
+    parts: Parts, place: str, names: Iterable[str], sizes: ReadSizes | None, *, trusted: bool
+) -> dict[str, Program]:
+    """Reads programs by their names, and verifies those that this machine did not write."""
+    texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
+    bodies: Literal["now", "later"] = "later" if trusted else "now"
+    programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
+    if not trusted:
+        for name, program in programs.items():
+            verify(program, "shared" if name == CAPTURED else "aten")
+    return programs
 
 
 def read_sizes(told: Any) -> ReadSizes:
@@ -308,6 +342,11 @@ def _check_types(what: str, found: Any, expected: Any) -> None:
         raise FileError(f"{what} takes or gives other types than the program as captured")
 
 
+def _positions(row: Any) -> tuple[int, ...]:
+    """Reads a list of positions."""
+    return tuple(map(_index, row))
+
+
 def _check_derivative(captured: Program, found: Derivative) -> None:
     """Checks that what one part hands to the other is what that takes."""
     inputs, outputs = _types(captured)
@@ -350,15 +389,15 @@ def _step(
     model = tuple(s for s in captured.sources if isinstance(s, ModelTensor))
     updates = Updates(
         tuple((_index(i), str(name)) for i, name in state),
-        tuple(map(_index, parameters)),
+        _positions(parameters),
         _index(num_results),
     )
     found = StepProgram(
         program,
-        tuple(tuple(map(_index, row)) for row in batch),
+        tuple(map(_positions, batch)),
         model,
-        tuple(map(_index, gradients)),
-        tuple(map(_index, writes)),
+        _positions(gradients),
+        _positions(writes),
         updates,
     )
     inputs, outputs = _types(program)
@@ -407,7 +446,8 @@ def take_made(
         fits = answers and len(answers[0].offsets) == len(buffers)
         return answers.pop(0) if fits else make()
 
-    context.tools = replace(context.tools, plan=plan)
+    if answers:
+        context.tools = replace(context.tools, plan=plan)
     if known is None:
         return {}
     roots, draws, watched = known

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ...backend.cache.codec import NotCacheableError, encode_value
-from ...backend.files.container import Content, to_json, write_parts
+from ...backend.files.container import TENSORS, Content, to_json, write_parts
 from ...backend.files.safetensors import pieces_of
 from ...backend.files.torch_store import open_cache, whole_file
 from ...recompute.planner import Budget
@@ -24,10 +25,20 @@ from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
 from ..options import Batching, Options
 from ..passes.many_shapes import launches_for_all
+from ..passes.programs import tensor_name
 from ..passes.state import Compilation
+from ..pipeline import Pipeline
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
-from .parts import KeptProgram, boundary_data, output_data, program_parts, used_parameters
+from .parts import (
+    CAPTURED,
+    KeptProgram,
+    boundary_data,
+    output_data,
+    program_parts,
+    used_parameters,
+)
+from .ranks import ranks_data, save_together, stage_parts
 from .saved_model import TensorNames
 from .trees import tree_data
 
@@ -52,7 +63,8 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     Args:
         compiled: what :func:`compile` or :func:`compile_step` returned, or the model that was
             compiled in place; it has been called in each way that the file shall be called in. A
-            step's file has its optimizer's state, too.
+            step's file has its optimizer's state, too. Of a pipeline every rank calls this, and
+            the first writes the programs and tensors of all.
         path: the file, which is replaced if it is there.
         weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
             them to :func:`load`.
@@ -70,13 +82,18 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     """
     if weights not in get_args(Weights):
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
+    if isinstance(compiled, Pipeline):
+        ranks = compiled.kept[0].ranks
+        save_together(path, ranks, partial(_parts_of_ranks, compiled, weights))
+        return
     if isinstance(compiled, TrainingStep):
-        saved = _Saved(compiled, *compiled.made_of)
+        model, _, options, batching, _, optimizer = compiled.made_of
+        saved = _Saved(model, options, compiled.subject, _kept(compiled), optimizer, batching)
     elif isinstance(calls := dispatcher_of(compiled), ModelDispatcher):
-        saved = _Saved(calls, calls.model, None, calls.options)
+        saved = _Saved(calls.model, calls.options, calls.subject, _kept(calls))
     else:
         raise FileError(
-            "save takes what lazyinline.compile or compile_step returned, and this is a "
+            "save takes what lazyinline.compile, compile_step or pipeline returned, and this is a "
             f"{type(compiled).__name__}."
         )
     parts = dict(saved.parts(weights))
@@ -87,48 +104,94 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     write_parts(path, parts, open_cache())
 
 
+def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
+    """Returns the parts of those ranks of a pipeline that are compiled here."""
+    asked, guard, made, optimizer = pipe.kept
+    if asked.on_mesh is not None:
+        raise FileError("What parallelize returned cannot be saved: it is split over a mesh.")
+    if not guard.rebind():
+        raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
+    if weights == "beside":
+        raise FileError('weights="beside" is one file of a model; of ranks they are "inside".')
+    found: dict[str, Content] = {}
+    for one in made:
+        kept = KeptProgram(guard, replace(one, programs={}))
+        saved = _Saved(
+            asked.model.model,
+            asked.context.options,
+            asked.model,
+            [kept],
+            optimizer,
+            ranks=ranks_data(asked.table, asked.ranks, one.colors),
+            ids=asked.ids_of(one, guard.tensors),
+            count=asked.table.num_micro_batches,
+        )
+        for name, content in saved.parts(weights):
+            if name.endswith(TENSORS):
+                found[f"ranks/{one.rank}/{name}"] = content
+            elif one.rank == 0:
+                found[name] = content
+        for stage in one.own:
+            found |= stage_parts(kept, one, stage)
+    return found
+
+
+def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
+    """Returns the programs that fit the model as it is now."""
+    numbers = [
+        KeptProgram.of(entry.guard, entry.compiled)
+        for entry in calls.programs
+        if entry.compiled.linker is None
+    ]
+    kept = [*numbers, *(KeptProgram.symbolic(*one) for one in calls.symbolic_programs)]
+    kept = [one for one in kept if one.guard.rebind()]
+    if not kept:
+        report = calls.last_report
+        eager = report.ran_eagerly if report is not None else ""
+        raise FileError(
+            f"There is no program of the whole model to save: it runs eagerly, {eager}"
+            if eager
+            else "There is no program yet: call the compiled model once, and then save it."
+        )
+    return kept
+
+
 class _Saved:
     """A compiled model or step on its way into a file."""
 
     def __init__(
         self,
-        calls: ModelDispatcher | TrainingStep,
         model: nn.Module,
-        loss_fn: Any,
         options: Options,
-        batching: Batching | None = None,
-        dynamic: bool | None = None,
+        subject: nn.Module,
+        kept: Sequence[KeptProgram],
         optimizer: StepOptimizer | None = None,
+        batching: Batching | None = None,
+        *,
+        ranks: Any = None,
+        ids: Container[int] | None = None,
+        count: int = 1,
     ) -> None:
         if model_inside(model) is not None:
             raise FileError(
                 f"A {type(model).__name__} sees to several processes, which no file says: save "
                 "what was compiled of the model inside."
             )
-        self._model, self._options, self._subject = model, options, calls.subject
-        self._batching, self._optimizer = batching, optimizer
+        self._model, self._options, self._subject = model, options, subject
+        self._kept, self._batching, self._optimizer = kept, batching, optimizer
+        self._ranks, self._ids, self._count = ranks, ids, count
         self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
         self._constants: dict[int, torch.Tensor] = {}
-        numbers = [
-            KeptProgram.of(entry.guard, entry.compiled)
-            for entry in calls.programs
-            if entry.compiled.linker is None
-        ]
-        self._kept = [*numbers, *(KeptProgram.symbolic(*one) for one in calls.symbolic_programs)]
-        self._kept = [kept for kept in self._kept if kept.guard.rebind()]
-        if not self._kept:
-            report = calls.last_report
-            eager = report.ran_eagerly if report is not None else ""
-            raise FileError(
-                f"There is no program of the whole model to save: it runs eagerly, {eager}"
-                if eager
-                else "There is no program yet: call the compiled model once, and then save it."
-            )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of a ``state_dict``, each once."""
-        return {name: self._tensors[name] for name in self._names.saved}
+        return self._here({name: self._tensors[name] for name in self._names.saved})
+
+    def _here(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns those that this process keeps: of a pipeline each rank those of its stages."""
+        ids = self._ids
+        return {n: tensor for n, tensor in tensors.items() if ids is None or id(tensor) in ids}
 
     def parts(self, weights: Weights) -> Iterator[tuple[str, Content]]:
         """Yields all parts."""
@@ -156,6 +219,8 @@ class _Saved:
             **asdict(self._names),
             "programs": programs,
         }
+        if self._ranks is not None:
+            told["ranks"] = self._ranks
         if self._names.parameters == used_parameters(captured):
             told["parameters"] = None  # their names stand in the programs
         yield MODEL, [to_json(told)]
@@ -163,7 +228,7 @@ class _Saved:
         constants = {name: self._tensors[name] for name in self._names.unsaved}
         numbered = enumerate(self._constants.values())
         constants |= {f"constant.{number}": tensor for number, tensor in numbered}
-        yield CONSTANTS, pieces_of(constants)
+        yield CONSTANTS, pieces_of(self._here(constants))
         if weights == "inside":
             yield WEIGHTS, pieces_of(self.weights())
         if self._optimizer is not None:
@@ -194,17 +259,21 @@ class _Saved:
         if sizes is not None:
             made = launches_for_all(state, sizes.hints) or (None, ())
             told_sizes = sizes.told(made[1])
+        training, others = guard.training_of(self._subject)
+        if self._subject is not self._model:
+            others = list(map(tensor_name, others))
         (grad, autocast, *_), (inference, *_) = guard.modes.captured
         told = {
             "train": state.goal.train,
             "modes": [grad, inference, encode_value(autocast)],
-            "training": guard.training_of(self._subject),
-            "inputs": _input_data(guard),
+            "training": [training, others],
+            "inputs": _input_data(guard, self._count),
             "sizes": told_sizes,
             "output": output_data(program.output_tree),
             "boundary": boundary_data(state),
         }
-        return told, program_parts(kept, state, made[0], told_sizes), state
+        texts = {CAPTURED: state.captured.program, **state.programs}
+        return told, program_parts(kept, texts, made[0], told_sizes), state
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
         """Returns what an input is bound to, under the name that the file has for it."""
@@ -218,8 +287,8 @@ class _Saved:
         return ModelTensor(f"constant.{[*self._constants].index(id(tensor))}", tensor, "constant")
 
 
-def _input_data(guard: Guard) -> Any:
-    """Returns what the inputs of a call are like, as JSON holds it.
+def _input_data(guard: Guard, count: int) -> Any:
+    """Returns what the inputs of so many calls are like together, as JSON holds it.
 
     Raises:
         FileError: if one is no data.
@@ -233,7 +302,8 @@ def _input_data(guard: Guard) -> Any:
         shape, stride, dtype, device, wants_grad, kind, is_lazy = layout
         if kind not in (torch.Tensor, torch.nn.Parameter) or is_lazy or device.type != "cpu":
             raise FileError(f"An input is a {kind.__name__} on {device}, which no file can say.")
-        type_ = TensorType(dtype, tuple(shape), tuple(stride), device)
+        whole = (shape[0] * count, *shape[1:]) if count > 1 else tuple(shape)
+        type_ = TensorType(dtype, whole, tuple(stride), device)
         rows.append(("tensor", type_, next(first), wants_grad))
     try:
         return tree_data(rows, guard.tree)

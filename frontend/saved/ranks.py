@@ -1,0 +1,166 @@
+"""A pipeline as the parts of a file, and back: each rank writes its stages, and has its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from ...autodiff.leaf_derivative import Request
+from ...backend.files.container import Content, Parts, read_json, to_json, write_parts
+from ...backend.files.torch_store import open_cache
+from ...pipeline_parallel.actions import ActionTable, schedule_name
+from ...pipeline_parallel.cut import Colors
+from ...pipeline_parallel.process_groups import DATA_DIM, PIPELINE_DIM, Ranks, ranks_of
+from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...reuse.errors import FileError
+from ...reuse.ir.program import Composite
+from ..passes.programs import PARTS
+from ..passes.rank import RankCompilation, part_name, parts_of
+from .parts import KeptProgram, derivative_data, program_parts, read_runs, take_made
+
+Made = TypeVar("Made")
+
+_PROGRAM = "programs/0/"
+_MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
+
+
+def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
+    """Returns what this rank makes; a collective, for others would wait for one that ended.
+
+    Raises:
+        FileError: on all ranks, if one of them cannot.
+    """
+    made, cause, why = None, None, ""
+    try:
+        made = make()
+    except Exception as error:  # a file is data from anywhere: it is the reason for what it raises
+        why = str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
+        cause = error
+    if why := ranks.agreed_reason(why):
+        raise FileError(" ".join(why.split())) from cause
+    return cast(Made, made)
+
+
+# ---- to a file -----------------------------------------------------------------------------------
+
+
+def ranks_data(table: ActionTable, ranks: Ranks, colors: Colors | None) -> Any:
+    """Returns what ranks do, and the stage of each call, as JSON holds it.
+
+    Raises:
+        FileError: if they split backwards.
+    """
+    if table.splits_backward:
+        raise FileError(f"A schedule that splits backwards ({table.schedule}) cannot be saved.")
+    sizes = table.num_stages, ranks.num_ranks, table.num_micro_batches, len(ranks.rows)
+    return [table.schedule, sizes, ranks.timeout.total_seconds(), colors]
+
+
+def save_together(
+    path: str | os.PathLike[str], ranks: Ranks, make: Callable[[], Mapping[str, Content]]
+) -> None:
+    """Writes, on the first rank, what all ranks make; a collective, unless they are elsewhere."""
+    if ranks.group is None:
+        write_parts(path, make(), open_cache())
+        return
+    row, me = ranks.rows[0], dist.get_rank()
+    parts = together(ranks, lambda: make() if me in row else {})  # replicas hold the same
+    whole = {name: b"".join(content) for name, content in parts.items()}
+    everyone: list[Any] | None = [None] * dist.get_world_size() if me == row[0] else None
+    dist.gather_object(whole, everyone, dst=row[0])
+    merged = {n: [c] for rank in row for n, c in everyone[rank].items()} if everyone else {}
+    together(ranks, lambda: write_parts(path, merged, open_cache()) if merged else None)
+
+
+def stage_parts(
+    kept: KeptProgram, state: RankCompilation, one: StageDerivative
+) -> Iterator[tuple[str, Content]]:
+    """Yields the parts of a stage."""
+    place = f"{_PROGRAM}stages/{one.stage.index}/"
+    yield f"{place}boundary.json", [to_json(derivative_data(one.derivative))]
+    runs = dict(
+        zip(PARTS, (state.programs[part_name(one, k)] for k in parts_of(one)), strict=False)
+    )
+    for name, content in program_parts(kept, runs, state.context.recorded, None):
+        yield name if name.startswith("objects/") else place + name, content
+
+
+# ---- from a file ---------------------------------------------------------------------------------
+
+
+def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
+    """Returns this rank's place, and what PyTorch's schedule has each rank do; a collective.
+
+    Raises:
+        FileError: if other ranks are there than wrote the file.
+    """
+    # Imported late: it brings in Dynamo, which nothing else here needs.
+    from ...pipeline_parallel.torch_pipelining import action_table
+
+    schedule, sizes, timeout_s, _ = said
+    stages, ranks, micro_batches, replicas = sizes
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    if not whole or stages * micro_batches > _MAX_ACTIONS or not 0 < timeout_s < 1e9:
+        raise FileError(f"there is no pipeline of such sizes: {str(sizes)[:80]}")
+    table = action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
+    if table.splits_backward:
+        raise FileError(f"{schedule} splits backwards, which no file has in two")
+    there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if there != (number := ranks * replicas):
+        raise FileError(
+            f"it is a pipeline of {ranks} rank(s) in {replicas} replica(s), and torch.distributed "
+            f"has {there} rank(s) here: start {number} (torchrun --nproc-per-node {number}), and "
+            "call init_process_group first"
+        )
+    if replicas == 1:
+        return ranks_of(None, timeout_s), table
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = (DATA_DIM, PIPELINE_DIM)
+    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=names)
+    return ranks_of(mesh, timeout_s), table
+
+
+def read_colors(said: Any, num_stages: int) -> Colors:
+    """Returns the stage of each call.
+
+    Raises:
+        FileError: if there is no such stage.
+    """
+    if any(type(one) is int and not 0 <= one < num_stages for one in said):
+        raise FileError(f"a call is on none of its {num_stages} stages")
+    return tuple(one if type(one) is int else read_colors(one, num_stages) for one in said)
+
+
+def read_stages(state: RankCompilation, parts: Parts, *, trusted: bool) -> list[StageDerivative]:
+    """Reads the derivatives of the stages of a rank's compile, all, and checks them.
+
+    What runs on other ranks is not looked into: only what it sends and sums.
+    """
+    found: list[StageDerivative] = []
+    arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
+    own = state.table.stages_of(state.rank)
+    for stage in reversed(state.stages):
+        is_own, place = stage.index in own, f"{_PROGRAM}stages/{stage.index}/"
+        boundary = read_json(parts.read(f"{place}boundary.json"))
+        read = read_runs(parts, place, stage.program, boundary, trusted=trusted or not is_own)
+        if trusted and is_own:
+            take_made(state.context, parts, place, read)
+        derivative, taken = read.derivative, arriving
+        gradients: tuple[int, ...] = ()
+        if derivative is None:
+            stage = replace(stage, program=read.runs[PARTS[0]])
+        else:
+            gradients, taken = derivative.gradient_inputs, derivative.cotangent_outputs
+        are_sent = set(taken) <= set(arriving) and (stage.num_sent or taken == arriving)
+        if not are_sent or list(gradients) != sorted(set(gradients)):
+            raise FileError(f"stage {stage.index} has gradients of what nobody sends")
+        sent = tuple(i for i in gradients if i < stage.num_received)
+        request = Request(Composite("stage", stage.program), (), ())
+        found.insert(0, StageDerivative(stage, derivative, request, None, sent, arriving))
+        arriving = sent
+    return found

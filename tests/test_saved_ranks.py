@@ -1,0 +1,204 @@
+"""Pipelines as files: each rank loads its part, and steps go on with the same bits."""
+
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, two_replicas
+from test_pipeline import make, net_and_batch, train
+from torch import Tensor
+
+import lazyinline
+from lazyinline import FileError, PipelineError
+
+HERE = "test_saved_ranks"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    dist.destroy_process_group()
+
+
+def trained_on(pipe: Any, args: Any, kwargs: Any = None, steps: int = 3) -> list[Any]:
+    """Losses, gradients and parameters of further steps."""
+    parameters = dict(pipe.named_parameters())
+    after = None if pipe.optimizer else torch.optim.AdamW(parameters.values(), lr=1e-2)
+    found: list[Any] = []
+    for _ in range(steps):
+        found.append({"loss": pipe.step(*args, **kwargs or {})})
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                found[-1][f"{name}, its gradient"] = parameter.grad.clone()
+        if after is not None:
+            after.step()
+        for name, parameter in parameters.items():
+            found[-1][name] = parameter.detach().clone()
+            for key, held in (pipe.optimizer.state[parameter] if pipe.optimizer else {}).items():
+                found[-1][f"{key} of {name}"] = held.clone()
+    return found
+
+
+def different(found: list[Any], expected: list[Any]) -> list[str]:
+    """Names what two runs have of other bits."""
+    return [
+        f"step {number}: {name}"
+        for number, (one, other) in enumerate(zip(found, expected, strict=True))
+        for name in one.keys() | other.keys()
+        if not same(one.get(name), other.get(name))
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return torch.equal(one, other) if both else one is other
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
+def test_a_loaded_pipeline_goes_on_with_the_same_bits(
+    alone: None, schedule: str, tmp_path: pathlib.Path
+) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args, schedule)
+    assert not train(pipe, model, args, steps=1)
+    path, again = tmp_path / "pipe.lz", tmp_path / "again.lz"
+    lazyinline.save(pipe, path)
+    loaded: Any = lazyinline.load(path)
+    lazyinline.save(loaded, again)
+    assert again.read_bytes() == path.read_bytes()
+    names = [name for name, _ in pipe.named_parameters()]
+    assert [name for name, _ in loaded.named_parameters()] == names
+    assert loaded.state_dict().keys() == pipe.state_dict().keys()
+    expected = trained_on(pipe, args)
+    assert len(expected[0]) > 20
+    assert not different(trained_on(loaded, args), expected)
+    assert str(loaded.plan).splitlines()[2:] == str(pipe.plan).splitlines()[2:]
+
+
+def test_what_cannot_be_saved_is_said_in_a_sentence(alone: None, tmp_path: pathlib.Path) -> None:
+    model, args = net_and_batch()
+    with pytest.raises(FileError, match=r"splits backwards \(ZBVZeroBubble\)"):
+        lazyinline.save(make(model, args), tmp_path / "pipe.lz")
+    pipe = make(model, args, "Interleaved1F1B")
+    with pytest.raises(FileError, match="beside"):
+        lazyinline.save(pipe, tmp_path / "pipe.lz", weights="beside")
+    assert not list(tmp_path.iterdir())
+    elsewhere: Any = make(model, args, "Interleaved1F1B", mesh={"pipeline": 1})
+    with pytest.raises(PipelineError, match=r"ranks that are not here: lazyinline\.save it"):
+        elsewhere.step(*args)
+
+
+def test_weights_come_from_a_state_dict(alone: None, tmp_path: pathlib.Path) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args, "Interleaved1F1B")
+    lazyinline.save(pipe, tmp_path / "pipe.lz", weights="none")
+    with pytest.raises(FileError, match="has no weights: give load a state_dict"):
+        lazyinline.load(tmp_path / "pipe.lz")
+    state = {name: tensor + 1 for name, tensor in pipe.state_dict().items()}
+    loaded: Any = lazyinline.load(tmp_path / "pipe.lz", state_dict=state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    assert torch.equal(loaded.step(*args), pipe.step(*args))
+    del state["blocks.1.up.weight"]
+    with pytest.raises(FileError, match=r"its weights have no blocks\.1\.up\.weight"):
+        lazyinline.load(tmp_path / "pipe.lz", state_dict=state)
+
+
+# ---- between processes ---------------------------------------------------------------------------
+
+
+def model_and_batch(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if name != "decoder":
+        from hugging_face import example
+
+        model, _ = example(name, layers=2)
+        ids = torch.randint(1, 67, (4, 8), generator=torch.Generator().manual_seed(1))
+        kwargs = {"input_ids": ids, "labels": ids}
+        eager_loss(model, (), kwargs)  # the first call warns, which a compiled one cannot
+        return model, (), kwargs
+    from decoders import Decoder, DecoderConfig
+
+    torch.manual_seed(0)
+    config = DecoderConfig(num_layers=4, hidden=32, vocab=50, seq=8, batch=4)
+    ids = torch.randint(50, (4, 8))
+    return Decoder(config), (ids, ids), {}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "decoder": ("decoder", {"backend": "eager"}),
+    "gpt2": ("gpt2", {"backend": "eager"}),
+    "llama in kernels": ("llama", {}),
+    "decoder in four stages": ("decoder", {"schedule": "Interleaved1F1B", "num_stages": 4}),
+    "gpt2 with its optimizer": ("gpt2", {"optimizer": torch.optim.AdamW}),
+    "decoder in replicas": ("decoder", {"backend": "eager"}),
+}
+"""A model, and how it is split; GPT-2 has one tensor on its first and its last stage."""
+
+
+def save(rank: int, folder: pathlib.Path) -> list[str]:
+    """Trains a step beside eager, saves, and notes what further steps give."""
+    case = (folder / "case").read_text()
+    mesh = two_replicas() if "replicas" in case else None
+    pipe, (model, args, kwargs) = pipeline_of(case, mesh)
+    expected = eager_loss(model, args, kwargs)
+    lazyinline.save(pipe, folder / "fresh.lz")
+    loss = pipe.step(*args, **kwargs)
+    lazyinline.save(pipe, folder / "pipe.lz")
+    torch.save(trained_on(pipe, args, kwargs), folder / f"further{rank}")
+    torch.save((args, kwargs), folder / "batch")
+    wrong = loss is not None and not torch.isclose(loss, expected)
+    return [f"{loss} and not {expected}"] if wrong else []
+
+
+def pipeline_of(case: str, mesh: Any) -> tuple[Any, Any]:
+    name, options = CASES[case]
+    model, args, kwargs = made = model_and_batch(name)
+    options = {"num_stages": 2, "micro_batches": 2, "schedule": "1F1B", **options}
+    optimizer = options.pop("optimizer", None)
+    options["optimizer"] = optimizer and optimizer(model.parameters(), lr=1e-2)
+    return lazyinline.pipeline(model, args, kwargs, mesh=mesh, **options), made
+
+
+def eager_loss(model: Any, args: Any, kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        found = model(*args, **kwargs)
+    return getattr(found, "loss", found)
+
+
+def go_on(rank: int, folder: pathlib.Path) -> list[str]:
+    """Loads where no source of a model can be imported, and takes the same further steps."""
+    sources = ("transformers", "decoders", "hugging_face")
+    assert not sys.modules.keys() & set(sources)
+    sys.modules.update(dict.fromkeys(sources))  # type: ignore[arg-type]
+    pipe: Any = lazyinline.load(folder / "pipe.lz")
+    args, kwargs = torch.load(folder / "batch")
+    wrong = different(trained_on(pipe, args, kwargs), torch.load(folder / f"further{rank}"))
+    # An update has no kernel to be kept: it is one launch, made anew.
+    report, has_kernels = pipe.last_report, pipe.optimizer is None
+    if has_kernels and report.backend == "inductor" and report.num_kernels:
+        wrong.append(f"{report.num_kernels} kernels were made")
+    return wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(keep="[decoder]")
+def test_each_process_loads_its_part_and_goes_on_with_the_same_bits(
+    case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "case").write_text(case)
+    world = 4 if "replicas" in case else 2
+    assert run_ranks(tmp_path, f"{HERE}.save", world) == [[]] * world
+    (tmp_path / "store").unlink()
+    assert run_ranks(tmp_path, f"{HERE}.go_on", world) == [[]] * world
+    # The same is compiled, and written, where none of the ranks is.
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "cache"))
+    elsewhere, _ = pipeline_of(case, {"pipeline": 2} | ({"data": 2} if world == 4 else {}))
+    lazyinline.save(elsewhere, tmp_path / "elsewhere.lz")
+    assert (tmp_path / "elsewhere.lz").read_bytes() == (tmp_path / "fresh.lz").read_bytes()
