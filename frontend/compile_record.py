@@ -129,6 +129,7 @@ class CompileRecord:
         held_bytes: most bytes that a run holds, as predicted: what is planned, results that the
             user receives, and what launches allocate themselves; None if memory is not planned.
         unplanned: why memory is not planned, if it is not.
+        why_no_graph: why a planned program on a GPU is not one CUDA graph, if it is not.
         saved_bytes: what one forward saves for its backward, in training.
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
@@ -184,6 +185,7 @@ class CompileRecord:
     lower_bound_bytes: int | None = None
     held_bytes: int | None = None
     unplanned: str = ""
+    why_no_graph: str = ""
     devices: tuple[DeviceRecord, ...] = ()
     copied_bytes: int = 0
     num_copies: int = 0
@@ -262,6 +264,11 @@ class CompileRecord:
         if self.devices:
             yield (
                 f"{self.num_copies} copies between devices in a run, {self.copied_bytes:,} bytes"
+            )
+        if self.why_no_graph:
+            yield (
+                f"{self.num_launches} launches come one by one from Python, in no CUDA graph, "
+                f"because {self.why_no_graph}"
             )
         if self.update_after:
             yield f"the optimizer updates after the step, because {self.update_after}"
@@ -346,6 +353,7 @@ class GpuRecord:
         given_bytes: parameters, buffers and inputs, which are the user's.
         arena_bytes: activations, gradients and scratch, as planned.
         outside_bytes: most bytes at one time in what launches allocate themselves.
+        result_bytes: of results and gradients that the user gets in memory of their own.
         workspace_bytes: what cuBLAS works in: one place for each stream with products.
         allocating: names of those launches, each once.
         num_beside: launches on a second stream.
@@ -359,6 +367,7 @@ class GpuRecord:
     given_bytes: int
     arena_bytes: int
     outside_bytes: int
+    result_bytes: int
     workspace_bytes: int
     allocating: Sequence[str]
     num_beside: int
@@ -367,7 +376,7 @@ class GpuRecord:
     @property
     def peak_bytes(self) -> int:
         """Returns the most bytes of GPU memory that a run holds, without the optimizer's state."""
-        held = self.given_bytes + self.arena_bytes
+        held = self.given_bytes + self.arena_bytes + self.result_bytes
         return held + self.outside_bytes + self.workspace_bytes
 
     @property
@@ -400,7 +409,8 @@ class GpuRecord:
             f"  memory {held}, {verdict} {limit}: of {bytes_text(target.memory_bytes)}, as PyTorch "
             f"reports it, {bytes_text(CONTEXT_BYTES)} are CUDA's context, {MARGIN:.0%} a margin"
         )
-        yield f"    parameters and inputs {given}, arena {arena}, cuBLAS {cublas}"
+        own = f", results and gradients {bytes_text(n)}" if (n := self.result_bytes) else ""
+        yield f"    parameters and inputs {given}, arena {arena}{own}, cuBLAS {cublas}"
         if self.allocating:
             yield (
                 f"    allocated by launches {bytes_text(self.outside_bytes)}: "
@@ -436,6 +446,7 @@ def gpu_record(
         given_bytes=sum(b.num_bytes for b in given),
         arena_bytes=program.plan.peak_bytes,
         outside_bytes=program.outside_bytes - program.workspace_bytes,
+        result_bytes=program.result_bytes,
         workspace_bytes=program.workspace_bytes,
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
         num_beside=program.num_beside,

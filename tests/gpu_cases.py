@@ -135,7 +135,8 @@ def as_on_a_gpu(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, 
     )
     kept = report.cache
     assert first == third and not kept.num_made and kept.num_loaded and not kept.not_kept, kept
-    loads = on_gpu._tools.place.load is LoadedKernel and on_gpu._tools.place.graphs == "captured"
+    place = on_gpu._tools.place
+    loads = (place.load, place.graphs, place.first_launches) == (LoadedKernel, "captured", "apart")
     arenas = [program.arena_bytes for program in (for_target, on_gpu)]
     return {
         "launches": [len(first), len(second)],

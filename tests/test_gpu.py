@@ -24,7 +24,7 @@ from torch import nn
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import TritonKernel
-from lazyinline.backend.kernels import torch_recorder
+from lazyinline.backend.kernels import lower, torch_recorder
 from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.placement import Place, check_tensors_aligned
 
@@ -203,11 +203,27 @@ def assert_memory_is_told(report: lazyinline.CompileReport, args: tuple[Any, ...
     assert any("attention" in name for name in gpu.allocating)
 
 
+def test_the_drop_in_counts_gradients_and_says_that_it_is_no_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradients are the user's, beside the arena: no activation lies in their memory."""
+    monkeypatch.setattr(lower, "is_interpreting", lambda: True)  # it takes no machine code
+    lazyinline.lazy_inline(models.DecoderBlock)
+    model, args = models.llama(2, **SMALL)
+    report = compiled_for_nothing(lazyinline.compile(model, target="cuda:sm_90"), *args)
+    said = f"{report.num_launches} launches come one by one from Python, in no CUDA graph"
+    assert str(report).count(said) == 1 and "those of compile_step" in report.why_no_graph
+    gpu, gradients = report.gpu, sum(4 * p.numel() for p in model.parameters())
+    assert gpu is not None and report.held_bytes is not None
+    assert gradients <= gpu.result_bytes <= gradients + 4, "and the loss"
+    assert gpu.peak_bytes == report.held_bytes + gpu.given_bytes
+    step = compiled_for_nothing(lazyinline.compile_step(model, target="cuda:sm_90"), *args)
+    assert not step.why_no_graph and step.gpu is not None and not step.gpu.result_bytes
+
+
 @pytest.mark.sweep
 def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted for one more layer: at most one launch more than when all is inlined first."""
-    from lazyinline.backend.kernels import lower
-
     # Launches are counted: that takes no machine code.
     monkeypatch.setattr(lower, "is_interpreting", lambda: True)
 

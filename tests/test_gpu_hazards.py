@@ -275,6 +275,47 @@ def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
     assert cuda.device == 0
 
 
+@NEEDS_TRITON
+def test_ways_to_launch_are_chosen_before_there_is_an_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for Inductor's tuner, whose first run tries all ways and takes memory."""
+    model = Around(lambda layers, x: layers[0](x).tanh().square().mean(), nn.Linear(8, 8))
+    step = lazyinline.compile_step(model, target=TARGET, micro_batches=2)
+    x = torch.randn(8, 8)
+    with pytest.raises(lazyinline.PlanError, match="which is not here"):
+        step(x)
+    program = step._entries.first._compiled.runner
+    chosen: dict[TritonKernel, str] = {}
+    arenas: list[torch.Tensor] = []
+
+    class Tuner:
+        def __init__(self, kernel: TritonKernel) -> None:
+            self.kernel = kernel
+
+        def run(self, *args: Any, stream: int) -> None:
+            assert [type(a) for a in args].count(torch.Tensor) == self.kernel.source.count("'*")
+            chosen.setdefault(self.kernel, "in the arena" if arenas else "before")
+
+    bind = program._bind
+
+    def bound(tensors: Any, addresses: Any, arena: torch.Tensor, *others: Any) -> Any:
+        arenas.append(arena)
+        return bind(tensors, addresses, arena, *others)
+
+    monkeypatch.setattr(program, "_bind", bound)
+    monkeypatch.setattr(torch_triton, "_tuner_of", Tuner)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    here = {"missing": "", "device": torch.device("cpu"), "load": LoadedKernel}
+    move_to(program, replace(program._tools.place, first_launches="apart", **here))
+    for _ in range(2):
+        step(x)
+    launches = [one.launch.function for part in program.layout.parts for one in part.launches]
+    assert len(arenas) == 1
+    assert chosen == {f: "before" for f in launches if isinstance(f, TritonKernel)} != {}
+
+
 # ---- random numbers, and settings ------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ class Target:
         """Says how much a program may plan with: less CUDA's context and modules, and a margin.
 
         The margin is for what no plan knows: pieces of 2 and 20 MiB that PyTorch's allocator takes,
-        the first choice among ways to launch a kernel, the batches of a loader.
+        the batches of a loader.
         """
         return int((self.memory_bytes - CONTEXT_BYTES) * (1 - MARGIN))
 

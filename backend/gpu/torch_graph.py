@@ -7,6 +7,8 @@ were: PyTorch's own context puts none of them back if the end of the capture rai
 from __future__ import annotations
 
 import functools
+import itertools
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -54,6 +56,41 @@ def capture_graph(run: Run, device: torch.device) -> Run:
         return results
 
     return replay
+
+
+def captured_once(
+    run: Run, capture: Capture, device: torch.device, note: Callable[[str], None]
+) -> Run:
+    """Returns what runs the same: it is captured at the second run, and replayed from then on.
+
+    All has its place. The first run is the one in which libraries are set up: none is run besides,
+    for it may update parameters.
+
+    Args:
+        run: the launches.
+        capture: makes the graph.
+        device: where they are launched.
+        note: takes why there is no graph; "" where there is one.
+    """
+
+    @functools.cache
+    def captured() -> Run:
+        try:
+            replay = capture(run, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            note(str(error))
+            warnings.warn(
+                f"A step is not one CUDA graph, so its launches run one by one: {error}",
+                stacklevel=2,
+            )
+            return run
+        note("")
+        return replay
+
+    runs = itertools.chain[Run]([run], itertools.repeat(lambda: captured()()))
+    return lambda: next(runs)()
 
 
 def _captured(graph: torch.cuda.CUDAGraph, run: Run) -> list[torch.Tensor]:

@@ -112,7 +112,8 @@ def aligned_arguments(function: object) -> frozenset[int]:
 class LoadedKernel:
     """A Triton kernel on a GPU that is here, launched on the present stream.
 
-    Its first launch chooses among ways to launch it, as Inductor does.
+    Its first launch chooses among ways to launch it, as Inductor does: it launches all of them, on
+    copies of what they write.
 
     Args:
         kernel: its text.

@@ -70,6 +70,8 @@ class Place:
         device: of the memory.
         load: makes GPU kernels something to launch.
         graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
+        first_launches: ``"apart"`` where a kernel's first launch chooses how it is launched: that
+            takes memory, so it is on operands of its own, before there is an arena.
         missing: the device that it is not, where a program only is compiled for that; or "".
         target: what is known of the GPU; None on a CPU, and on a GPU that the table does not have.
         others: further devices that the program works on, each with an arena of its own.
@@ -78,6 +80,7 @@ class Place:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     load: Loader = lambda kernel: kernel
     graphs: Literal["captured", "none"] = "none"
+    first_launches: Literal["apart", "within"] = "within"
     missing: str = ""
     target: Target | None = None
     others: tuple[torch.device, ...] = ()

@@ -21,15 +21,16 @@ import torch
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.size_tape import Numbers, Size
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.types import TensorType, reach
 from ...reuse.torch_names import new_cpu_tensor
 from ..arena.live_ranges import IntArray
 from ..gpu.torch_graph import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list, torch_native
+from ..launches.kernel_list import View
 from ..launches.torch_native import no_address
-from .layout import Placed
-from .placement import Tools
+from .layout import Layout, Placed, PlacedLaunch
+from .placement import Place, Tools
 
 ARENA_SLOT = 0
 
@@ -242,6 +243,34 @@ def bind_native(
         "no_address": no_address,
         "fail": kernel_list.fail,
     }
+
+
+def launch_apart(
+    layout: Layout, place: Place, numbers: Numbers, launched: set[TritonKernel]
+) -> None:
+    """Launches each kernel of a GPU once, on memory of its own.
+
+    Args:
+        layout: the launches.
+        place: where they run.
+        numbers: of sizes that vary.
+        launched: the kernels that were launched so before, to which these are added.
+    """
+
+    def operand(value: Any, placed: PlacedLaunch) -> Any:
+        if not isinstance(value, View):
+            return numbers.of(value)
+        at = placed.place(value).at(numbers)
+        device = layout.instances[at.instance].device or place.device
+        # Zeros: those that are indices stay within.
+        zeros = torch.zeros(max(reach(at.shape, at.stride), 1), dtype=at.dtype, device=device)
+        return zeros.as_strided(at.shape, at.stride)
+
+    for placed in (one for part in layout.parts for one in part.launches):
+        kernel = placed.launch.function
+        if isinstance(kernel, TritonKernel) and kernel not in launched:
+            place.load(kernel)(*(operand(value, placed) for value in placed.launch.args))
+            launched.add(kernel)
 
 
 def _bind_device(device: torch.device) -> dict[str, Any]:

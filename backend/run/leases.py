@@ -19,6 +19,11 @@ _NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps fre
 address_of = torch.Tensor.data_ptr
 
 
+def new_memory(num_bytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """Allocates an arena."""
+    return torch.empty(max(num_bytes, 64), dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
 class Lender(Protocol):
     """Lends arenas: a program."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +25,8 @@ from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..gpu.roofline import with_streams
-from ..gpu.torch_graph import Capture, Run, capture_graph
+from ..gpu.torch_graph import Capture, capture_graph, captured_once
+from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
@@ -52,8 +51,8 @@ from ..link.placement import (
     planned_overlaid,
 )
 from ..link.program_writer import CodeWriter, host_base
-from ..link.torch_generated import Memory, Runner, as_predicted, profiled
-from .leases import Arena, Arenas, Lease, address_of
+from ..link.torch_generated import Memory, Runner, as_predicted, launch_apart, profiled
+from .leases import Arena, Arenas, Lease, address_of, new_memory
 
 STREAMS: Literal["one", "two"] = "one"
 """Of a program on a GPU: what a second one gains was predicted, and never measured."""
@@ -126,8 +125,9 @@ class PlannedProgram:
         self._tools = tools
         self._results = results
         self._capture: Capture = capture_graph
-        is_on_gpu = any(t.device.type == "cuda" for flat in flats for t in flat.slot_types)
-        self.why_no_graph = "memory is not planned" if self.allocates_all and is_on_gpu else ""
+        types_ = (t for flat in flats for t in flat.slot_types)
+        is_on_gpu = target is not None or any(t.device.type == "cuda" for t in types_)
+        self.why_no_graph = self._hindrance() if is_on_gpu else ""
         self._writers = self._writers_of(num_results)
         self._codes = [writer(ranges="offered").write() for writer in self._writers]
         # Compiled once; each arena executes the code again, in a scope with its own views.
@@ -136,6 +136,15 @@ class PlannedProgram:
         ]
         self._arenas, self._key = Arenas(), object()
         self._numbers = PLAIN
+        self._launched: set[TritonKernel] = set()
+
+    def _hindrance(self) -> str:
+        if self.allocates_all:
+            return "memory is not planned"
+        if self.layout.others:
+            return "it works on several devices"
+        owned = "results and gradients are the user's, in new memory; those of compile_step are not"
+        return "" if self._results == "pinned" else owned
 
     def _noted(self, plan: Callable[..., ArenaPlan], *asked: Any) -> ArenaPlan:
         self.plans.append(plan(*asked))
@@ -322,22 +331,19 @@ class PlannedProgram:
         known: Arena | None,
         before: Lease | None,
     ) -> Lease:
-        size, device = max(self.arena_bytes, 64), self._tools.place.device
+        device = self._tools.place.device
         try:
             if known is not None:
                 other = next(reversed(known.bound.values()), None)
                 return self._bind(tensors, addresses, known.memory, known.others, other)
             if self._results == "pinned" and (pinned := self._arenas.pinned_by_others(self._key)):
                 return self._bind(tensors, addresses, pinned[0], {}, before)
-            arena = torch.empty(size, dtype=torch.uint8, device=device)
+            if self._tools.place.first_launches == "apart":
+                launch_apart(self.layout, self._tools.place, self._numbers, self._launched)
+            arena = new_memory(self.arena_bytes, device)
             others = {
-                other: torch.empty(
-                    max(num_bytes, 64),
-                    dtype=torch.uint8,
-                    device=other,
-                    pin_memory=other == HOST and device.type == "cuda",
-                )
-                for other, num_bytes in self.other_bytes.items()
+                other: new_memory(n, other, pinned=other == HOST and device.type == "cuda")
+                for other, n in self.other_bytes.items()
             }
             if self._results == "pinned" and not others:
                 self._arenas.pin(arena, self._key)
@@ -449,31 +455,10 @@ class PlannedProgram:
         return {i: b.device for i, b in instances if b.device is not None}
 
     def _as_graph(self, runner: Runner) -> Runner:
-        """Returns what captures a part at its second run, and replays it then.
-
-        All has its place. The first run is the one in which libraries are set up: none is run
-        besides, for it may update parameters.
-        """
-        device = self._tools.place.device
-
-        @functools.cache
-        def captured() -> Run:
-            try:
-                replay = self._capture(lambda: runner([]), device)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                self.why_no_graph = str(error)
-                warnings.warn(
-                    f"A step is not one CUDA graph, so its launches run one by one: {error}",
-                    stacklevel=2,
-                )
-                return lambda: runner([])
-            self.why_no_graph = ""
-            return replay
-
-        runs = itertools.chain[Run]([lambda: runner([])], itertools.repeat(lambda: captured()()))
-        return lambda inputs: next(runs)()
+        capture: Capture = lambda run, device: self._capture(run, device)  # noqa: E731
+        note = partial(setattr, self, "why_no_graph")
+        run = captured_once(lambda: runner([]), capture, self._tools.place.device, note)
+        return lambda inputs: run()
 
 
 def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:

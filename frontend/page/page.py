@@ -213,7 +213,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
         bytes_text(gpu.peak_bytes),
         f"{fits} {bytes_text(gpu.target.usable_bytes)}: parameters and inputs "
         f"{bytes_text(gpu.given_bytes)}, arena {bytes_text(gpu.arena_bytes)}, "
-        f"outside {bytes_text(gpu.outside_bytes + gpu.workspace_bytes)}",
+        f"outside {bytes_text(gpu.outside_bytes + gpu.result_bytes + gpu.workspace_bytes)}",
         good=gpu.fits,
         otherwise="warn",
     )

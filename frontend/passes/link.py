@@ -120,7 +120,7 @@ def noted(state: State, runs: PlannedProgram | Runtime) -> State:
     """Takes what is planned as what runs; the report says so."""
     report, planned = state.report, runs.program if isinstance(runs, Runtime) else runs
     report.peak_bytes = planned.plan.peak_bytes
-    report.arena_bytes = planned.arena_bytes
+    report.arena_bytes, report.why_no_graph = planned.arena_bytes, planned.why_no_graph
     report.held_bytes = planned.held_bytes + planned.result_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     _note_devices(state, planned)
@@ -240,8 +240,9 @@ def tools_of(state: Compilation) -> Tools:
     if tools.place.missing:
         others = tuple(device for device in devices if device == HOST)
         return replace(tools, place=replace(tools.place, others=others))
+    on_gpu = partial(Place, load=LoadedKernel, first_launches="apart")
     if len(devices) > 1:  # launches come one by one, in the order of the program
-        place = Place(device=devices[0], others=tuple(devices[1:]), load=LoadedKernel)
+        place = on_gpu(device=devices[0], others=tuple(devices[1:]))
         return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is None:
@@ -249,7 +250,7 @@ def tools_of(state: Compilation) -> Tools:
     is_here = torch.cuda.is_available()
     target = target_like(torch.cuda.get_device_capability(gpu)) if is_here else None
     # Never run on one by us: docs/gpu.md
-    place = Place(device=gpu, load=LoadedKernel, graphs="captured", target=target)
+    place = on_gpu(device=gpu, graphs="captured", target=target)
     return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
 
