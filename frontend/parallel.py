@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
+from ..autodiff.training_program import Sums
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
@@ -47,7 +48,7 @@ from .passes.mesh import sharded_step
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
-from .pipeline import AskedPipeline, Pipeline
+from .pipeline import AskedPipeline, Pipeline, check_sums
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def parallelize(
     memory_bytes_per_rank: int | None = None,
     links: Links | None = None,
     micro_batches: int = 1,
+    sums: Sums = "as_gradients",
     schedule: str = "1F1B",
     num_stages: int | None = None,
     split: Split = "auto",
@@ -216,6 +218,8 @@ def parallelize(
         links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them;
             without, those of this package.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
+        sums: the precision that gradients of micro-batches are added up in on each rank, as in
+            :func:`compile_step`; a pipeline has but their own.
         schedule: with a pipeline, in which order stages run, as in :func:`.pipeline`.
         num_stages: with a pipeline, a multiple of its ranks; one for each where it is left out.
         split: with a pipeline, ``"auto"``, ``"even"`` or ``"marked"``, as in :func:`.pipeline`.
@@ -258,9 +262,10 @@ def parallelize(
     subject = Subject(whole, *batch.first_micro_batch())
     asked, dim = AskedPlan(mesh, plan, memory_bytes_per_rank, options, links), stage_dimension(mesh)
     # Without stages a step is one program, and its arena holds the micro-batches, too.
+    batching = Batching(micro_batches, "forward_first", sums)
     if dim is None:
-        goal = step_goal(Batching(micro_batches, "forward_first"))
-        return ParallelStep(model, batch, asked.step(subject, goal))
+        return ParallelStep(model, batch, asked.step(subject, step_goal(batching)))
+    check_sums(sums)
     on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
     ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
     name, num_ranks = schedule_name(schedule), ranks.num_ranks
@@ -355,6 +360,7 @@ class ParallelStep:
     def _compiled(self, state: Compilation) -> Compilation:
         state = run(between(PASSES, "capture", "derive"), state)
         asked = {"mesh": str(self._mesh.mesh.tolist()), "micro_batches": self._num_parts}
+        asked["sums"] = state.goal.batching.sums
         why = "so their parts would not fit together"
         ranks = self._agreement.ranks
         ranks.check_same_program(state.programs[PARTS[0]], asked, why)

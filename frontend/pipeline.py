@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..autodiff.training_program import NotUpdatedError
+from ..autodiff.training_program import NotUpdatedError, Sums
 from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
@@ -61,6 +61,7 @@ def pipeline(
     *,
     num_stages: int,
     micro_batches: int,
+    sums: Sums = "as_gradients",
     schedule: str = "1F1B",
     split: Split = "auto",
     loss_fn: LossFunction | None = None,
@@ -83,6 +84,7 @@ def pipeline(
         kwargs: its keyword inputs.
         num_stages: a multiple of the pipeline's ranks.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
+        sums: only ``"as_gradients"``: gradients of micro-batches are added up in their own dtype.
         schedule: ``"GPipe"``, ``"1F1B"`` (one stage per rank), ``"Interleaved1F1B"``,
             ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``
             (two stages per rank).
@@ -120,6 +122,7 @@ def pipeline(
     update = step_optimizer(optimizer, max_norm, scaler)
     check_example("pipeline", model, args)
     check_count(micro_batches, PipelineError)
+    check_sums(sums)
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 
@@ -133,6 +136,16 @@ def pipeline(
     whole = LossModel(model, loss_fn)
     asked = AskedPipeline(whole, batch, context, ranks, table, splitting)
     return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
+
+
+def check_sums(sums: Sums) -> None:
+    """Raises PipelineError if gradients are to be added up in another precision than their own."""
+    if sums != "as_gradients":
+        raise PipelineError(
+            f"sums={sums!r} is for a step without stages: those of a pipeline add gradients of "
+            "micro-batches up in their own dtype. Leave it out, or keep the parameters in float32 "
+            "under torch.autocast."
+        )
 
 
 @dataclass(frozen=True)

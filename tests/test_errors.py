@@ -15,7 +15,14 @@ from models import Stack
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import CaptureError, LazyInlineError, PlanError, ReuseError, lazy_inline
+from lazyinline import (
+    CaptureError,
+    LazyInlineError,
+    PipelineError,
+    PlanError,
+    ReuseError,
+    lazy_inline,
+)
 
 HERE = pathlib.Path(__file__).name
 ONES = torch.ones(2, 4)
@@ -47,6 +54,13 @@ MISTAKES: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
         {"loss_fn": nn.MSELoss()},
         PlanError,
         "called with one argument, the model's output",
+    ),
+    (
+        lazyinline.pipeline,
+        (LINEAR, (ONES,)),
+        {"num_stages": 1, "micro_batches": 1, "sums": "float32"},
+        PipelineError,
+        "sums='float32' is for a step without stages",
     ),
     *(
         (function, (LINEAR, torch.ones(3, 2)), {}, PlanError, r"not Tensor; write \(x,\) for one")

@@ -308,6 +308,35 @@ def test_gradients_of_split_parameters_are_scattered_and_parameters_gathered() -
     assert run_in_threads(2, kinds) == [{"all_gather", "reduce_scatter"}] * 2
 
 
+def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() -> None:
+    """As many bytes are moved: gradients are reduced once, when the last is added."""
+    ids = torch.randint(VOCABULARY, (32, 8))
+    alone = tiny(1).bfloat16()
+    exact = [torch.zeros_like(p, dtype=torch.float32) for p in alone.parameters()]
+    for part in ids.chunk(16):
+        loss = alone(part, part) / 16
+        for total, one in zip(exact, torch.autograd.grad(loss, [*alone.parameters()]), strict=True):
+            total += one
+
+    def train(rank: int, sums: Any) -> tuple[float, int]:
+        model, options = tiny(1).bfloat16(), {"micro_batches": 16, "backend": "eager"}
+        mesh = mesh_of(data=2)
+        parallel = lazyinline.parallelize(model, (ids, ids), mesh=mesh, sums=sums, **options)
+        parallel.step(ids, ids)
+        found = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+        assert all(g.dtype is torch.bfloat16 for g in found)
+        errors = map(relative_error, found, exact)
+        return max(map(float, errors)), parallel.plan.num_bytes
+
+    (rounded, moved), _ = run_in_threads(2, partial(train, sums="as_gradients"))
+    assert run_in_threads(2, partial(train, sums="float32"))[0] == (
+        pytest.approx(0, abs=rounded / 1.5),
+        moved,
+    )
+    with one_of_many(2), pytest.raises(lazyinline.PipelineError, match="sums='float32'"):
+        lazyinline.parallelize(alone, (ids, ids), mesh=mesh_of(pipeline=2), sums="float32")
+
+
 def test_gradients_in_half_precision_are_summed_together_and_in_their_own_type() -> None:
     exact = tiny()
     exact(*tokens()).backward()

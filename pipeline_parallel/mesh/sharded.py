@@ -45,7 +45,7 @@ from ..stage_derivative import Halves, StageDerivative
 from .plan import LeafPlan, NodeLayouts, Placements
 from .split import Part, Schedule, in_closure, opened, split_at_collectives, with_structs
 from .torch_collectives import with_own_collectives
-from .torch_sharding import local_graph, local_type, replicated
+from .torch_sharding import CASTS, local_graph, local_type, replicated
 
 _ATEN = torch.ops.aten
 _ADD, _EMBEDDING = _ATEN.add.Tensor, _ATEN.embedding.default
@@ -397,7 +397,7 @@ def _values_that_may_be_partial(program: Program, partial: frozenset[int]) -> se
 def _only_adds(closure: Closure) -> bool:
     if isinstance(closure, Composite):
         return all(_only_adds(call.closure) for call in closure.program.calls)
-    return isinstance(closure, Leaf) and [n.target for n in closure.nodes] == [_ADD]
+    return isinstance(closure, Leaf) and {n.target for n in closure.nodes} <= {_ADD, *CASTS}
 
 
 # ---- Stages of a pipeline ------------------------------------------------------------------------
