@@ -398,19 +398,14 @@ class GpuRecord:
             yield f"  {self.num_beside} launches on a second stream, in parallel with others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
-        held, given, arena, cublas, limit = (
-            bytes_text(size)
-            for size in (
-                *(self.peak_bytes, self.given_bytes, self.arena_bytes, self.workspace_bytes),
-                target.usable_bytes,
-            )
-        )
         yield (
-            f"  memory {held}, {verdict} {limit}: of {bytes_text(target.memory_bytes)}, as PyTorch "
-            f"reports it, {bytes_text(CONTEXT_BYTES)} are CUDA's context, {MARGIN:.0%} a margin"
+            f"  memory {bytes_text(self.peak_bytes)}, {verdict} {bytes_text(target.usable_bytes)}: "
+            f"of {bytes_text(target.memory_bytes)}, as PyTorch reports it, "
+            f"{bytes_text(CONTEXT_BYTES)} are CUDA's context, {MARGIN:.0%} a margin"
         )
-        own = f", results and gradients {bytes_text(n)}" if (n := self.result_bytes) else ""
-        yield f"    parameters and inputs {given}, arena {arena}{own}, cuBLAS {cublas}"
+        own = {"parameters and inputs": self.given_bytes, "arena": self.arena_bytes}
+        own |= {"results and gradients": self.result_bytes, "cuBLAS": self.workspace_bytes}
+        yield "    " + ", ".join(f"{name} {bytes_text(size)}" for name, size in own.items() if size)
         if self.allocating:
             yield (
                 f"    allocated by launches {bytes_text(self.outside_bytes)}: "
@@ -419,8 +414,7 @@ class GpuRecord:
         yield (
             f"  predicted {cost.seconds * 1e3:.3g} ms at least, by the roofline, and "
             f"{predicted.expected_s * 1e3:.3g} ms as such kernels usually run: "
-            f"{cost.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
-            f"{bytes_text(cost.moved_bytes)} moved"
+            f"{cost.flops / 1e12:.3g} TFLOP in products, {bytes_text(cost.moved_bytes)} moved"
         )
 
 
@@ -442,7 +436,7 @@ def gpu_record(
         target=backend.target,
         num_kernels=len(kernels),
         num_built=len(built),
-        code_bytes=sum(len(made.code) for made in built),
+        code_bytes=sum(map(len, built)),
         given_bytes=sum(b.num_bytes for b in given),
         arena_bytes=program.plan.peak_bytes,
         outside_bytes=program.outside_bytes - program.workspace_bytes,

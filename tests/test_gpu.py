@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import decoders as models
@@ -25,6 +26,7 @@ import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.kernels import lower, torch_recorder
+from lazyinline.backend.kernels.torch_attention import as_on_a_gpu
 from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.placement import Place, check_tensors_aligned
 
@@ -283,6 +285,40 @@ def test_mixed_precision_is_planned_in_its_own_types() -> None:
     assert half.arena_bytes < 0.7 * single.arena_bytes
     assert any("flash" in name for name in half.allocating), "which takes half precision only"
     assert not any("flash" in name for name in single.allocating)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, **options: Any) -> set[str]:
+    """Returns the attention that a GPU's program has in place of PyTorch's, and the repeats."""
+    attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True, **options)
+    model = Around(lambda layers, q, k: attend(q, k, k), nn.Identity())
+    (leaf,) = lazyinline.capture(model, (query, key)).closures
+    names = [str(node.target) for node in as_on_a_gpu(leaf.module).graph.nodes]
+    return {
+        n.removeprefix("aten.").removesuffix(".default") for n in names if "att" in n or "rep" in n
+    }
+
+
+def test_attention_on_a_gpu_is_named_in_the_program_and_not_chosen_as_it_runs() -> None:
+    """cuDNN's is not there, also where PyTorch would prefer it."""
+    query, half = torch.randn(2, 4, 32, 16), torch.bfloat16
+    flash, efficient, plain = (
+        {f"_scaled_dot_product_{kind}"}
+        for kind in ("flash_attention", "efficient_attention", "attention_math")
+    )
+    assert attention(query.to(half), query[:, :2].to(half), enable_gqa=True) == flash
+    assert attention(query, query) == efficient
+    assert attention(query.double(), query.double()) == plain
+    allowed = torch.backends.cuda
+    try:
+        allowed.enable_flash_sdp(False)
+        assert attention(query.to(half), query.to(half)) == efficient
+        repeated = attention(query.to(half), query[:, :2].to(half), enable_gqa=True)
+        assert repeated == efficient | {"repeat_interleave.self_int"}
+        allowed.enable_mem_efficient_sdp(False)
+        assert attention(query.to(half), query.to(half)) == plain
+    finally:
+        allowed.enable_flash_sdp(True)
+        allowed.enable_mem_efficient_sdp(True)
 
 
 def test_what_a_target_cannot_be_is_told() -> None:

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import decoders as models
@@ -23,13 +24,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import lazyinline
 from lazyinline.backend.gpu import torch_triton
+from lazyinline.backend.gpu.targets import target_named
+from lazyinline.backend.gpu.torch_gpu import gpu_described, moved_leaf
 from lazyinline.backend.gpu.torch_graph import capture_graph
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
+from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, decompose_leaf
 from lazyinline.backend.kernels.torch_corrections import settings
+from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.placement import Place, aligned
 from lazyinline.backend.run.planned import Runtime
 from lazyinline.frontend.autograd import torch_engine
 from lazyinline.frontend.autograd.torch_engine import GeneratorStates
+from lazyinline.frontend.passes import link
+from lazyinline.reuse.ir.program import Leaf
 
 TARGET = "cuda:sm_90"
 NEEDS_TRITON = pytest.mark.skipif(
@@ -364,7 +371,7 @@ def test_a_forward_notes_the_generators_of_all_its_devices(monkeypatch: pytest.M
 
 
 def test_settings_of_a_user_do_not_make_graphs_inside_closures() -> None:
-    asked = {"triton.cudagraphs": True, "graph_partition": True}
+    asked = {"triton.cudagraphs": True, "graph_partition": True, "shape_padding": True}
     with config.patch(asked), settings():
         found = config.get_config_copy()
     assert not any(found[name] for name in asked)
@@ -379,6 +386,33 @@ def test_what_would_measure_on_a_gpu_that_is_not_here_is_refused_by_name(name: s
     refused = pytest.raises(lazyinline.PlanError, match=f"Inductor's {name}")
     with config.patch({name: True}), refused:
         step(torch.randn(2, 4))
+    with config.patch({name: True}), pytest.raises(lazyinline.PlanError, match="Switch that off"):
+        InductorBackend().lower([leaf_on_a_gpu(lambda x: x.sin() * 2)], lambda: None)
+
+
+def leaf_on_a_gpu(function: Callable[[torch.Tensor], torch.Tensor]) -> Leaf:
+    """Returns a closure of a model on CUDA."""
+    model = Around(lambda layers, x: function(x), nn.Identity())
+    (leaf,) = lazyinline.capture(model, (torch.randn(8, 4),)).closures
+    return moved_leaf(decompose_leaf(leaf, EagerBackend()), GPU)  # type: ignore[arg-type]
+
+
+@NEEDS_TRITON
+def test_what_inductor_leaves_to_pytorch_is_written_where_the_plan_has_it() -> None:
+    """A reduction that ends in a sum and a cast: neither allocates, so nothing is copied."""
+    with gpu_described(target_named(TARGET)):
+        launches = record_graph(leaf_on_a_gpu(lambda x: x.sum(0).to(torch.bfloat16))).launches
+    assert [launch.name for launch in launches] == ["sum.dim_IntList", "copy_"]
+    assert not any(launch.results for launch in launches)
+
+
+def test_a_stage_of_a_pipeline_on_a_gpu_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so no arena of the CPU, whose addresses its kernels would get."""
+    state = SimpleNamespace(goal=SimpleNamespace(kind="rank"), linked=[])
+    state.context = SimpleNamespace(options=SimpleNamespace(backend="inductor"))
+    monkeypatch.setattr(link, "devices_of", lambda flats: [GPU])
+    found = link.hindrance(state)  # type: ignore[arg-type]
+    assert found is not None and found.reason == "a stage of a pipeline is planned on the CPU alone"
 
 
 # ---- what is tried where there is a GPU ------------------------------------------------------

@@ -22,7 +22,7 @@ from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
-from ..gpu.torch_triton import MachineCode, TritonKernel
+from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_facts
 from ..launches.kernel_list import (
     BufferInfo,
@@ -81,8 +81,7 @@ _PARTS: dict[type, Coded] = {
     dict: ("dict", lambda d: list(d.items()), dict),
     slice: ("slice", lambda s: [s.start, s.stop, s.step], lambda made: slice(*made)),
     **{kind: _record(kind) for kind in (TensorType, StructType, Stamp, View, BufferInfo)},
-    **{kind: _record(kind) for kind in (Launch, KernelList, SymbolicList)},
-    **{kind: _record(kind) for kind in (TritonKernel, MachineCode)},
+    **{kind: _record(kind) for kind in (Launch, KernelList, SymbolicList, TritonKernel)},
 }
 _READ_WHOLE = {name: read for name, _, read in _WHOLE.values()}
 _READ_PARTS = {name: read for name, _, read in _PARTS.values()}

@@ -33,7 +33,7 @@ from ...reuse.process import package_digest
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.torch_store import DiskCache, MissingObjectError, open_cache
-from ..gpu.torch_triton import MachineCode, TritonKernel, triton_version
+from ..gpu.torch_triton import TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import BuiltKernel, loaded_kernel
@@ -200,8 +200,8 @@ class CompileCache:
     def machine_code(
         self,
         kernels: Sequence[TritonKernel],
-        make: Callable[[Iterable[TritonKernel]], dict[str, MachineCode]],
-    ) -> dict[str, MachineCode]:
+        make: Callable[[Iterable[TritonKernel]], dict[str, bytes]],
+    ) -> dict[str, bytes]:
         """Returns the machine code of Triton kernels, by their contents; makes what is missing."""
         keys = {
             k.content: self._facts and _digest(["code", self._facts, k.content]) for k in kernels

@@ -29,7 +29,7 @@ from ...reuse.ir.costs import Cost, flops_of
 from ...reuse.torch_names import schema_of
 from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, View, views_in
 from .targets import Target
-from .torch_triton import TritonKernel, read_only_arguments
+from .torch_triton import TritonKernel
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
 MEMORY_SHARE = 0.85  # of its peak that memory reaches in kernels that mostly move bytes
@@ -48,14 +48,12 @@ class Prediction:
 
     Attributes:
         cost: of all launches, one after the other.
-        product_s: of those that compute longer than they move bytes.
         expected_s: what all usually take, by the shares of the peaks that their kernels reach.
         num_launches: of the program.
         num_triton: those that are Inductor's kernels; the rest are PyTorch's.
     """
 
     cost: Cost
-    product_s: float
     expected_s: float
     num_launches: int
     num_triton: int
@@ -74,7 +72,7 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
         lists: the launches of each closure, and how often the program calls it.
         target: the GPU.
     """
-    total, product_s, expected_s, num_launches, num_triton = Cost(), 0.0, 0.0, 0, 0
+    total, expected_s, num_launches, num_triton = Cost(), 0.0, 0, 0
     for kernels, num_calls in lists:
         for launch in kernels.launches:
             one = launch_cost(launch, target)
@@ -82,15 +80,11 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
             if len({kernels.buffers[view.buffer].device for view in launch.views()}) > 1:
                 copied_s = one.moved_bytes / 2 / target.rates.host_bytes_per_s
                 one = replace(one, seconds=max(one.seconds, copied_s))
-            cost = one.times(num_calls)
-            total += cost
+            total += one.times(num_calls)
             expected_s += max(one.seconds, expected) * num_calls
-            # Above both the time to move bytes and the time to start, a launch computes.
-            moved_s = target.rates.seconds(0, cost.moved_bytes)
-            product_s += cost.seconds if cost.seconds > max(moved_s, num_calls * _LEAST_S) else 0.0
             num_launches += num_calls
             num_triton += num_calls * isinstance(launch.function, TritonKernel)
-    return Prediction(total, product_s, expected_s, num_launches, num_triton)
+    return Prediction(total, expected_s, num_launches, num_triton)
 
 
 def launch_cost(launch: Launch, target: Target) -> Cost:
@@ -121,7 +115,7 @@ def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
 
 def _share_of_peak(launch: Launch, target: Target) -> float:
     """Returns which share of the peak rate of products a kernel usually reaches."""
-    for kernel in ("cudnn", "flash", "efficient"):
+    for kernel in ("flash", "efficient"):
         if f"{kernel}_attention" in launch.name:
             return float(getattr(target, kernel))
     if not is_product(launch):
@@ -182,10 +176,9 @@ def _access(launch: Launch) -> Access:
     written = {view.buffer for view in views_in(launch.results)}
     read: set[int] = set()
     reads_only = _reads_only(launch)
-    for position, value in enumerate(launch.args):
-        (read if reads_only(position) else written).update(v.buffer for v in views_in(value))
-    for name, value in launch.kwargs:
-        (read if reads_only(name) else written).update(v.buffer for v in views_in(value))
+    operands: list[tuple[int | str, Any]] = [*enumerate(launch.args), *launch.kwargs]
+    for key, value in operands:
+        (read if reads_only(key) else written).update(v.buffer for v in views_in(value))
     return Access(frozenset(read), frozenset(written))
 
 
@@ -201,7 +194,8 @@ def _reads_only(launch: Launch) -> Callable[[int | str], bool]:
             for key in (position, argument.name)
         }
         return lambda argument: argument not in changed
-    known = read_only_arguments(launch.function)
+    kernel = launch.function
+    known = kernel.read_only_arguments if isinstance(kernel, TritonKernel) else frozenset[int]()
     return lambda argument: argument in known
 
 

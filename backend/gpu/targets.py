@@ -40,7 +40,7 @@ class Target:
         shared_memory_bytes: most that one block may ask for.
         l2_bytes: its second-level cache.
         workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream that runs products.
-        flash, efficient, cudnn: shares of the peak that these kernels of attention usually reach.
+        flash, efficient: shares of the peak that these kernels of attention usually reach.
         source: where the numbers are from. Those of memory stand in PyTorch's messages where it is
             short; shares are of published measurements, about, until one is taken here.
     """
@@ -56,7 +56,6 @@ class Target:
     workspace_bytes: int
     flash: float
     efficient: float
-    cudnn: float
     source: str
 
     @property
@@ -93,7 +92,6 @@ TARGETS = (
         workspace_bytes=8519680,
         flash=0.55,
         efficient=0.3,
-        cudnn=0.55,
         source="NVIDIA A100 Tensor Core GPU data sheet, June 2021",
     ),
     Target(
@@ -114,7 +112,6 @@ TARGETS = (
         workspace_bytes=32 * 2**20,
         flash=0.37,
         efficient=0.16,
-        cudnn=0.55,
         source="NVIDIA H100 Tensor Core GPU Architecture white paper, table 2",
     ),
     Target(
@@ -131,7 +128,6 @@ TARGETS = (
         workspace_bytes=32 * 2**20,
         flash=0.16,
         efficient=0.07,
-        cudnn=0.5,
         source="NVIDIA DGX B200 data sheet, per GPU",
     ),
 )

@@ -8,28 +8,13 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
 from ...reuse.errors import PlanError
-
-
-@dataclass(frozen=True)
-class MachineCode:
-    """A kernel as Triton's compiler made it.
-
-    Attributes:
-        code: for the GPU that it was compiled for.
-        shared_memory_bytes: that one block of threads takes.
-        num_warps: that one block has.
-    """
-
-    code: bytes = field(repr=False)
-    shared_memory_bytes: int
-    num_warps: int
 
 
 def triton_version() -> str:
@@ -45,7 +30,7 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, MachineCode]:
+def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, bytes]:
     """Compiles each different kernel for the GPU that it was written for, several at a time.
 
     A kernel that Triton has compiled before comes from its cache on disk. Of several ways to launch
@@ -81,32 +66,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _compiled(kernel: TritonKernel) -> MachineCode:
+def _compiled(kernel: TritonKernel) -> bytes:
     tuner = _tuner_of(kernel)
     try:
         made = tuner._precompile_config(tuner.configs[0]).kernel
     except Exception as error:
         raise PlanError(f"Triton cannot compile {kernel.name}: {error}") from error
-    return MachineCode(made.asm["cubin"], made.metadata.shared, made.metadata.num_warps)
-
-
-def read_only_arguments(function: object) -> frozenset[int]:
-    """Returns which arguments a Triton kernel of Inductor's only reads: none, of anything else."""
-    if not isinstance(function, TritonKernel):
-        return frozenset()
-    # Inductor's names: what is written is ``out_ptr0`` or ``in_out_ptr0``.
-    names = enumerate(function.argument_names)
-    return frozenset(position for position, name in names if name.startswith("in_ptr"))
-
-
-def aligned_arguments(function: object) -> frozenset[int]:
-    """Returns which arguments a Triton kernel loads several elements of at once: none, otherwise.
-
-    Inductor notes with a kernel which of them are multiples of 16, addresses or numbers.
-    """
-    if not isinstance(function, TritonKernel):
-        return frozenset()
-    return function.aligned_arguments
+    code: bytes = made.asm["cubin"]
+    return code
 
 
 class LoadedKernel:
@@ -156,6 +123,12 @@ class TritonKernel:
         raise PlanError(f"The GPU kernel {self.name} was compiled, and is not loaded here.")
 
     @property
+    def read_only_arguments(self) -> frozenset[int]:
+        """Which parameters it only reads: what it writes is ``out_ptr0`` or ``in_out_ptr0``."""
+        names = enumerate(self.argument_names)
+        return frozenset(position for position, name in names if name.startswith("in_ptr"))
+
+    @property
     def argument_names(self) -> list[str]:
         """The names of its parameters, in order; what Inductor calls them says what they are."""
         found = re.search(rf"\bdef {re.escape(self.name)}\(([^)]*)\)", self.source)
@@ -164,7 +137,10 @@ class TritonKernel:
 
     @property
     def aligned_arguments(self) -> frozenset[int]:
-        """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
+        """Which parameters it loads several elements of at once; all, if that is not known.
+
+        Inductor notes which of them are multiples of 16, addresses or numbers.
+        """
         known = re.search(r"'configs': \[\{(.*?)\}\]", self.source)
         if known is None:
             return frozenset(range(len(self.argument_names)))

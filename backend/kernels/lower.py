@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -37,7 +37,7 @@ from ...reuse.ir.torch_updates import is_update
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
-from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
+from ..gpu.torch_triton import TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View
 from . import torch_corrections, torch_inductor
 from .torch_attention import as_on_a_gpu, with_plain_attention
@@ -90,22 +90,10 @@ class Kernel:
 
 
 KeptCode: TypeAlias = Callable[
-    [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, MachineCode]]],
-    dict[str, MachineCode],
+    [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, bytes]]],
+    dict[str, bytes],
 ]
 """Machine code of kernels by their contents, of those that are not kept by the function given."""
-
-
-class Backend(Protocol):
-    """Makes kernels, and says how leaves are differentiated for them."""
-
-    name: BackendName
-
-    def recipe(self, leaf: Leaf) -> Recipe:
-        """Says how a leaf is differentiated and decomposed."""
-
-    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
-        """Makes kernels for ATen-level leaves."""
 
 
 class EagerBackend:
@@ -126,15 +114,6 @@ class EagerBackend:
         return kernels
 
 
-def _compiled_recipe(rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]) -> Recipe:
-    return Recipe(
-        torch_corrections.decompositions(),
-        "min_cut",
-        torch_inductor.rewrite_joint,
-        rewrite=rewrite,
-    )
-
-
 class InductorBackend:
     """TorchInductor kernels: compiled for a CPU, written for a GPU, which need not be here.
 
@@ -153,15 +132,14 @@ class InductorBackend:
 
     def __init__(self, target: Target | None = None) -> None:
         self.target = target
-        self.built: dict[str, MachineCode] = {}
+        self.built: dict[str, bytes] = {}
 
     @cached_property
-    def _recipe(self) -> Recipe:
-        return _compiled_recipe(with_plain_attention)
-
-    @cached_property
-    def _gpu_recipe(self) -> Recipe:
-        return _compiled_recipe(as_on_a_gpu)
+    def _recipes(self) -> list[Recipe]:
+        """That of a CPU, and that of a GPU."""
+        table, rewrite_joint = torch_corrections.decompositions(), torch_inductor.rewrite_joint
+        rewrites = with_plain_attention, as_on_a_gpu
+        return [Recipe(table, "min_cut", rewrite_joint, rewrite=one) for one in rewrites]
 
     def _is_on_gpu(self, leaf: Leaf) -> bool:
         """Whether a leaf runs on a GPU, for all that it copies from and to."""
@@ -171,9 +149,9 @@ class InductorBackend:
     def recipe(self, leaf: Leaf) -> Recipe:
         """Inductor's decompositions, passes and min-cut split; tiny leaves of a CPU stay."""
         if self._is_on_gpu(leaf):
-            return self._gpu_recipe if _has_compiler(leaf) else Recipe(kernels="eager")
+            return self._recipes[1] if _has_compiler(leaf) else Recipe(kernels="eager")
         is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
-        return Recipe(kernels="eager") if is_left else self._recipe
+        return Recipe(kernels="eager") if is_left else self._recipes[0]
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles or writes the leaves that are worth it."""
@@ -217,9 +195,8 @@ class InductorBackend:
             function = _when_called(leaf) if is_here else _not_here
             launches = None if has_sizes(leaf) else record_wrapper(leaf, made)
             return Kernel(function, "boxed", self.name, launches=launches, written=made)
-        why = "its kernels are not a plain list of launches"
-        if isinstance(made, torch_inductor.NotCompiled):
-            why = made.reason
+        unlike = "its kernels are not a plain list of launches"
+        why = made.reason if isinstance(made, torch_inductor.NotCompiled) else unlike
         if self.target is not None:
             raise PlanError(f"There are no kernels of @{leaf.name} for {self.target.name}: {why}.")
         return replace(_eager_kernel(leaf), why_eager=why)
@@ -235,6 +212,10 @@ class InductorBackend:
         if self.target is not None and kernels and not is_interpreting():
             with gpu_described(self.target):
                 self.built.update(kept(kernels, machine_code))
+
+
+Backend: TypeAlias = EagerBackend | InductorBackend
+"""Makes kernels, and says how leaves are differentiated for them."""
 
 
 def _when_called(leaf: Leaf) -> Callable[..., Sequence[Any]]:

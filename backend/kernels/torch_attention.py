@@ -10,8 +10,10 @@ On a GPU ``scaled_dot_product_attention`` and ``dropout`` decide by the device t
 on, so for a GPU that is not here it is decided before the derivative is traced. The rules are the
 main ones of PyTorch's own choice (ATen/native/transformers/cuda/sdp_utils.cpp): flash attention for
 half precision without a mask, memory-efficient attention for the rest, plain products where neither
-takes the operands. Dropout draws its mask in a kernel of its own there, whose numbers a CPU's
-``bernoulli_`` does not draw.
+takes the operands or is switched on (``torch.backends.cuda``). cuDNN's, which PyTorch from 2.13 on
+prefers on some GPUs, is not among them: what memory it works in is known to cuDNN alone. A program
+names its kernel, so nothing chooses as it runs. Dropout draws its mask in a kernel of its own
+there, whose numbers a CPU's ``bernoulli_`` does not draw.
 
 The fused kernel of a CPU works through blocks of queries and keys in scratch that it allocates
 itself, in each thread. No plan places that, so it is counted: a reported peak is a promise. What
@@ -142,9 +144,7 @@ def _plain(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.
 # ---- scratch of the fused kernel on a CPU ------------------------------------------------------
 
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
-_ON_GPU = tuple(
-    f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
-)
+_ON_GPU = tuple(f"_scaled_dot_product_{k}_attention_backward" for k in ("flash", "efficient"))
 _KEY_BLOCK = 512
 _PACKED_WIDTH = 64
 _PACKED_HEADS = 4  # and more
@@ -333,12 +333,13 @@ class _Attention:
         wide = 16 // query.element_size()  # elements of the widest load
         if not fits or any(head % wide for head in heads) or (masked and self.given["is_causal"]):
             return self.plain()
-        if query.dtype in _HALF and not masked and len(heads) == 1 and max(heads) <= _MAX_HEAD:
+        is_short, allowed = len(heads) == 1 and max(heads) <= _MAX_HEAD, torch.backends.cuda
+        if query.dtype in _HALF and not masked and is_short and allowed.flash_sdp_enabled():
             operands = self._not_repeated()
             return self._fused(
                 _FLASH, operands, self.given["dropout_p"], self.given["is_causal"], False
             )
-        if query.dtype not in (*_HALF, torch.float32):
+        if query.dtype not in (*_HALF, torch.float32) or not allowed.mem_efficient_sdp_enabled():
             return self.plain()
         bias = self._bias() if masked else None
         options = bias, True, self.given["dropout_p"], self.given["is_causal"]
@@ -373,15 +374,11 @@ class _Attention:
 
     def _repeated(self) -> list[torch.fx.Node]:
         """Returns the operands, keys and values repeated where several heads share one."""
-        query, key, value = (self.operands[name] for name in ("query", "key", "value"))
-        num_heads = self._seen("query").shape[1]
-        if not self.given["enable_gqa"] or self._seen("key").shape[1] == num_heads:
-            return [query, key, value]
-        times = num_heads // self._seen("key").shape[1]
-        return [
-            query,
-            *(self._call(aten.repeat_interleave.self_int, x, times, 1) for x in (key, value)),
-        ]
+        query, *kept = (self.operands[name] for name in ("query", "key", "value"))
+        times = self._seen("query").shape[1] // self._seen("key").shape[1]
+        if not self.given["enable_gqa"] or times == 1:
+            return [query, *kept]
+        return [query, *(self._call(aten.repeat_interleave.self_int, x, times, 1) for x in kept)]
 
     def _not_repeated(self) -> list[torch.fx.Node]:
         """Returns the operands, keys and values of as many heads as they were computed for."""

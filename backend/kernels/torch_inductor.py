@@ -159,16 +159,9 @@ def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> 
 
 
 def _order(type_: TensorType) -> list[int]:
-    """Returns the axes of a dense type, outermost first."""
-    axes = [axis for axis, size in enumerate(type_.shape) if size != 1]
-    order: list[int] = []
-    expected = 1
-    while axes:
-        innermost = next(axis for axis in axes if type_.stride[axis] == expected)
-        axes.remove(innermost)
-        order.insert(0, innermost)
-        expected *= type_.shape[innermost]
-    return [axis for axis, size in enumerate(type_.shape) if size == 1] + order
+    """Returns the axes of a dense type, outermost first; those of one element before all."""
+    axes = range(len(type_.shape))
+    return sorted(axes, key=lambda axis: (type_.shape[axis] != 1, -type_.stride[axis]))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ...reuse.ir.types import reach
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, FirstFit, IntArray, lower_bound
 from ..gpu.targets import Target
-from ..gpu.torch_triton import TritonKernel, aligned_arguments
+from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList, View
 from ..launches.torch_native import exact_search, first_fit
@@ -334,11 +334,9 @@ def _unaligned(layout: Layout) -> Iterator[tuple[PlacedLaunch, View]]:
 
 def _loaded_wide(placed: PlacedLaunch) -> Iterator[View]:
     """Yields the operands of a launch of which it loads several elements at once."""
-    aligned = aligned_arguments(placed.launch.function)
-    for position in aligned.intersection(range(len(placed.launch.args))):
-        view = placed.launch.args[position]
-        if isinstance(view, View):
-            yield view
+    kernel, args = placed.launch.function, placed.launch.args
+    wide = kernel.aligned_arguments if isinstance(kernel, TritonKernel) else ()
+    yield from (args[i] for i in wide if i < len(args) and isinstance(args[i], View))
 
 
 def loaded_wide(launches: Iterable[PlacedLaunch]) -> set[int]:

@@ -24,6 +24,7 @@ from ..launches.torch_native import check_memory
 from ..link.placement import Tools
 from ..link.torch_generated import Memory, Runner
 from ..link.unit_layout import Box, PlacedBuffer, UnitLayout
+from .leases import new_memory
 
 
 @dataclass(frozen=True)
@@ -358,9 +359,7 @@ class RankProgram:
         """
         addresses = [t.data_ptr() for t in tensors]
         if self._arena is None:
-            self._arena = torch.empty(
-                max(self.plan.arena.peak_bytes, 64), dtype=torch.uint8, device="cpu"
-            )
+            self._arena = new_memory(self.plan.arena.peak_bytes, self._tools.place.device)
         if addresses != self._addresses:
             check_memory(tensors, names)
             # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
