@@ -380,6 +380,10 @@ def ways(sizes: Mapping[str, int], device: torch.device) -> dict[str, Callable[[
         "lazyinline.compile": functools.partial(through, lazyinline.compile),
         "lazyinline.compile_step, two streams": functools.partial(planned_step, "two"),
         "lazyinline.compile_step": planned_step,
+        # Last: it measures ways to multiply, which may take what is left of the part's time.
+        "max-autotune": functools.partial(
+            through, lambda m: torch.compile(m, fullgraph=True, mode="max-autotune")
+        ),
     }
 
 

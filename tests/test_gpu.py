@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import decoders as models
+import gpu_cases
 import pytest
 import torch
 from conftest import ROOT, selected
@@ -139,9 +140,9 @@ def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]
     return lazyinline.compile_step(model, **options), args
 
 
-def compiled_for_nothing(step: Any, *args: Any) -> lazyinline.CompileReport:
+def compiled_for_nothing(step: Any, *args: Any, **kwargs: Any) -> lazyinline.CompileReport:
     with pytest.raises(lazyinline.PlanError, match="which is not here, so nothing was run"):
-        step(*args)
+        step(*args, **kwargs)
     report = lazyinline.last_report(step)
     assert report is not None
     return report
@@ -219,8 +220,19 @@ def test_the_drop_in_counts_gradients_and_says_that_it_is_no_graph(
     assert gpu is not None and report.held_bytes is not None
     assert gradients <= gpu.result_bytes <= gradients + 4, "and the loss"
     assert gpu.peak_bytes == report.held_bytes + gpu.given_bytes
-    step = compiled_for_nothing(lazyinline.compile_step(model, target="cuda:sm_90"), *args)
-    assert not step.why_no_graph and step.gpu is not None and not step.gpu.result_bytes
+
+
+def test_no_gradient_lies_where_a_launch_allocated_and_would_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor would write a weight's gradient over that of the keys, which is as large."""
+    monkeypatch.setattr(lower, "is_interpreting", lambda: True)
+    model, kwargs = gpu_cases.llama()
+    model.config.use_cache = False
+    step = lazyinline.compile_step(model.bfloat16(), target="cuda:sm_90")
+    report = compiled_for_nothing(step, **kwargs)
+    assert not report.why_no_graph and report.gpu is not None and not report.gpu.result_bytes
+    assert report.gpu.prediction.num_launches == report.num_launches > 50
 
 
 @pytest.mark.sweep

@@ -251,8 +251,10 @@ def write_gpu_leaves(
             "written, and they are no more than text then. Switch that off for lazyinline."
         )
     written: list[BoxedCallable | NotCompiled] = []
-    # In one thread of this process, where the patches are; tuning would need the device.
-    plain = config.patch({"compile_threads": 1, "triton.autotune_at_compile_time": False})
+    # In one thread of this process, where the patches are; tuning would need the device. A result
+    # that reuses what a launch allocated would have to be copied to its place.
+    off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
+    plain = config.patch({"compile_threads": 1, **off})
     with settings(), plain, kernels_as_text(), drawn_in_order(), polynomials_expanded():
         for module in modules:
             written.append(_compiled_or_why_not(_changeable(module)))
