@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --json build/gpu.jsonl      # also into a file, line by line
     python benchmarks/gpu.py --device cpu --small        # tries the script itself, without a GPU
 
-It needs no network and no installation: PyTorch 2.11 or later with Triton, numpy, pytest, and
+It needs no network and no installation: PyTorch 2.11 or later with Triton, numpy, tqdm, pytest, and
 transformers for the families. One line of JSON per finding is printed as soon as it is there, so
 that what is killed has told what it found: ``{"part": ..., "what": ..., "ok": true, ...}``. What
 does not get its turn within a part's limit is told as skipped. The exit status is 1 if something
@@ -44,6 +44,7 @@ if importlib.util.find_spec("lazyinline") is None:  # to install it would need a
 from decoders import Decoder, DecoderBlock, llama  # noqa: E402
 
 import lazyinline  # noqa: E402
+from lazyinline.backend.gpu.targets import CONTEXT_BYTES  # noqa: E402
 from lazyinline.backend.run import planned as planned_program  # noqa: E402
 
 TOLERANCE = 1e-4  # products in float32; what adds up in another order differs by less
@@ -61,6 +62,8 @@ PROBLEMS: dict[str, dict[str, int]] = {
     },
     "overhead-bound": {"num_layers": 8, "hidden": 64, "num_heads": 2, "seq": 16, "vocab": 64},
 }
+# Planned for an H100 at about 64 GiB of the 76.9 that are usable there.
+LARGE = {"most of 80 GB": {**PROBLEMS["24 layers, hidden 1024, seq 1024"], "batch": 54}}
 SMALL: dict[str, dict[str, int]] = {
     "small": {"num_layers": 2, "hidden": 32, "num_heads": 2, "seq": 8, "vocab": 64}
 }
@@ -241,7 +244,7 @@ def memory(findings: Findings, device: torch.device) -> None:
     if device.type != "cuda":
         return
     cases(findings, test_on_gpu.MEMORY)
-    for problem, sizes in PROBLEMS.items():
+    for problem, sizes in (*PROBLEMS.items(), *LARGE.items()):
         findings.tried(problem, functools.partial(held_memory, sizes, device))
 
 
@@ -261,7 +264,8 @@ def held_memory(sizes: Mapping[str, int], device: torch.device) -> dict[str, Any
     assert planned is not None, "memory is not planned"
     # The graph's own pool holds what launches allocate and cuBLAS's memory, in pieces of 2 MiB.
     return {
-        "ok": held <= 1.02 * planned + 2**21 and taken <= 1.05 * planned + 2**26,
+        # Modules of kernels are loaded as they are first launched.
+        "ok": held <= 1.02 * planned + 2**21 and taken <= 1.02 * planned + CONTEXT_BYTES,
         "planned_bytes": planned,
         "allocated_bytes": held,
         "private_pool_bytes": private,

@@ -142,9 +142,8 @@ def check_sums(sums: Sums) -> None:
     """Raises PipelineError if gradients are to be added up in another precision than their own."""
     if sums != "as_gradients":
         raise PipelineError(
-            f"sums={sums!r} is for a step without stages: those of a pipeline add gradients of "
-            "micro-batches up in their own dtype. Leave it out, or keep the parameters in float32 "
-            "under torch.autocast."
+            f"sums={sums!r} is for a step without stages: a pipeline's add gradients up in their "
+            "own dtype. Leave it out, or keep the parameters in float32 under torch.autocast."
         )
 
 

@@ -61,16 +61,10 @@ def capture_graph(run: Run, device: torch.device) -> Run:
 def captured_once(
     run: Run, capture: Capture, device: torch.device, note: Callable[[str], None]
 ) -> Run:
-    """Returns what runs the same: it is captured at the second run, and replayed from then on.
+    """Returns what runs the same: captured at the second run, and replayed from then on.
 
     All has its place. The first run is the one in which libraries are set up: none is run besides,
-    for it may update parameters.
-
-    Args:
-        run: the launches.
-        capture: makes the graph.
-        device: where they are launched.
-        note: takes why there is no graph; "" where there is one.
+    for it may update parameters. ``note`` takes why there is no graph, which is "" where one is.
     """
 
     @functools.cache

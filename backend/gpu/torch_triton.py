@@ -79,8 +79,7 @@ def _compiled(kernel: TritonKernel) -> bytes:
 class LoadedKernel:
     """A Triton kernel on a GPU that is here, launched on the present stream.
 
-    Its first launch chooses among ways to launch it, as Inductor does: it launches all of them, on
-    copies of what they write.
+    Its first launch tries all ways to launch it on copies, and keeps one, as Inductor does.
 
     Args:
         kernel: its text.

@@ -248,14 +248,7 @@ def bind_native(
 def launch_apart(
     layout: Layout, place: Place, numbers: Numbers, launched: set[TritonKernel]
 ) -> None:
-    """Launches each kernel of a GPU once, on memory of its own.
-
-    Args:
-        layout: the launches.
-        place: where they run.
-        numbers: of sizes that vary.
-        launched: the kernels that were launched so before, to which these are added.
-    """
+    """Launches each kernel of a GPU once, on memory of its own, if it is not among ``launched``."""
 
     def operand(value: Any, placed: PlacedLaunch) -> Any:
         if not isinstance(value, View):
