@@ -121,7 +121,7 @@ ROWS = {
         2 * 8192 / 6667,
         8_030_000_000 * 28 // 8,
         "torchtitan, 2024-12, table 1: 6,667 tokens/s per GPU, selective recompute, compile",
-        "FSDP over 8 GPUs, on boards held at 500 W in place of 700 W",
+        "FSDP over 8 GPUs (125 ms at most over NVLink), on boards held at 500 W in place of 700 W",
         "selective",
         AGAIN * 2 * 8192,
         2.4e12,

@@ -296,7 +296,8 @@ def with_streams(kernels: KernelList, target: Target) -> KernelList:
 def worth_moving(kernels: KernelList, target: Target) -> list[int]:
     """Returns the launches that gain from running in parallel with independent ones."""
     seconds = [launch_cost(launch, target).seconds for launch in kernels.launches]
-    shares = [_share(launch, target) for launch in kernels.launches]
+    # Which part of the GPU's multiprocessors each keeps busy.
+    shares = [min(1.0, _num_blocks(x) / target.num_multiprocessors) for x in kernels.launches]
     used, spare, chosen = accesses(kernels), list(seconds), list[int]()
     for number in may_move(kernels):
         touching = [i for i in range(len(used)) if used[number].conflicts(used[i])]
@@ -318,11 +319,6 @@ def _take(spare: list[float], beside: Sequence[int], seconds: float) -> None:
         taken = min(spare[index], seconds)
         spare[index] -= taken
         seconds -= taken
-
-
-def _share(launch: Launch, target: Target) -> float:
-    """Returns which part of the GPU's multiprocessors a launch keeps busy."""
-    return min(1.0, _num_blocks(launch) / target.num_multiprocessors)
 
 
 def _num_blocks(launch: Launch) -> float:

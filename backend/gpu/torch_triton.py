@@ -72,8 +72,7 @@ def _compiled(kernel: TritonKernel) -> bytes:
         made = tuner._precompile_config(tuner.configs[0]).kernel
     except Exception as error:
         raise PlanError(f"Triton cannot compile {kernel.name}: {error}") from error
-    code: bytes = made.asm["cubin"]
-    return code
+    return bytes(made.asm["cubin"])
 
 
 class LoadedKernel:

@@ -455,9 +455,8 @@ class PlannedProgram:
         return {i: b.device for i, b in instances if b.device is not None}
 
     def _as_graph(self, runner: Runner) -> Runner:
-        capture: Capture = lambda run, device: self._capture(run, device)  # noqa: E731
-        note = partial(setattr, self, "why_no_graph")
-        run = captured_once(lambda: runner([]), capture, self._tools.place.device, note)
+        device, note = self._tools.place.device, partial(setattr, self, "why_no_graph")
+        run = captured_once(lambda: runner([]), lambda *args: self._capture(*args), device, note)
         return lambda inputs: run()
 
 
