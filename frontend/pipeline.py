@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -208,18 +209,15 @@ class Pipeline:
         self._table, self._ranks, self._batch = table, ranks, asked.batch
         state = asked.begun()
         self.last_report, program = state.report, state.captured.program
-        ranks.check_same(program, table, asked.file)
+        ranks.check_same(None if asked.opened else program, table, asked.file)
         self._guard = asked.guard(state)
         self._places = model_places(program)
         self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
         state = state if asked.opened else run(between(PASSES, "plan", "autodiff"), state)
-        state = run(between(PASSES, "predict"), self._fitted_with_update(state))
+        state = self._fitted_with_update(state)
+        state = state if asked.opened else run(between(PASSES, "predict"), state)
         self._made: tuple[RankCompilation, ...] = (state,)
         self.last_report.made = made_by(state)
-        more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
-        if state.mesh_plan is not None and isinstance(state.runs, RankProgram):
-            more["memory"] = rank_memory(state)
-        self.plan = ShownPlan.of(state.plan, self.last_report, rank=ranks.rank, **more)
         self._derived, self._updates = state.own, state.updates
         self._updated = {source.name for one in state.updates for source in one.parameters}
         self._state: tuple[list[Tensor], StateFacts] | None = None
@@ -243,6 +241,17 @@ class Pipeline:
             ranks = replace(ranks, data_group=None)
         self._reduction = ranks.reduction(state.derived, table, self._sums)
         self._sums.allocate()
+
+    @cached_property
+    def plan(self) -> ShownPlan:
+        """The stages, what they cost and hold, and the step in time. ``print(pipe.plan)``."""
+        state, report = self._made[0], self.last_report
+        # Of a file when something asks for it: to predict reads the operators of all stages.
+        state = run(between(PASSES, "predict"), state) if state.predicted is None else state
+        more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
+        if state.mesh_plan is not None and isinstance(state.runs, RankProgram):
+            more["memory"] = rank_memory(state)
+        return ShownPlan.of(state.plan, report, rank=state.rank, **more)
 
     def _fitted_with_update(self, state: RankCompilation) -> RankCompilation:
         """Compiles with the optimizer's update in the program, where every rank can have it so."""
@@ -269,8 +278,9 @@ class Pipeline:
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with self._ranks.leader_first(place), state.context.cached(self.last_report):
-            if self._asked.opened:
-                return run(between(PASSES, "update", "link"), state)
+            if self._asked.opened:  # and nothing of it is read that a launch does not need
+                first = "update" if state.goal.updates else "lower"
+                return run(between(PASSES, first, "link"), state)
             return fitted(state)
 
     def _present_parameters(self) -> dict[str, Tensor]:
@@ -523,7 +533,6 @@ class PipelineElsewhere(Pipeline):
         ranks = (replace(state, rank=rank) for rank in range(asked.ranks.num_ranks))
         with state.context.cached(state.report):
             self._made = tuple(map(fitted, ranks))
-        self.plan = ShownPlan.of(run(between(PASSES, "predict"), self._made[0]).plan, state.report)
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Says that its ranks are elsewhere.

@@ -97,7 +97,7 @@ class Ranks:
         everyone = _gathered(dict(own), self.group)
         return {key: value for part in everyone for key, value in part.items()}
 
-    def check_same(self, program: Program, table: ActionTable, file: str = "") -> None:
+    def check_same(self, program: Program | None, table: ActionTable, file: str = "") -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         asked = {
             "schedule": table.schedule,
@@ -107,18 +107,23 @@ class Ranks:
         }
         self.check_same_program(program, asked, "so their stages would not fit together")
 
-    def check_same_program(self, program: Program, asked: Mapping[str, Any], why: str) -> None:
-        """Raises PipelineError on every rank if ranks have captured or asked for other things."""
+    def check_same_program(
+        self, program: Program | None, asked: Mapping[str, Any], why: str
+    ) -> None:
+        """Raises PipelineError on every rank if ranks have captured or asked for other things.
+
+        Without a program, what is asked for says which it is.
+        """
         own = {
             "torch": str(torch.__version__),
             "lazyinline (its code)": package_digest()[:12],
             "Python": ".".join(platform.python_version_tuple()[:2]),
             **asked,
-            # A digest, for the text of a large model is megabytes, and all ranks send it to all.
-            "model (its captured program)": hashlib.sha256(
-                text_to_compare(program).encode()
-            ).hexdigest()[:12],
         }
+        if program is not None:
+            # A digest, for the text of a large model is megabytes, and all ranks send it to all.
+            digest = hashlib.sha256(text_to_compare(program).encode()).hexdigest()
+            own["model (its captured program)"] = digest[:12]
         self._compare(own, f"Ranks do not agree, {why}")
 
     def check_same_values(self, tensors: Mapping[str, Tensor], text: str) -> None:
