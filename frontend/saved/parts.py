@@ -132,7 +132,7 @@ def program_parts(
         # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
         roots = facts.view_roots
         numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
-        known = [numbers, facts.draws, list(watched)]
+        known = [numbers, facts.draws, list(watched), facts.output_order]
     plans = list(map(plan_data, kept.plans))
     yield "made.json", [to_json([cache.facts, made, plans, known])]
     yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
@@ -450,9 +450,10 @@ def take_made(
         context.tools = replace(context.tools, plan=plan)
     if known is None:
         return {}
-    roots, draws, watched = known
+    roots, draws, watched, order = known
     views = [~root if root < 0 else ("root", root) for root in roots]
-    return {"view_roots": views, "draws": draws, "watched_inputs": tuple(watched)}
+    found = {"view_roots": views, "draws": draws, "output_order": order}
+    return found | {"watched_inputs": tuple(watched)}
 
 
 def used_parameters(programs: Iterable[Program]) -> list[str]:
