@@ -424,6 +424,21 @@ def test_a_forged_signature_makes_nothing_trusted(
     assert opened(written(parts), tmp_path / "model.lz")
 
 
+def test_an_operator_that_this_process_registered_is_not_run(
+    sound: bytes, tmp_path: pathlib.Path
+) -> None:
+    @torch.library.custom_op("hostile::tanh", mutates_args=())
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    own.register_fake(torch.empty_like)
+    parts = parts_in(sound)
+    for name in [name for name in parts if name.endswith(".txt")]:
+        parts[name] = re.sub(rb"(?<![\w.])tanh\(", b"hostile.tanh.default(", parts[name])
+    said = opened(written(parts), tmp_path / "model.lz")
+    assert "calls hostile.tanh.default, no operator of PyTorch's own" in said
+
+
 def test_a_header_that_says_less_memory_than_operators_fill_is_refused(
     tmp_path: pathlib.Path,
 ) -> None:

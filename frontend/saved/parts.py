@@ -144,14 +144,7 @@ def _text(program: Program, told: Any) -> bytes:
     Raises:
         FileError: if it cannot, or an operator is the user's own.
     """
-    for closure in walk_closures(program):
-        for node in closure.nodes if isinstance(closure, Leaf) else ():
-            is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
-            if function_name(node.target) is None and not is_ours:
-                raise FileError(
-                    f"@{closure.name} calls {name_of(node)}, no operator of PyTorch's own, and a "
-                    "file holds no code: a program with it cannot be saved."
-                )
+    _refuse_foreign(program)
     text = text_to_compare(program)
     for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
         try:
@@ -163,6 +156,18 @@ def _text(program: Program, told: Any) -> bytes:
             return text.encode()
         text = again
     raise FileError("This program has no text that says all of it.")
+
+
+def _refuse_foreign(program: Program) -> None:
+    """Raises FileError for an operator that PyTorch does not have itself: it is the user's code."""
+    for closure in walk_closures(program):
+        for node in closure.nodes if isinstance(closure, Leaf) else ():
+            is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
+            if function_name(node.target) is None and not is_ours:
+                raise FileError(
+                    f"@{closure.name} calls {name_of(node)}, no operator of PyTorch's own, and a "
+                    "file holds no code: a program with it is neither saved nor loaded."
+                )
 
 
 def _plainly_named(program: Program) -> Program:
@@ -296,6 +301,7 @@ def _texts(
     programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
     if not trusted:
         for name, program in programs.items():
+            _refuse_foreign(program)  # it would run what this process has registered
             verify(program, "shared" if name == CAPTURED else "aten")
     return programs
 
