@@ -186,9 +186,9 @@ def test_a_rule_for_fake_tensors_serves_only_the_traces_that_ask_for_it() -> Non
     with kernels_own_rules():
         in_a_thread(enter_and_leave)
         assert kind_of_product(10) == torch.float32
-        with pytest.raises(RuntimeError, match="BF(loat)?16"):  # PyTorch's own rule
+        with pytest.raises(RuntimeError, match=r"BF(loat)?16"):  # PyTorch's own rule
             in_a_thread(lambda: kind_of_product(11))
-    with pytest.raises(RuntimeError, match="BF(loat)?16"):
+    with pytest.raises(RuntimeError, match=r"BF(loat)?16"):
         kind_of_product(12)
 
 
