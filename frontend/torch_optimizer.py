@@ -108,7 +108,8 @@ class StepOptimizer:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if not held.issuperset(map(id, parameters)):  # load_state_dict(assign=True) makes others
             return "the optimizer does not hold a parameter any more"
-        laid_out = [t for t in model if t.layout is torch.strided and not is_lazy(t)]
+        there = (t for t in model if not t.is_meta)
+        laid_out = [t for t in there if t.layout is torch.strided and not is_lazy(t)]
         spans = sorted((t.data_ptr(), _end_of(t), id(t) in held) for t in laid_out)
         # One is updated where no program reads it any more, and the other may still be read.
         end, is_held = 0, False

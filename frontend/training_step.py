@@ -289,7 +289,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
                 "plain tensors, or call the model itself."
             )
         refuse_containers(tree, "compile_step")
-        check_runnable(self._model)
+        check_runnable(self._model, self._compiler.options.target)
         try:
             return self._compile_with_update(self._inputs(leaves, tree))
         except EffectError as effect:

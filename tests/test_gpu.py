@@ -132,6 +132,11 @@ def test_a_gpu_program_holds_less_with_its_updates() -> None:
     state = sum(8 * p.numel() + 4 for p in model.parameters())
     assert found.gpu.given_bytes - apart.gpu.given_bytes == state + 4
     assert found.gpu.prediction.num_launches > apart.gpu.prediction.num_launches
+    with torch.device("meta"):  # what is larger than this machine has no data
+        bare, _ = models.llama(2, hidden=128, num_heads=2, vocab=512, seq=16, batch=2)
+    optimizer = torch.optim.AdamW(bare.parameters())
+    step = lazyinline.compile_step(bare, target="cuda:sm_90", optimizer=optimizer)
+    assert compiled_for_nothing(step, *args).gpu == found.gpu
 
 
 def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]]:

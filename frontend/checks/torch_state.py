@@ -226,17 +226,17 @@ class TensorLayouts:
         self._facts = _facts(tensors)
         self._wants_grad = list(map(_requires_grad, tensors))
         self._grad_mode = torch.is_grad_enabled()
-        self._are_strided = all(t.layout is torch.strided for t in tensors)
+        self._have_addresses = all(map(_has_address, tensors))
         self._guards: Any = None
         if tensors:
             no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             self._guards = TensorGuards(*tensors, **no_dims)
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns where the numbers of tensors with these layouts lie; 0 for sparse ones."""
-        if self._are_strided:
+        """Returns where the numbers of tensors with these layouts lie; 0 if nowhere, or sparse."""
+        if self._have_addresses:
             return list(map(_address_of, tensors))
-        return [t.data_ptr() if t.layout is torch.strided else 0 for t in tensors]
+        return [t.data_ptr() if _has_address(t) else 0 for t in tensors]
 
     def fast_same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether so many tensors have the same layouts and classes; False where that is not known.
@@ -255,6 +255,10 @@ class TensorLayouts:
         # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
         # inference). So compare exactly.
         return bool(_facts(tensors) == self._facts)
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> Any:

@@ -410,7 +410,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Compiles for the layout of a call, and runs nothing."""
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_eager(leaves)):
-            check_runnable(self.model)
+            check_runnable(self.model, self.options.target)
             self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
 
     @property
@@ -499,7 +499,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if reason:
             return RunEagerly(reason)
         try:
-            check_runnable(self.model)
+            check_runnable(self.model, self.options.target)
             entry = self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
         except EffectError as effect:
             return RunEagerly(self._effects.note(self._state(), str(effect)))
