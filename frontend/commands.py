@@ -63,7 +63,7 @@ def decoder(
     layers: int, *, batch: int = 2, train: bool = True
 ) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     """Makes the decoder that is measured unless another model is named, with a batch."""
-    ids, targets = torch.randint(1000, (2, batch, 64)).unbind()
+    ids, targets = torch.randint(1000, (2, batch, 64), device="cpu").unbind()
     return Decoder(layers).train(train), (ids, targets) if train else (ids,), {}
 
 

@@ -8,6 +8,7 @@ from types import CellType, MappingProxyType  # noqa: F401, cases name them
 from typing import Any
 
 import pytest
+import torch
 
 from lazyinline.backend.launches.torch_native import native_library
 from lazyinline.reuse.evidence.root_evidence import IdentityChecks
@@ -111,7 +112,8 @@ def test_each_kind_of_change_is_noticed(
     row: tuple[str, str, list[str]], table: str, function: Function
 ) -> None:
     setup, checked, steps = row
-    scope: dict[str, Any] = {**globals(), "Table": TABLES.get(table), "c": IdentityChecks()}
+    own = {"Table": TABLES.get(table), "c": IdentityChecks(), "torch": torch}
+    scope: dict[str, Any] = {**globals(), **own}
     exec(setup, scope)
     exec(checked, scope)
     unchanged = function(scope["c"])
