@@ -364,7 +364,7 @@ class Pipeline:
     def kept(
         self,
     ) -> tuple[AskedPipeline, Guard, tuple[RankCompilation, ...], StepOptimizer | None]:
-        """What a file says of it: also the compiles of the ranks that this process has."""
+        """Returns its parts that a file holds, with the compiles of this process's ranks."""
         return self._asked, self._guard, self._made, self._optimizer
 
     def _own_tensors(self) -> list[ModelTensor]:
