@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -331,7 +332,7 @@ class ParallelStep:
         self._mesh = state.goal.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
         device = torch.device(self._mesh.device_type)
-        self._agreement = _Agreement(device)
+        self._agreement = _Agreement(self._mesh)
         state = self._compiled(state)
         assert isinstance(state.runs, PlannedProgram)
         assert state.mesh_plan is not None
@@ -397,7 +398,7 @@ class ParallelStep:
                 "dtypes, train/eval mode, attributes that forward reads). Parallelize it anew."
             )
         self._agreement.check_batch(parts, draws=self._draws)
-        with torch.no_grad():
+        with torch.no_grad(), self._agreement.collectives():
             self._take(parts)
             outputs = self._leased().runners[0]([])
             self._write(outputs)
@@ -474,7 +475,7 @@ class ParallelPipeline(Pipeline):
         assert self.plan.layouts is not None
         assert asked.on_mesh is not None
         self._mesh, self._batch_lies = asked.on_mesh.mesh, self.plan.layouts.batch
-        self._agreement = _Agreement(asked.ranks.device)
+        self._agreement = _Agreement(self._mesh)
         self._agreement.check_plan(self.plan.moved_text)
         own = {id(source.tensor) for source in self._own_tensors()}
         self._on_mesh = MeshParameters(asked.model.model, self._mesh, self.plan.layouts, own)
@@ -496,7 +497,8 @@ class ParallelPipeline(Pipeline):
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
         self._agreement.settle()
-        loss = super().step(*args, **kwargs)
+        with self._agreement.collectives():
+            loss = super().step(*args, **kwargs)
         return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -532,14 +534,17 @@ class _Agreement:
     Attributes:
         ranks: all of them.
         settle: waits for what a step that failed left under way.
+        collectives: within it, those of a program run over the mesh.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, mesh: Any) -> None:
         # Imported late, as all that is of DTensor.
-        from ..pipeline_parallel.mesh.torch_collectives import settle
+        from ..pipeline_parallel.mesh import torch_collectives
 
-        self.settle = settle
-        everyone = tuple(range(dist.get_world_size()))
+        self.settle = torch_collectives.settle
+        groups = torch_collectives.groups_of(mesh)
+        self.collectives = partial(torch_collectives.collectives_over, groups)
+        everyone, device = tuple(range(dist.get_world_size())), torch.device(mesh.device_type)
         self.ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
         self._is_checked = False
 

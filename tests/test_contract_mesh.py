@@ -28,7 +28,9 @@ from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     WAIT,
     absent_ranks,
     axes_of,
+    collectives_over,
     exchanges,
+    groups_of,
     with_own_collectives,
 )
 from lazyinline.pipeline_parallel.mesh.torch_sharding_rules import (
@@ -51,7 +53,6 @@ def test_rules_are_found_where_they_are_looked_for() -> None:
 
 @contract(
     "torch.ops._c10d_functional",
-    "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.utils._pytree.tree_map_only",
 )
@@ -91,8 +92,7 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
     operator: Any = getattr(torch.ops.lazyinline, name)
 
     def run(rank: int) -> torch.Tensor:
-        axes = axes_of(mesh_of(tensor=2))
-        ((group, axis),) = axes.items()
+        groups = groups_of(mesh_of(tensor=2))
         x = torch.arange(8.0).reshape(4, 2) + 10 * rank
         own: tuple[Any, ...] = {
             "all_reduce": ("sum",),
@@ -100,9 +100,10 @@ def test_a_collective_gives_what_its_out_form_and_its_prediction_give(name: str)
             "reduce_scatter": ("sum", 2),
             "all_to_all": (2,),
         }[name]
-        made: torch.Tensor = WAIT(operator(x, *own, group, axis), x)
-        out = WAIT(operator.out(x, *own, group, axis, out=torch.zeros_like(made)), x)
-        predicted = operator(x.to("meta"), *own, group, axis)
+        with collectives_over(groups):
+            made: torch.Tensor = WAIT(operator(x, *own, "tensor"), x)
+            out = WAIT(operator.out(x, *own, "tensor", out=torch.zeros_like(made)), x)
+        predicted = operator(x.to("meta"), *own, "tensor")
         assert torch.equal(made, out)
         assert predicted.shape == made.shape
         return made

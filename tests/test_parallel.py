@@ -524,11 +524,14 @@ def test_what_is_under_way_when_a_collective_fails_is_held_until_it_has_ended(
     works = [Work("the peer is gone"), Work("")]
     monkeypatch.setitem(torch_collectives._STARTS, "all_reduce", lambda *given: works.pop(0))
     with one_of_many(2):
-        where = mesh_of(tensor=2).get_group(0).group_name, "tensor"
+        groups = torch_collectives.groups_of(mesh_of(tensor=2))
         failing, other = (torch.ones(4) for _ in range(2))
         operand = weakref.ref(other)
-        started = torch.ops.lazyinline.all_reduce(failing, "sum", *where)
-        torch.ops.lazyinline.all_reduce(other, "sum", *where)
+        with pytest.raises(lazyinline.PlanError, match="over 'tensor' is run outside of a step"):
+            torch.ops.lazyinline.all_reduce(failing, "sum", "tensor")
+        with torch_collectives.collectives_over(groups):
+            started = torch.ops.lazyinline.all_reduce(failing, "sum", "tensor")
+            torch.ops.lazyinline.all_reduce(other, "sum", "tensor")
         with pytest.raises(lazyinline.PlanError, match=r"16 bytes over 'tensor' \(ranks 0, 1\)"):
             torch.ops.lazyinline.wait(started)
         del other

@@ -97,16 +97,22 @@ def ids(seed: int = 0) -> Tensor:
 class Emulated(TorchDispatchMode):
     """Runs collectives of ours as functional ones, which ``LocalTensorMode`` has for all ranks."""
 
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.groups = {n: g.group_name for n, g in torch_collectives.groups_of(mesh).items()}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         functional = torch.ops._c10d_functional
         if func is torch_collectives.WAIT:
             return functional.wait_tensor(args[0])
         if func not in torch_collectives.COLLECTIVES:
             return func(*args, **(kwargs or {}))
+        *args, axis = args
+        group = self.groups[axis]
         if func is torch.ops.lazyinline.all_to_all.default:
-            x, size, group, _ = args
+            x, size = args
             return functional.all_to_all_single(x, *[[x.shape[0] // size] * size] * 2, group)
-        return getattr(functional, FUNCTIONAL[str(func).split(".")[1]])(*args[:-1])
+        return getattr(functional, FUNCTIONAL[str(func).split(".")[1]])(*args, group)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -166,7 +172,7 @@ def test_tensors_are_moved_between_dimensions_by_one_exchange(
         assert moved == [("all_to_all", sum(one.num_bytes for one in local))]
         if device == "cpu":
             parts = (on_ranks(tensor, before) for tensor in tensors)
-            with LocalTensorMode(RANKS), Emulated():
+            with LocalTensorMode(RANKS), Emulated(mesh):
                 made = interpret(closure.program, list(parts))
             for tensor, found in zip(tensors, made, strict=True):
                 for rank, own in found._local_tensors.items():
@@ -200,7 +206,7 @@ def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list
         inputs.append((tensor.detach(), layouts.parameters.get(name, ())))
     inputs.append((torch.ones((), dtype=tensor_type(step.program.inputs[-1]).dtype), ()))
     local = [on_ranks(tensor, layout) for tensor, layout in inputs]
-    with torch.no_grad(), LocalTensorMode(RANKS), Emulated():
+    with torch.no_grad(), LocalTensorMode(RANKS), Emulated(made._mesh):
         loss, *gradients = interpret(step.program, local)
     trained = [tensor_name(step.model[at].name) for at in step.gradients]
     rows = [

@@ -48,29 +48,28 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from .given import check_mesh
-    from .torch_collectives import axes_of
+    from .torch_collectives import collectives_over, groups_of
 
     mesh = check_mesh(mesh, any_names=True)
-    groups = {name: group for group, name in axes_of(mesh).items()}
     names = mesh.mesh_dim_names or ()
     sizes = {name: mesh.size(i) for i, name in enumerate(names) if mesh.size(i) > 1}
-    found = {name: _measured(mesh, name, groups[name], size) for name, size in sizes.items()}
+    with collectives_over(groups_of(mesh)):
+        found = {name: _measured(mesh.device_type, name, size) for name, size in sizes.items()}
     if path is not None and dist.get_rank() == 0:
         text = json.dumps({name: asdict(rates) for name, rates in found.items()}, indent=1)
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
     return found
 
 
-def _measured(mesh: Any, name: str, group: str, size: int) -> AxisRates:
+def _measured(device: str, name: str, size: int) -> AxisRates:
     small_s, large_s = (
-        _gather_s(mesh.device_type, name, group, size, num_bytes)
-        for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)
+        _gather_s(device, name, size, num_bytes) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES)
     )
     sent_bytes = (_LARGE_BYTES - _SMALL_BYTES) * (size - 1) / size
     return AxisRates(sent_bytes / max(large_s - small_s, 1e-9), small_s)
 
 
-def _gather_s(device: str, name: str, group: str, size: int, num_bytes: int) -> float:
+def _gather_s(device: str, name: str, size: int, num_bytes: int) -> float:
     """Returns the seconds of a gather that makes so many bytes, on the slowest rank."""
     from .torch_collectives import WAIT
 
@@ -79,7 +78,7 @@ def _gather_s(device: str, name: str, group: str, size: int, num_bytes: int) -> 
     for _ in range(_TIMES + 1):  # the first one connects
         dist.barrier()
         start = time.perf_counter()
-        made = WAIT(torch.ops.lazyinline.all_gather(own, size, group, name), own)
+        made = WAIT(torch.ops.lazyinline.all_gather(own, size, name), own)
         made[-1].item()  # waits for the device, too
         taken = torch.full((), time.perf_counter() - start, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)

@@ -194,8 +194,8 @@ def _merge(graph: torch.fx.Graph, waits: Sequence[torch.fx.Node]) -> None:
     target, (_, *rest) = starts[0].target, starts[0].args
     # A scatter hands out rows, a gather makes them, and an exchange does both: a row holds a part
     # of each tensor.
-    parts = rest[-3] if target in (_SCATTER, _EXCHANGE) else 1
-    ranks = rest[-3] if target in (_GATHER, _EXCHANGE) else 1
+    parts = rest[-2] if target in (_SCATTER, _EXCHANGE) else 1
+    ranks = rest[-2] if target in (_GATHER, _EXCHANGE) else 1
     with graph.inserting_before(graph.output_node()):
         rows = [_viewed(graph, start.args[0], [parts, -1]) for start in starts]
         flat = _add(graph, _ATEN.cat.default, rows, 1)

@@ -3,8 +3,9 @@
 The graph of a sharded leaf holds PyTorch's functional collectives. Here such a one is an operator
 with an ``out=`` form, so that a plan of memory can place its result, and a ``wait`` on what it
 gives. The wait takes all memory that is in use until then, and returns the result as a view: so a
-plan keeps that memory from the start to the wait. An error names the collective, this rank and the
-dimension of the mesh.
+plan keeps that memory from the start to the wait. It says the dimension of the mesh that it runs
+over, and no process group: one program is that of any process that has such a mesh, and whoever
+runs it says which. An error names the collective, this rank and the dimension.
 """
 
 from __future__ import annotations
@@ -23,19 +24,17 @@ import torch
 import torch.distributed as dist
 import torch.fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import placement_types
 
 from ...reuse.errors import PlanError, VerifyError
 from ..process_groups import stopped
 
 _LIBRARY = torch.library.Library("lazyinline", "FRAGMENT")
-_WHERE = "str group, str axis"
 _SCHEMAS = {
-    "all_reduce": f"Tensor x, str op, {_WHERE}",
-    "all_gather": f"Tensor x, int size, {_WHERE}",
-    "reduce_scatter": f"Tensor x, str op, int size, {_WHERE}",
-    "all_to_all": f"Tensor x, int size, {_WHERE}",
+    "all_reduce": "Tensor x, str op, str axis",
+    "all_gather": "Tensor x, int size, str axis",
+    "reduce_scatter": "Tensor x, str op, int size, str axis",
+    "all_to_all": "Tensor x, int size, str axis",
 }
 
 
@@ -103,13 +102,25 @@ class _UnderWay(threading.local):
 
     def __init__(self) -> None:
         self._by_address: dict[int, _Started] = {}
+        self._groups: Mapping[str, Any] = {}
+
+    @contextmanager
+    def over(self, groups: Mapping[str, Any]) -> Iterator[None]:
+        """Runs collectives in these groups, by the dimensions of a mesh."""
+        before, self._groups = self._groups, groups
+        try:
+            yield
+        finally:
+            self._groups = before
 
     def start(self, name: str, x: torch.Tensor, *args: Any, out: torch.Tensor) -> torch.Tensor:
         """Starts a collective that writes into ``out``."""
         if out.numel() and out.data_ptr() in self._by_address:
             raise VerifyError(f"The {name} writes where another one is still under way.")
-        *own, group_name, axis = args
-        group = _resolve_process_group(group_name)
+        *own, axis = args
+        if axis not in self._groups:
+            raise PlanError(f"The {name} over {axis!r} is run outside of a step over such a mesh.")
+        group = self._groups[axis]
         parts = dist.get_world_size(group) if own and own[0] in ("avg", "mean") else 1
         # All ranks take the order of starts from the program, so they meet.
         x, what = x if name == "all_reduce" else x.contiguous(), (name, group, axis, parts)
@@ -149,7 +160,7 @@ class _UnderWay(threading.local):
 
 
 _UNDER_WAY = _UnderWay()
-settle = _UNDER_WAY.settle
+settle, collectives_over = _UNDER_WAY.settle, _UNDER_WAY.over
 
 
 def _define(name: str) -> None:
@@ -219,7 +230,7 @@ def with_own_collectives(
         if group not in axes:
             raise PlanError(f"A collective runs in the group {group}, which is none of the mesh's.")
         with graph.inserting_before(node):
-            new = started(graph, target, (*own, group, axes[group]), node.meta["val"])
+            new = started(graph, target, (*own, axes[group]), node.meta["val"])
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return module
@@ -285,10 +296,14 @@ def _exchanged(
     return made.view(parts.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
+def groups_of(mesh: DeviceMesh) -> dict[str, Any]:
+    """Returns this rank's process group along each dimension of a mesh."""
+    return {name: mesh.get_group(i) for i, name in enumerate(mesh.mesh_dim_names or ())}
+
+
 def axes_of(mesh: DeviceMesh) -> dict[str, str]:
     """Returns, by the name of its process group, each dimension of a mesh."""
-    names = mesh.mesh_dim_names or ()
-    return {mesh.get_group(i).group_name: name for i, name in enumerate(names)}
+    return {group.group_name: name for name, group in groups_of(mesh).items()}
 
 
 # ---- ranks that are not there --------------------------------------------------------------------
