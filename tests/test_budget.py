@@ -37,11 +37,11 @@ from link_tree import ROOT
 # new size that binds what differs (frontend +146, backend +111), pipelines as files (frontend +429,
 # pipeline_parallel +20, backend +2).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (29_204, 102),
+    "frontend": (29_209, 102),
     "reuse": (9_889, 34),
     "autodiff": (6_393, 21),
     "recompute": (1_189, 4),
-    "pipeline_parallel": (7_931, 25),
+    "pipeline_parallel": (7_945, 25),
     "backend": (13_086, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
