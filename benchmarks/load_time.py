@@ -4,13 +4,16 @@
     python benchmarks/load_time.py --cases step --rounds 5 --layers 8
 
 CPU-seconds from an imported PyTorch and lazyinline to a first result, less what a later call takes;
-by turns, each in a process of its own over one cache. ``again`` is a load of the same file in the
-same process, its weights given as they are. See README.md beside this file.
+by turns, each in a process of its own over one cache. ``compile`` is beside the imports that it
+waits for (Dynamo, Inductor), ``+ imports`` with them: a load has none, where it imports no Dynamo.
+``again`` is a load of the same file in the same process, its weights given as they are. A compile
+finds its model made, a load reads it. See README.md beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import statistics
@@ -39,12 +42,14 @@ def run_once(case: str, way: str, layers: int, path: str) -> dict[str, Any]:
         subject = subjects.family("own").build(layers, 1)
         torch.save(subject.args, f"{path}.inputs")
     args = torch.load(f"{path}.inputs")
-    optimizer = torch.optim.AdamW(subject.model.parameters()) if way != "load" else None
+    if way == "compile":
+        importlib.import_module("torch._inductor.compile_fx")
 
     def made() -> Any:
         if way == "load":
             return lazyinline.load(path)
-        if case == "step":
+        if case == "step":  # AdamW imports Dynamo, but for a load
+            optimizer = torch.optim.AdamW(subject.model.parameters())
             return lazyinline.compile_step(subject.model, optimizer=optimizer)
         return lazyinline.compile(subject.model, dynamic=True if "sizes" in case else None)
 
@@ -89,6 +94,10 @@ def in_a_process(case: str, way: str, layers: int, folder: str) -> dict[str, Any
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+def _median(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
@@ -100,21 +109,20 @@ def main() -> None:
         case, way, layers, path = options.once
         print(json.dumps(run_once(case, way, int(layers), path)))
         return
-    print(f"{'':<16}{'compile':>9}{'load':>9}{'load again':>12}{'ratio':>8}  Dynamo")
+    heads = ("compile", "+ imports", "load", "load again", "ratio", "+ imports")
+    print(f"{'':<16}" + "".join(f"{head:>11}" for head in heads))
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases:
             in_a_process(case, "save", options.layers, folder)
-            rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
+            rows: dict[str, list[dict[str, Any]]] = {"compile": [], "new": [], "load": []}
             for _ in range(options.rounds):
-                one = (
-                    in_a_process(case, way, options.layers, folder) for way in ("compile", "load")
-                )
-                rows.append((next(one), next(one)))
-            compiled, loaded = (statistics.median(r[i]["cpu_s"] for r in rows) for i in (0, 1))
-            again = statistics.median(row[1]["again_s"] for row in rows)
-            said = "imported" if rows[0][1]["dynamo"] else ""
-            ratio = loaded / compiled
-            print(f"{case:<16}{compiled:>9.2f}{loaded:>9.2f}{again:>12.2f}{ratio:>8.2f}  {said}")
+                for way, found in rows.items():
+                    found.append(in_a_process(case, way, options.layers, folder))
+            said = "  Dynamo imported" if rows["load"][0]["dynamo"] else ""
+            compiled, new, loaded = (_median(rows[way], "cpu_s") for way in rows)
+            again = _median(rows["load"], "again_s")
+            numbers = (compiled, new, loaded, again, loaded / compiled, loaded / new)
+            print(f"{case:<16}" + "".join(f"{number:>11.2f}" for number in numbers) + said)
         size = sum(path.stat().st_size for path in pathlib.Path(folder).glob("*.lz"))
     print(f"{options.layers} layers, {options.rounds} rounds, {size / 1e6:.0f} MB of files")
 

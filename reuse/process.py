@@ -88,21 +88,22 @@ def own_places(root: Path | None = None) -> tuple[str, ...]:
     return tuple(f"{root / folder}{os.sep}" for folder in FOLDERS)
 
 
-def own_files(root: Path | None = None) -> Iterator[Path]:
+def own_files(root: Path | None = None) -> Iterator[str]:
     """Yields every file of the package, at any depth, in an order that depends on names alone."""
     for place in own_places(root):
         for folder, inside, names in os.walk(place, followlinks=True):  # make lint has links
             # Sorted: other machines list a folder in another order, and digests must agree.
             inside[:] = sorted(name for name in inside if name != "__pycache__")
-            yield from (Path(folder, name) for name in sorted(names) if name[0] != ".")
+            yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
 
 
 def code_digest(root: Path) -> str:
     """Returns a digest of the paths and contents of all files of the package under ``root``."""
     digest = hashlib.sha256()
     for path in own_files(root):
-        content = path.read_bytes()
-        name = str(path).removeprefix(f"{root}{os.sep}").replace(os.sep, "/")
+        with open(path, "rb", buffering=0) as file:  # every process that opens a file waits for it
+            content = file.read()
+        name = path.removeprefix(f"{root}{os.sep}").replace(os.sep, "/")
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
     return digest.hexdigest()
 

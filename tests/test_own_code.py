@@ -17,7 +17,7 @@ def test_every_folder_of_the_package_is_known() -> None:
 
 
 def test_the_digest_reads_every_file_of_the_package() -> None:
-    found = {path.resolve() for path in process.own_files()}
+    found = {pathlib.Path(path).resolve() for path in process.own_files()}
     expected = {path for folder in package_folders() for path in folder.rglob("*")}
     assert PUBLIC_FACE / "__init__.py" in found
     assert found == {p for p in expected if p.is_file() and "__pycache__" not in p.parts}
@@ -54,7 +54,7 @@ def frame_of(path: pathlib.Path) -> SimpleNamespace:
 
 
 def test_no_frame_of_ours_is_a_frame_of_the_user() -> None:
-    ours = [path for path in process.own_files() if path.suffix == ".py"]
+    ours = [p for p in map(pathlib.Path, process.own_files()) if p.suffix == ".py"]
     assert len(ours) > 100
     for path in ours:
         frame = frame_of(path)

@@ -68,11 +68,19 @@ def bound_to(source: Source | None) -> object:
     return source
 
 
+def counted(closure: Closure) -> object:
+    """Returns what a text tells of a leaf whose operators are not read."""
+    own = (closure.first_target, closure.is_sum) if isinstance(closure, Leaf) else ()
+    return closure.name, closure.num_nodes, own
+
+
 def assert_inverse(program: Program) -> None:
     """Asserts that a program comes back from its text, in either form, and the text from that."""
     for text in (text_to_compare(program), str(program)):
-        parsed = verify(parse_program(text))
-        assert list(numbered(parsed)) == list(numbered(program))
+        parsed, late = verify(parse_program(text)), parse_program(text, "later")
+        assert list(map(counted, walk_closures(late))) == list(map(counted, walk_closures(parsed)))
+        for one in (parsed, late):
+            assert list(numbered(one)) == list(numbered(program))
         assert text_to_compare(parsed) == text_to_compare(program)
         assert str(parsed) == str(program)
 
@@ -301,3 +309,15 @@ program @main(%x: f32[3,4] = input(0)) -> (f32[{size}]) {{
 """
     with pytest.raises(ParseError, match="reaches beyond the memory"):
         parse_program(text)
+
+
+def test_a_line_of_a_leaf_that_is_read_later_is_refused_where_it_stands() -> None:
+    program = random_program(0)
+    lines = text_to_compare(program).split("\n")
+    at = next(i for i, line in enumerate(lines) if line.startswith("  return")) - 1
+    lines[at] = lines[at].replace("= ", "= no_such_", 1)
+    late = parse_program("\n".join(lines), "later")
+    leaf = next(c for c in walk_closures(late) if isinstance(c, Leaf))
+    assert leaf.num_nodes > 1
+    with pytest.raises(ParseError, match=rf"(?s)^line {at + 1}: there is no operator 'no_such_"):
+        _ = leaf.module

@@ -219,8 +219,9 @@ LOADS = """
 """
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["plain", "sizes"])
 def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    dynamic: bool | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "secret_model.py"
     source.write_text(textwrap.dedent(SOURCE), encoding="utf-8")
@@ -228,7 +229,9 @@ def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
     from secret_model import Model  # type: ignore[import-not-found]
 
     x = batch(2, 8)
-    compiled = lazyinline.compile(Model())
+    if dynamic:  # which keeps nothing: this builds the native loop that a load takes from the cache
+        lazyinline.compile(nn.Linear(8, 8))(x)
+    compiled: Any = lazyinline.compile(Model(), dynamic=dynamic)
     compiled(x)
     with torch.no_grad():
         expected = compiled(x)

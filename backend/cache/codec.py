@@ -62,7 +62,8 @@ def _record(kind: type) -> Coded:
     return kind.__name__, lambda x: map(partial(getattr, x), names), lambda made: kind(*made)
 
 
-_PLAIN = (type(None), bool, int, str)  # as JSON has them; a list of JSON is a tuple
+# As JSON has them; a list of JSON is a tuple.
+_PLAIN = frozenset((type(None), bool, int, str))
 # How a value of a kind is named, written and read: what is whole, and what has parts.
 _WHOLE: dict[type, Coded] = {
     # Hexadecimal is exact, and has infinities and NaN, which JSON lacks.
@@ -118,12 +119,12 @@ def decode_value(data: Any, own: Decode | None = None) -> Any:
     if type(data) in _PLAIN:
         return data
     if isinstance(data, list):
-        return tuple(decode_value(item, own) for item in data)
+        return tuple([x if type(x) in _PLAIN else decode_value(x, own) for x in data])
     ((name, inner),) = data.items()  # any other shape raises, and the entry is made anew
     if name in _READ_WHOLE:
         return _READ_WHOLE[name](inner)
     if name in _READ_PARTS:
-        return _READ_PARTS[name]([decode_value(part, own) for part in inner])
+        return _READ_PARTS[name](list(decode_value(inner, own)))
     if name == "torch":
         return torch_facts.function_named(inner)
     if own is None:

@@ -254,10 +254,10 @@ class CompileCache:
     ) -> ArenaPlan:
         """Returns the places of buffers."""
         key = None
-        if self._facts is not None:
+        if self._disk is not None:
             arrays = (buffers.birth, buffers.death, buffers.size)
             ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
-            # Without the facts: where buffers lie depends on their lives and on our planner alone.
+            # No other facts: where buffers lie depends on their lives and on our planner alone.
             key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
 
         return self._of(key, plan_of, make, plan_data)

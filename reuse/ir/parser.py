@@ -56,6 +56,14 @@ _SIGNS = re.compile(
     | (?P<foreign>[;\#\\"{\u01c0-\u01c3]|:$|\bdef\b)""",
     re.VERBOSE | re.MULTILINE,
 )
+# A leaf whose header has its results, and at least two lines behind the first.
+_LEAF = re.compile(
+    r"^(?![^@\n]*\bcomposite\b)[\w ]*\bclosure @(?P<name>[\w.]+)"
+    r"\([^\n]*\) -> [^\n]*\{(?:  //[^\n]*)?\n"
+    r"  (?! )[^\n]*[^,\n]\n(?P<rest>(?:  [^\n]*\n){2,})\}$",
+    re.MULTILINE,
+)
+_LINE = re.compile(r"^  (?! )", re.MULTILINE)
 _CONSTANTS: dict[str, Any] = {
     "inf": float("inf"),
     "nan": float("nan"),
@@ -126,15 +134,13 @@ class _Reader:
         self._structs: dict[str, StructType] = {}
         self._closures: dict[str, ir.Closure] = {}
         self._sizes = sizes
+        self._left_out: dict[str, tuple[int, int]] = {}
 
     def program(self) -> ir.Program:
         """Returns the program."""
-        try:
-            statements = ast.parse(_SIGNS.sub(self._as_python, self._text)).body
-        except SyntaxError as error:
-            self.fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
-        except (MemoryError, ValueError) as error:
-            self.fail_at(1, 0, f"this cannot be read: {error}")
+        is_later = self._bodies == "later"
+        text = _LEAF.sub(self._shortened, self._text) if is_later else self._text
+        statements = self._statements(text)
         for tree in statements:
             if isinstance(tree, ast.Assign):
                 self._structs[ast.unparse(tree.targets[0])] = self._struct(tree.value)
@@ -154,6 +160,20 @@ class _Reader:
             else:
                 self._closures[name] = self._control(tree, words) or self._leaf(tree, words)
         self.fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
+
+    def _shortened(self, found: re.Match[str]) -> str:
+        """Returns a leaf with its first line alone: to read lines takes most of the time."""
+        self._left_out[found["name"]] = found.span()
+        end = found.start("rest") - found.start()
+        return found[0][:end] + "\n" * found["rest"].count("\n") + "}"
+
+    def _statements(self, text: str) -> list[Any]:
+        try:
+            return ast.parse(_SIGNS.sub(self._as_python, text)).body
+        except SyntaxError as error:
+            self.fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
+        except (MemoryError, ValueError) as error:
+            self.fail_at(1, 0, f"this cannot be read: {error}")
 
     def _as_python(self, found: re.Match[str]) -> str:
         """Returns as many characters of Python for a sign that Python does not have."""
@@ -245,7 +265,8 @@ class _Reader:
 
     def _size(self, tree: Any) -> Any:
         """Returns a number, a symbol, or an expression of symbols."""
-        size = self.computed(tree)
+        number = getattr(tree, "value", None)
+        size = number if type(number) is int else self.computed(tree)
         if isinstance(size, bool) or getattr(size, "is_Boolean", False):
             self._fail(tree, "expected a size")
         if isinstance(size, float) or (isinstance(size, int) and not 0 <= size <= _MAX_SIZE):
@@ -408,19 +429,31 @@ class _Reader:
         inputs, outputs = self._inputs(tree), self._outputs(tree)
         if outputs is None:
             return self._leaf_now(tree, words)
+        name = self._name(tree.name)
+        num_nodes, read = len(tree.body) - 1, partial(self._leaf_now, tree, words)
+        if name in self._left_out:
+            num_nodes = len(_LINE.findall(self._text, *self._left_out[name])) - 1
+            read = partial(self._leaf_at, *self._left_out[name], words)
         leaf = LeafLater.__new__(LeafLater)
         vars(leaf).update(
-            name=self._name(tree.name),
+            name=name,
             input_types=tuple(type_ for _, type_, _ in inputs),
             output_types=tuple(outputs),
             input_names=tuple(own for name, type_, _ in inputs for own in _flat_names(name, type_)),
             **self._said(words),
-            num_nodes=len(tree.body) - 1,
+            num_nodes=num_nodes,
             first_target=self._first_target(tree.body[0]),
             is_sum=self._is_sum(tree),
-            read=partial(self._leaf_now, tree, words),
+            read=read,
         )
         return leaf
+
+    def _leaf_at(self, start: int, end: int, words: list[str]) -> ir.Leaf:
+        """Reads a leaf that was shortened, where it is in the text."""
+        num_lines = self._text.count("\n", 0, start)
+        before = " " * (start - num_lines) + "\n" * num_lines  # so that errors say where it is
+        (tree,) = self._statements(before + self._text[start:end])
+        return self._leaf_now(tree, words)
 
     def _first_target(self, line: Any) -> Any:
         """Returns the operator of a line; None of what has none."""
