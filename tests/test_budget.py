@@ -38,11 +38,11 @@ from link_tree import ROOT
 # pipeline_parallel +20, backend +2).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (29_209, 102),
-    "reuse": (9_889, 34),
+    "reuse": (9_923, 34),
     "autodiff": (6_393, 21),
     "recompute": (1_189, 4),
     "pipeline_parallel": (7_945, 25),
-    "backend": (13_086, 46),
+    "backend": (13_087, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
