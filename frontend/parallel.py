@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import pathlib
@@ -18,13 +17,14 @@ from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
 from ..autodiff.training_program import Sums
+from ..backend.arena.arena import ArenaPlan
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED, MeshPlan, Placements
-from ..pipeline_parallel.process_groups import Ranks, ranks_along
+from ..pipeline_parallel.process_groups import Ranks, all_ranks, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
@@ -69,10 +69,16 @@ class MeshParameters:
         mesh: that they lie on.
         plan: how.
         only: the identities of those to replace; None for all.
+        read: those of a file by name, in place of the model's own.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Any, plan: MeshPlan, only: Container[int] | None = None
+        self,
+        model: nn.Module,
+        mesh: Any,
+        plan: MeshPlan,
+        only: Container[int] | None = None,
+        read: Mapping[str, Tensor] | None = None,
     ) -> None:
         from torch.distributed.tensor import distribute_tensor
 
@@ -89,7 +95,11 @@ class MeshParameters:
         for key, tensor in tensors.items():
             layout = plan.parameters[names[key]]
             # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
-            whole = distribute_tensor(tensor.detach(), mesh, layout)
+            whole = (
+                distribute_tensor(tensor.detach(), mesh, layout)
+                if read is None
+                else read[names[key]]
+            )
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
             _put(held.tables, own)
@@ -101,6 +111,11 @@ class MeshParameters:
         """Returns what took the place of a captured tensor; buffers stay."""
         held = self._held.get(id(tensor))
         return tensor if held is None else held.own
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Returns this rank's part of what modules hold within :meth:`as_captured`."""
+        found = (one.own for one in self._held.values() if one.captured is tensor)
+        return local_part(next(found, tensor))
 
     @contextmanager
     def as_captured(self) -> Iterator[None]:
@@ -320,27 +335,41 @@ def _check_devices(model: nn.Module, mesh: Any) -> None:
 class ParallelStep:
     """One rank's part of a step over a mesh. Made by :func:`parallelize`.
 
+    Args:
+        model: what is trained.
+        batch: how a batch is split into micro-batches.
+        state: of the compile before its first pass, or after its last, as a file has it.
+        read: the parameters of a file by name, in place of the model's own.
+
     Attributes:
+        model: holds the parameters, as DTensors.
         plan: what lies where, and what is moved; ``print(parallel.plan)``.
         last_report: what the compile did.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, state: Compilation) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        state: Compilation,
+        read: Mapping[str, Tensor] | None = None,
+    ) -> None:
         assert state.goal.on_mesh is not None
         assert state.subject is not None
-        self._model, self._batch = model, batch
+        self.model, self._batch = model, batch
         self._mesh = state.goal.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
         device = torch.device(self._mesh.device_type)
         self._agreement = _Agreement(self._mesh)
-        state = self._compiled(state)
+        state = self._compiled(state) if state.runs is None else state
         assert isinstance(state.runs, PlannedProgram)
         assert state.mesh_plan is not None
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
         self.plan = sharded_step(state)
         # The search for a plan of memory ends by time, so that may differ.
-        self._agreement.check_plan(str(replace(self.plan, memory=None)))
+        order = [(one.kind, one.axis, one.num_bytes) for one in self.plan.collectives]
+        self._agreement.check_plan(f"{replace(self.plan, memory=None)}\n{order}")
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]
@@ -349,12 +378,13 @@ class ParallelStep:
         subject = state.subject
         flat = torch_pytree.flatten((subject.args, subject.kwargs))
         self._guard = Guard(subject.model, state.captured, *flat)
-        self._parameters = MeshParameters(model, self._mesh, self._layout_of)
+        self._parameters = MeshParameters(model, self._mesh, self._layout_of, read=read)
         self._own = [self._parameters.of(source.tensor) for source in sources]
         self._trained = [self._own[i] for i in self._step.gradients]
         self._lease: Lease | None = None
         self._staged: list[Tensor] = []
         self._given: list[Tensor] = []
+        self._lowered = replace(state, subject=None, flats={}, runs=None)
         seed = tensor_type(self._step.program.inputs[-1])
         self._seed = torch.full((), 1.0 / self._num_parts, dtype=seed.dtype, device=device)
 
@@ -404,6 +434,16 @@ class ParallelStep:
             self._write(outputs)
             self._hand_out(outputs)
             return torch.stack(list(outputs[: self._num_parts])).mean()
+
+    @property
+    def kept(
+        self,
+    ) -> tuple[
+        nn.Module, Guard, Compilation, Sequence[ArenaPlan], MeshParameters, Ranks, Sequence[int]
+    ]:
+        """Returns its parts that a file holds; of the ranks their order in the mesh, too."""
+        own = self.model, self._guard, self._lowered, self._runner.plans, self._parameters
+        return *own, self._agreement.ranks, self._mesh.mesh.flatten().tolist()
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: what lies where and what is moved, the program, its memory, its passes.
@@ -544,8 +584,7 @@ class _Agreement:
         self.settle = torch_collectives.settle
         groups = torch_collectives.groups_of(mesh)
         self.collectives = partial(torch_collectives.collectives_over, groups)
-        everyone, device = tuple(range(dist.get_world_size())), torch.device(mesh.device_type)
-        self.ranks = Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
+        self.ranks: Ranks = all_ranks(torch.device(mesh.device_type))
         self._is_checked = False
 
     def check_plan(self, plan: str) -> None:

@@ -311,6 +311,12 @@ def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
     return ranks_along(mesh, PIPELINE_DIM, (DATA_DIM,), num_pipelines, timeout_s)
 
 
+def all_ranks(device: torch.device) -> Ranks:
+    """Returns this rank's place among all that there are, in their own group."""
+    everyone = tuple(range(dist.get_world_size()))
+    return Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
+
+
 def ranks_elsewhere(sizes: Mapping[str, int], timeout_s: float) -> Ranks:
     """Returns the place of the first rank of a pipeline that is not here.
 

@@ -68,12 +68,12 @@ def _same_excepthook() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_of_many(world: int = 4) -> Iterator[None]:
-    """Makes this process rank 0 of a group whose collectives do nothing, for what moves nothing."""
+def one_of_many(world: int = 4, rank: int = 0) -> Iterator[None]:
+    """Makes this process a rank of a group whose collectives do nothing, for what moves nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with _same_excepthook():
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             yield
         finally:

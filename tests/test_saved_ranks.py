@@ -1,7 +1,9 @@
 """Pipelines as files: each rank loads its part, and steps go on with the same bits."""
 
+import json
 import pathlib
 import sys
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -202,3 +204,120 @@ def test_each_process_loads_its_part_and_goes_on_with_the_same_bits(
     elsewhere, _ = pipeline_of(case, {"pipeline": 2} | ({"data": 2} if world == 4 else {}))
     lazyinline.save(elsewhere, tmp_path / "elsewhere.lz")
     assert (tmp_path / "elsewhere.lz").read_bytes() == (tmp_path / "fresh.lz").read_bytes()
+
+
+# ---- over a mesh ---------------------------------------------------------------------------------
+
+MESH = {"fsdp": 2, "tp": 2}
+
+
+def on_mesh(case: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A model over four ranks, its batch, and how it is compiled."""
+    from parallel_models import MEGATRON, mesh_of, tiny, tokens
+
+    options: dict[str, Any] = {"mesh": mesh_of(**MESH), "backend": "eager", "micro_batches": 2}
+    if case == "decoder":
+        batch, model = tokens(rows=8), tiny().float()
+        return model, batch, {"args": batch, "plan": MEGATRON, **options}
+    from test_parallel_local import LLAMA
+
+    model, args, kwargs = model_and_batch("llama")
+    options |= {"backend": "inductor", "micro_batches": 1, "plan": LLAMA}
+    return model, (), {"args": args, "kwargs": kwargs, **options}
+
+
+def trained_over_mesh(step: Any, optimizer: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What three further steps give on this rank."""
+    found: list[Any] = []
+    for _ in range(3):
+        found.append({"loss": step.step(*args, **kwargs)})
+        optimizer.step()
+        for name, parameter in step.model.named_parameters():
+            parts = {"": parameter, ", its gradient": parameter.grad}
+            parts |= {f", its {k}": t for k, t in optimizer.state[parameter].items() if t.dim()}
+            found[-1] |= {name + k: t.detach().to_local().clone() for k, t in parts.items()}
+    return found
+
+
+def save_on_mesh(rank: int, folder: pathlib.Path) -> list[str]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, args, options = on_mesh((folder / "case").read_text())
+    kwargs = options.get("kwargs", {})
+    expected = eager_loss(model, args, kwargs)
+    step = lazyinline.parallelize(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss = step.step(*args, **kwargs)
+    optimizer.step()
+    lazyinline.save(step, folder / "mesh.lz")
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optimizer": lazyinline.for_checkpoint(state)}, checkpoint_id=folder / "optimizer")
+    torch.save(trained_over_mesh(step, optimizer, args, kwargs), folder / f"further{rank}")
+    torch.save((args, kwargs), folder / "batch")
+    return [] if torch.isclose(loss, expected, rtol=1e-3) else [f"{loss} and not {expected}"]
+
+
+def go_on_over_mesh(rank: int, folder: pathlib.Path) -> list[str]:
+    """Loads where no source of a model can be imported, and takes the same further steps."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    sources = ("transformers", "decoders", "hugging_face", "parallel_models")
+    assert not sys.modules.keys() & set(sources)
+    sys.modules.update(dict.fromkeys(sources))  # type: ignore[arg-type]
+    step: Any = lazyinline.load(folder / "mesh.lz")
+    lazyinline.save(step, folder / "again.lz")
+    again, first = (unsigned(folder / name) for name in ("again.lz", "mesh.lz"))
+    wrong = [
+        f"saved again {n} is another"
+        for n in first.keys() | again.keys()
+        if first.get(n) != again.get(n)
+    ]
+    optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-2)
+    state = get_optimizer_state_dict(step.model, optimizer)
+    dcp.load({"optimizer": lazyinline.for_checkpoint(state)}, checkpoint_id=folder / "optimizer")
+    set_optimizer_state_dict(step.model, optimizer, state)
+    args, kwargs = torch.load(folder / "batch")
+    found = trained_over_mesh(step, optimizer, args, kwargs)
+    wrong += different(found, torch.load(folder / f"further{rank}"))
+    assert len(found[0]) > 50 and step.plan.num_bytes
+    return [*wrong, *refused_meshes(folder)]
+
+
+def unsigned(path: pathlib.Path) -> dict[str, Any]:
+    """The parts of a file, without the signature of the machine."""
+    with zipfile.ZipFile(path) as archive:
+        parts: dict[str, Any] = {name: archive.read(name) for name in archive.namelist()}
+    parts["manifest.json"] = list(json.loads(parts["manifest.json"])["parts"])
+    return parts
+
+
+def refused_meshes(folder: pathlib.Path) -> list[str]:
+    """What is wrong with how this rank refuses meshes that the file is not for."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wrong = []
+    for shape, names in (((4,), ("fsdp",)), ((2, 2), ("tp", "fsdp"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(FileError) as error:
+            lazyinline.load(folder / "mesh.lz", mesh=mesh)
+        said = "it is for a mesh of fsdp 2 x tp 2 on cpu, and mesh= is"
+        wrong += [] if said in str(error.value) else [str(error.value)]
+    return wrong
+
+
+@pytest.mark.parametrize("case", ["decoder", "llama"])
+@pytest.mark.sweep(keep="[decoder]")
+def test_each_rank_of_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
+    case: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "case").write_text(case)
+    assert run_ranks(tmp_path, f"{HERE}.save_on_mesh", 4) == [[]] * 4
+    (tmp_path / "store").unlink()
+    # One file is of this machine, and one of another: its operators are checked, one by one.
+    cache = tmp_path / ("cache" if case == "llama" else "another")
+    assert run_ranks(tmp_path, f"{HERE}.go_on_over_mesh", 4, cache) == [[]] * 4

@@ -24,7 +24,8 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.
-_NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
+# Ours are collectives, which PyTorch finds once a mesh has been imported.
+_NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor", "lazyinline"])
 _FUNCTIONS: dict[str, Any] = {
     **{f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)},
     "getitem": operator.getitem,

@@ -191,8 +191,9 @@ class Guard:
     def training_of(self, model: nn.Module) -> tuple[bool, list[str]]:
         """Returns whether the model was in train mode, and the paths of modules that differed."""
         names = [name for name, _ in model.named_modules()]
-        whole = self._training[0]
-        others = [n for n, mode in zip(names, self._training, strict=False) if mode is not whole]
+        first = next(i for i, one in enumerate(self._modules) if one is model)
+        whole, *_ = modes = self._training[first:]  # what computes its loss is around it
+        others = [n for n, mode in zip(names, modes, strict=False) if mode is not whole]
         return whole, others
 
     def is_bound_to_present(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,6 +17,7 @@ from ...backend.cache.codec import decode_value
 from ...backend.files.container import Parts, open_parts, read_json
 from ...backend.files.safetensors import Described, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
+from ...pipeline_parallel.process_groups import all_ranks
 from ...recompute.planner import Budget
 from ...reuse import torch_pytree
 from ...reuse.errors import FileError, NoProgramError, door
@@ -32,19 +33,22 @@ from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
 from ..guards.guard import Guard, Inputs, shown
 from ..options import Batching, Options
+from ..parallel import ParallelStep
 from ..passes.context import Context
 from ..passes.link import linked
+from ..passes.mesh import sharded_step
 from ..passes.programs import PARTS, tensor_name
 from ..passes.rank import RankCompilation, Splitting
 from ..passes.stages import of_rank
-from ..passes.state import Compilation, Goal, between, run, step_goal
+from ..passes.state import Compilation, Goal, OnMesh, Subject, between, run, step_goal
 from ..pipeline import AskedPipeline, Pipeline
+from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
-from .ranks import read_colors, read_ranks, read_stages, together
+from .ranks import check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import SavedModel, TensorNames
 from .trees import tree_of
@@ -58,7 +62,8 @@ def load(
     *,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     trust: bool = False,
-) -> CompiledModule | TrainingStep | Pipeline:
+    mesh: Any = None,
+) -> CompiledModule | TrainingStep | Pipeline | ParallelStep:
     """Opens a file that :func:`save` wrote. The model's source code is not needed.
 
     Every byte is checked before it is used: each part against its digest, programs operator by
@@ -71,11 +76,13 @@ def load(
         state_dict: weights in place of those in the file; used as they are, not copied.
         trust: use kernels and plans in the file although another machine has made them. They are
             code: say so only of a file that you would run.
+        mesh: of what :func:`parallelize` returned, the ``DeviceMesh`` to run on, if there is one
+            already: of the same dimensions. Without, one is made.
 
     Returns:
         A module: it is called, trained and asked for its ``state_dict`` like the compiled model. Of
-        a step a step, whose ``model`` and ``optimizer`` are the file's. Of a pipeline this rank's
-        part: every rank opens the file.
+        a step a step, whose ``model`` and ``optimizer`` are the file's. Of a pipeline or of a mesh
+        this rank's part: every rank opens the file.
 
     Raises:
         FileError: if the file is damaged or is none of these; the message is one sentence.
@@ -88,6 +95,10 @@ def load(
     store = open_cache()
     with garbage_collection_paused(), open_parts(path, store) as parts:
         opened = _Opened(parts, store if trust or parts.is_signed else None)
+        if opened.is_on_mesh:
+            return opened.on_mesh(path, state_dict, mesh)
+        if mesh is not None:
+            raise FileError("mesh= is for a step over a mesh, which it is not")
         if opened.is_pipeline:
             return opened.pipeline(path, state_dict)
         model = opened.module(path, state_dict)
@@ -108,7 +119,7 @@ def captured_programs(
     """
     with open_parts(path, None) as parts:
         opened = _Opened(parts, None)
-        if opened.is_pipeline and tensors == "bound":
+        if (opened.is_pipeline or opened.is_on_mesh) and tensors == "bound":
             raise FileError("its tensors are those of several ranks: load it on each of them")
         model = opened.module(path, None) if tensors == "bound" else None
         return [opened.captured(number, model) for number in range(opened.num_programs)]
@@ -132,7 +143,8 @@ class _Opened:
         self._parts, self._store = parts, store
         self._told = told = read_json(parts.read(MODEL))
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
-        self.is_pipeline, self._rank = "ranks" in told, 0
+        self.is_pipeline, self.is_on_mesh = "ranks" in told, "mesh" in told
+        self._own = ""  # where the parts of this rank are
         self._absent: set[str] = set()  # tensors of other ranks
         settings = None
         if self._batching is not None:
@@ -152,6 +164,10 @@ class _Opened:
             for _, source, type_ in model_inputs(program.captured):
                 if self._types.setdefault(source.name, type_) != type_:
                     raise FileError(f"two programs take {source.name} in two ways")
+        # Of a mesh the parameters, of which this rank has parts, and the types of those.
+        self._parted: Container[str] = ()
+        self._part_types: dict[str, TensorType] = {}
+        self._parts_read: dict[str, torch.Tensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
 
     @property
@@ -181,9 +197,13 @@ class _Opened:
                 found |= read_tensors(file, os.fstat(file.fileno()).st_size, self._empty)
         else:
             raise FileError("it has no weights: give load a state_dict")
-        if self.is_pipeline:  # other ranks have the others
+        self._parts_read = {name: found.pop(name) for name in [*found] if name in self._parted}
+        if self.is_pipeline or self.is_on_mesh:  # other ranks have the others
             every = {*self._names.saved, *self._names.unsaved, *self._types}
             self._absent = every - found.keys()
+            missing = self._absent - self._parts_read.keys() if self.is_on_mesh else ()
+            if missing:
+                raise FileError(f"it has no {min(missing)} for this rank")
             found |= {name: self._stand_in(name) for name in self._absent}
         return SavedModel(str(self._told["class"]), self._names, found)
 
@@ -194,12 +214,12 @@ class _Opened:
         return torch.full((), nothing, dtype=type_.dtype, device="cpu").expand(type_.shape)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
-        name = f"ranks/{self._rank}/{name}" if self.is_pipeline else name
+        name = self._own + name
         with self._parts.stream(name) as source:
             return dict(read_tensors(source, self._parts.size_of(name), self._empty))
 
     def _empty(self, name: str, described: Described) -> torch.Tensor:
-        type_ = self._types.get(name)
+        type_ = self._part_types.get(name, self._types.get(name))
         if type_ is None:
             return torch.empty(described.shape, dtype=described.dtype, device="cpu")
         if (type_.dtype, type_.shape) != (described.dtype, described.shape):
@@ -254,21 +274,12 @@ class _Opened:
         """Returns this rank's part of a pipeline, with the tensors of its stages; a collective."""
         told, program, said = self._told["programs"][0], self._programs[0], self._told["ranks"]
         ranks, table = read_ranks(said)
-        self._rank = ranks.rank
+        self._own = f"ranks/{ranks.rank}/"
         model = together(ranks, lambda: self.module(path, state_dict))
         inputs = _inputs(told, program, table.num_micro_batches)
 
         def opened(state: RankCompilation) -> RankCompilation:
-            self._put_objects()
-            # Under the names that tensors have in what computes the loss of the model.
-            bound = self._bound(program.captured, model)
-            named = (
-                replace(s, name=f"model.{s.name}") if isinstance(s, ModelTensor) else s
-                for s in bound
-            )
-            seen = _seen(replace(program.captured, sources=tuple(named)))
-            state.report.model, state.report.opened_from = model.class_name, "opened from a file"
-            state.report.describe(seen)
+            seen = self._seen_with_loss(model, state.report)
             colors = read_colors(said[-1], table.num_stages)
             state = replace(state, seen=seen, colors=colors, programs={PARTS[0]: seen.program})
             state = run(between(PASSES, "split", "split"), state)
@@ -295,6 +306,85 @@ class _Opened:
                 file=self._parts.digest,
             )
             return Pipeline(asked, together(ranks, lambda: self._optimizer_of(model)))
+
+    def _seen_with_loss(self, model: SavedModel, report: CompileReport) -> CapturedModel:
+        """Returns what capture would have seen of the model and its loss, on a rank."""
+        self._put_objects()
+        captured = self._programs[0].captured
+        # Under the names that tensors have in what computes the loss of the model.
+        named = (
+            replace(s, name=f"model.{s.name}") if isinstance(s, ModelTensor) else s
+            for s in self._bound(captured, model)
+        )
+        seen = _seen(replace(captured, sources=tuple(named)))
+        report.model, report.opened_from = model.class_name, "opened from a file"
+        report.describe(seen)
+        return seen
+
+    def on_mesh(
+        self,
+        path: str | os.PathLike[str],
+        state_dict: Mapping[str, torch.Tensor] | None,
+        given: Any,
+    ) -> ParallelStep:
+        """Returns this rank's part of a step over a mesh, with its tensors; a collective."""
+        # Imported late: DTensor takes as long to import as all of lazyinline.
+        from .mesh import MAX_MICRO_BATCHES, SavedLayouts, place_of, read_step
+
+        if state_dict is not None:
+            raise FileError("a state_dict has whole tensors: load it into the model afterwards")
+        said, told, program = self._told["mesh"], self._told["programs"][0], self._programs[0]
+        check_number(len(said[1]), f"a step over a mesh ({str(said[0])[:80]})")
+        ranks = all_ranks(torch.device("cpu"))
+        same = {"file (its digest)": self._parts.digest[:12], "mesh= is given": given is not None}
+        ranks.check_same_program(None, same, "so their programs would not fit together")
+        layouts = together(ranks, lambda: SavedLayouts.read(said, given))
+        mesh = layouts.mesh() if given is None else given
+        self._own, batching = place_of(layouts.row.index(ranks.rank)), self._batching
+        if batching is None or batching.micro_batches not in range(1, MAX_MICRO_BATCHES):
+            raise FileError("it is no training step with a number of micro-batches")
+        inputs = _inputs(told, program, batching.micro_batches)
+        batch = Batch(torch_pytree.unflatten(inputs.leaves, inputs.tree), batching.micro_batches)
+        context = Context(self.options)
+        report, trusted = context.report(train=True), self._store is not None
+
+        def opened() -> tuple[SavedModel, Compilation, dict[str, torch.Tensor]]:
+            own = layouts.localized(program.captured, mesh)
+            self._part_types = {s.name: type_ for _, s, type_ in model_inputs(own)}
+            self._parted = self._names.parameters
+            model = self.module(path, None)
+            model.set_modes(*told["training"])
+            place = self._own + _place(0)
+            read = read_step(self._parts, place, own, layouts, batching, trusted=trusted)
+            goal = replace(step_goal(batching), on_mesh=OnMesh(mesh, lambda *_: layouts.plan))
+            state = Compilation(
+                context=context,
+                report=report,
+                goal=goal,
+                subject=Subject(LossModel(model, None), *batch.first_micro_batch()),
+                seen=self._seen_with_loss(model, report),
+                composed=read.step,
+                programs=read.runs,
+                mesh_plan=layouts.plan,
+            )
+            if trusted:
+                take_made(context, self._parts, place, read)
+            held = {
+                name: layouts.parameter(name, part, self._types.get(name), mesh)
+                for name, part in self._parts_read.items()
+            }
+            return model, state, held
+
+        def linked_in_turn() -> Compilation:
+            with ranks.leader_first(context.cache_place), context.cached(report):
+                made = run(_LOWER_AND_LINK, state)
+            report.made = made_by(made)
+            sharded_step(made)  # which says of a collective that nobody waits for
+            return made
+
+        with _modes(told["modes"]):
+            model, state, held = together(ranks, opened)
+            return ParallelStep(model, batch, together(ranks, linked_in_turn), held)
 
     def _adopt(
         self, calls: Dispatcher[Any], compiler: Compiler, state: Compilation, inputs: _Inputs

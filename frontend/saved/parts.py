@@ -8,7 +8,7 @@ it; else it is made again of the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -52,10 +52,11 @@ from .trees import tree_data, tree_of
 
 _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
-CAPTURED, STEP = "captured", "step"
-STAGES = "stages"
-"""In place of what crosses a boundary: of a pipeline, whose stages are parts of their own."""
+CAPTURED, STEP, BOUNDARY = "captured", "step", "boundary.json"
+RANKS = "stages"
+"""In place of what crosses a boundary: of ranks, whose programs are parts of their own."""
 _MAX_EXAMPLE = 2**31
+_OURS = "lazyinline."
 
 
 # ---- to a file -----------------------------------------------------------------------------------
@@ -70,12 +71,14 @@ class KeptProgram:
         lowered: its compile up to link.
         plans: where it has memory, if it is linked.
         facts: what is known of it; nothing of a step.
+        own: operators of ours that it may have.
     """
 
     guard: Guard
     lowered: Compilation
     plans: Sequence[ArenaPlan] = ()
     facts: tuple[Facts, tuple[int, ...]] | None = None
+    own: Container[Any] = ()
 
     @classmethod
     def of(cls, guard: Guard, compiled: Compiled) -> KeptProgram:
@@ -114,7 +117,7 @@ def program_parts(
     cache = CompileCache.of_user(kept.lowered.context.options.backend)
     runs = {name: _plainly_named(one) for name, one in texts.items() if name != CAPTURED}
     for name, one in {**texts, **runs}.items():
-        yield f"{name}.txt", [_text(one, sizes)]
+        yield f"{name}.txt", [_text(one, sizes, kept.own)]
     if not runs or not cache.facts or launches is None:
         return  # then it is made again wherever it is opened
     made, objects = {}, dict[str, bytes]()
@@ -138,13 +141,13 @@ def program_parts(
     yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
 
-def _text(program: Program, told: Any) -> bytes:
+def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
     """Returns the text of a program, of which it is known that it can be read.
 
     Raises:
         FileError: if it cannot, or an operator is the user's own.
     """
-    _refuse_foreign(program)
+    refuse_foreign(program, own)
     text = text_to_compare(program)
     for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
         try:
@@ -158,12 +161,13 @@ def _text(program: Program, told: Any) -> bytes:
     raise FileError("This program has no text that says all of it.")
 
 
-def _refuse_foreign(program: Program) -> None:
+def refuse_foreign(program: Program, own: Container[Any]) -> None:
     """Raises FileError for an operator that PyTorch does not have itself: it is the user's code."""
     for closure in walk_closures(program):
         for node in closure.nodes if isinstance(closure, Leaf) else ():
             is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
-            if function_name(node.target) is None and not is_ours:
+            name = function_name(node.target) or _OURS
+            if name.startswith(_OURS) and not is_ours and node.target not in own:
                 raise FileError(
                     f"@{closure.name} calls {name_of(node)}, no operator of PyTorch's own, and a "
                     "file holds no code: a program with it is neither saved nor loaded."
@@ -185,14 +189,18 @@ def _plainly_named(program: Program) -> Program:
 
 def boundary_data(state: Compilation) -> Any:
     """Returns what crosses from a forward to its backward, or into a step, as JSON holds it."""
-    step = state.composed
-    if state.goal.kind == "rank":
-        return STAGES
-    if step is not None:
-        updates = step.updates
-        of_updates = [updates.state, updates.parameters, updates.num_results]
-        return [step.batch, step.gradients, step.writes, of_updates]
+    if state.goal.kind == "rank" or state.goal.on_mesh is not None:
+        return RANKS
+    if state.composed is not None:
+        return step_data(state.composed)
     return derivative_data(state.derivative)
+
+
+def step_data(step: StepProgram) -> Any:
+    """Returns what crosses into a step, as JSON holds it."""
+    updates = step.updates
+    of_updates = [updates.state, updates.parameters, updates.num_results]
+    return [step.batch, step.gradients, step.writes, of_updates]
 
 
 def derivative_data(derivative: Derivative | None) -> Any:
@@ -258,15 +266,15 @@ def read_program(
     boundary = told["boundary"]
     sizes = None if told["sizes"] is None else read_sizes(told["sizes"])
     size_of = None if sizes is None else partial(parse_size, sizes=sizes)
-    (program,) = _texts(parts, place, [CAPTURED], sizes, trusted=trusted).values()
+    (program,) = read_texts(parts, place, [CAPTURED], sizes, trusted=trusted).values()
     leaves, spec = tree_of(told["output"], size_of)
     captured = replace(program, output_tree=OutputTree(tuple(map(tuple, leaves)), spec))
     _check_leaves(captured)
-    if boundary == STAGES:
+    if boundary == RANKS:
         return ReadProgram(captured, {})
     if settings is not None:
-        programs = _texts(parts, place, [STEP], sizes, trusted=trusted)
-        step = _step(captured, programs[STEP], settings, boundary)
+        programs = read_texts(parts, place, [STEP], sizes, trusted=trusted)
+        step = step_of(captured, programs[STEP], settings, boundary)
         return ReadProgram(captured, programs, sizes, _halves(step.program), step)
     return read_runs(parts, place, captured, boundary, sizes, trusted=trusted)
 
@@ -282,7 +290,7 @@ def read_runs(
 ) -> ReadProgram:
     """Reads what runs of a captured program: a forward, and its backward if it has one."""
     names = PARTS[: 1 if boundary is None else 2]
-    programs = _texts(parts, place, names, sizes, trusted=trusted)
+    programs = read_texts(parts, place, names, sizes, trusted=trusted)
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
         return ReadProgram(captured, programs, sizes)
@@ -292,16 +300,25 @@ def read_runs(
     return ReadProgram(captured, programs, sizes, found)
 
 
-def _texts(
-    parts: Parts, place: str, names: Iterable[str], sizes: ReadSizes | None, *, trusted: bool
+def read_texts(
+    parts: Parts,
+    place: str,
+    names: Iterable[str],
+    sizes: ReadSizes | None = None,
+    own: Container[Any] = (),
+    *,
+    trusted: bool,
 ) -> dict[str, Program]:
-    """Reads programs by their names, and verifies those that this machine did not write."""
+    """Reads programs by their names, and verifies those that this machine did not write.
+
+    Besides PyTorch's operators they may have those of ``own``.
+    """
     texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
     bodies: Literal["now", "later"] = "later" if trusted else "now"
     programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
     if not trusted:
         for name, program in programs.items():
-            _refuse_foreign(program)  # it would run what this process has registered
+            refuse_foreign(program, own)  # it would run what this process has registered
             verify(program, "shared" if name == CAPTURED else "aten")
     return programs
 
@@ -387,7 +404,7 @@ def _halves(step: Program) -> Derivative:
     return Derivative(one, one, (), (), (), ())
 
 
-def _step(
+def step_of(
     captured: Program, program: Program, settings: Sequence[TensorType], boundary: Any
 ) -> StepProgram:
     """Returns a step, where all that it says of its inputs and outputs is so."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from ...reuse.errors import FileError
 from ...reuse.ir.program import Composite
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
-from .parts import KeptProgram, derivative_data, program_parts, read_runs, take_made
+from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
 
 Made = TypeVar("Made")
 
@@ -61,14 +61,14 @@ def ranks_data(table: ActionTable, ranks: Ranks, colors: Colors | None) -> Any:
 
 
 def save_together(
-    path: str | os.PathLike[str], ranks: Ranks, make: Callable[[], Mapping[str, Content]]
+    path: str | os.PathLike[str],
+    ranks: Ranks,
+    row: Sequence[int],
+    make: Callable[[], Mapping[str, Content]],
 ) -> None:
-    """Writes, on the first rank, what all ranks make; a collective, unless they are elsewhere."""
-    if ranks.group is None:
-        write_parts(path, make(), open_cache())
-        return
-    row, me = ranks.rows[0], dist.get_rank()
-    parts = together(ranks, lambda: make() if me in row else {})  # replicas hold the same
+    """Writes what some ranks make, on the first of them; a collective of all ranks."""
+    me = dist.get_rank()
+    parts = together(ranks, lambda: make() if me in row else {})
     whole = {name: b"".join(content) for name, content in parts.items()}
     everyone: list[Any] | None = [None] * dist.get_world_size() if me == row[0] else None
     dist.gather_object(whole, everyone, dst=row[0])
@@ -81,7 +81,7 @@ def stage_parts(
 ) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a stage."""
     place = f"{_PROGRAM}stages/{one.stage.index}/"
-    yield f"{place}boundary.json", [to_json(derivative_data(one.derivative))]
+    yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
     runs = dict(
         zip(PARTS, (state.programs[part_name(one, k)] for k in parts_of(one)), strict=False)
     )
@@ -90,6 +90,16 @@ def stage_parts(
 
 
 # ---- from a file ---------------------------------------------------------------------------------
+
+
+def check_number(number: int, what: str) -> None:
+    """Raises FileError if so many ranks are not here."""
+    there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if there != number:
+        raise FileError(
+            f"it is {what}, and torch.distributed has {there} rank(s) here: start {number} "
+            f"(torchrun --nproc-per-node {number}), and call init_process_group first"
+        )
 
 
 def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
@@ -109,13 +119,8 @@ def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
     table = action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
     if table.splits_backward:
         raise FileError(f"{schedule} splits backwards, which no file has in two")
-    there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-    if there != (number := ranks * replicas):
-        raise FileError(
-            f"it is a pipeline of {ranks} rank(s) in {replicas} replica(s), and torch.distributed "
-            f"has {there} rank(s) here: start {number} (torchrun --nproc-per-node {number}), and "
-            "call init_process_group first"
-        )
+    what = f"a pipeline of {ranks} rank(s) in {replicas} replica(s)"
+    check_number(ranks * replicas, what)
     if replicas == 1:
         return ranks_of(None, timeout_s), table
     from torch.distributed.device_mesh import init_device_mesh
@@ -146,7 +151,7 @@ def read_stages(state: RankCompilation, parts: Parts, *, trusted: bool) -> list[
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
         is_own, place = stage.index in own, f"{_PROGRAM}stages/{stage.index}/"
-        boundary = read_json(parts.read(f"{place}boundary.json"))
+        boundary = read_json(parts.read(place + BOUNDARY))
         read = read_runs(parts, place, stage.program, boundary, trusted=trusted or not is_own)
         if trusted and is_own:
             take_made(state.context, parts, place, read)

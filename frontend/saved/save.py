@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -24,18 +24,20 @@ from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
 from ..options import Batching, Options
+from ..parallel import ParallelStep
 from ..passes.many_shapes import launches_for_all
-from ..passes.programs import tensor_name
 from ..passes.state import Compilation
 from ..pipeline import Pipeline
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
 from .parts import (
+    BOUNDARY,
     CAPTURED,
     KeptProgram,
     boundary_data,
     output_data,
     program_parts,
+    step_data,
     used_parameters,
 )
 from .ranks import ranks_data, save_together, stage_parts
@@ -63,8 +65,9 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     Args:
         compiled: what :func:`compile` or :func:`compile_step` returned, or the model that was
             compiled in place; it has been called in each way that the file shall be called in. A
-            step's file has its optimizer's state, too. Of a pipeline every rank calls this, and
-            the first writes the programs and tensors of all.
+            step's file has its optimizer's state, too. Of a pipeline, or of what
+            :func:`parallelize` returned, every rank calls this, and the first writes the programs
+            and tensors of all.
         path: the file, which is replaced if it is there.
         weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
             them to :func:`load`.
@@ -83,18 +86,25 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     if weights not in get_args(Weights):
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
     if isinstance(compiled, Pipeline):
-        ranks = compiled.kept[0].ranks
-        save_together(path, ranks, partial(_parts_of_ranks, compiled, weights))
+        ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
+        if ranks.group is None:
+            write_parts(path, make(), open_cache())
+        else:  # replicas hold the same
+            save_together(path, ranks, ranks.rows[0], make)
+        return
+    if isinstance(compiled, ParallelStep):
+        *_, ranks, row = compiled.kept
+        save_together(path, ranks, row, partial(_parts_on_mesh, compiled, weights))
         return
     if isinstance(compiled, TrainingStep):
         model, _, options, batching, _, optimizer = compiled.made_of
-        saved = _Saved(model, options, compiled.subject, _kept(compiled), optimizer, batching)
+        saved = _Saved(model, options, _kept(compiled), optimizer, batching)
     elif isinstance(calls := dispatcher_of(compiled), ModelDispatcher):
-        saved = _Saved(calls.model, calls.options, calls.subject, _kept(calls))
+        saved = _Saved(calls.model, calls.options, _kept(calls))
     else:
         raise FileError(
-            "save takes what lazyinline.compile, compile_step or pipeline returned, and this is a "
-            f"{type(compiled).__name__}."
+            "save takes what lazyinline.compile, compile_step, pipeline or parallelize returned, "
+            f"and this is a {type(compiled).__name__}."
         )
     parts = dict(saved.parts(weights))
     if weights == "beside":
@@ -108,7 +118,7 @@ def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
     """Returns the parts of those ranks of a pipeline that are compiled here."""
     asked, guard, made, optimizer = pipe.kept
     if asked.on_mesh is not None:
-        raise FileError("What parallelize returned cannot be saved: it is split over a mesh.")
+        raise FileError("A pipeline whose stages are split over a mesh cannot be saved.")
     if not guard.rebind():
         raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
     if weights == "beside":
@@ -119,7 +129,6 @@ def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
         saved = _Saved(
             asked.model.model,
             asked.context.options,
-            asked.model,
             [kept],
             optimizer,
             ranks=ranks_data(asked.table, asked.ranks, one.colors),
@@ -134,6 +143,34 @@ def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
         for stage in one.own:
             found |= stage_parts(kept, one, stage)
     return found
+
+
+def _parts_on_mesh(step: ParallelStep, weights: Weights) -> dict[str, Content]:
+    """Returns the parts of a step over a mesh that this rank writes: its programs and tensors."""
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ...pipeline_parallel.mesh.torch_collectives import OWN
+    from .mesh import mesh_data, placed
+
+    if weights != "inside":
+        raise FileError(f"weights={weights!r} is of whole tensors; of a mesh they are inside.")
+    model, guard, lowered, plans, parameters, ranks, row = step.kept
+    batching, plan = lowered.goal.batching, lowered.mesh_plan
+    assert plan is not None
+    with parameters.as_captured():
+        if not guard.rebind():
+            raise FileError("The model's tensors no longer fit this step: parallelize it anew.")
+        saved = _Saved(
+            model,
+            lowered.context.options,
+            [KeptProgram(guard, lowered, plans, own=OWN)],
+            batching=batching,
+            mesh=mesh_data(plan, row),
+            count=batching.micro_batches,
+            part_of=parameters.part_of,
+        )
+        parts = dict(saved.parts(weights))
+    parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
+    return placed(parts, row.index(ranks.rank))
 
 
 def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
@@ -163,23 +200,25 @@ class _Saved:
         self,
         model: nn.Module,
         options: Options,
-        subject: nn.Module,
         kept: Sequence[KeptProgram],
         optimizer: StepOptimizer | None = None,
         batching: Batching | None = None,
         *,
         ranks: Any = None,
+        mesh: Any = None,
         ids: Container[int] | None = None,
         count: int = 1,
+        part_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         if model_inside(model) is not None:
             raise FileError(
                 f"A {type(model).__name__} sees to several processes, which no file says: save "
                 "what was compiled of the model inside."
             )
-        self._model, self._options, self._subject = model, options, subject
+        self._model, self._options = model, options
         self._kept, self._batching, self._optimizer = kept, batching, optimizer
-        self._ranks, self._ids, self._count = ranks, ids, count
+        self._more = {"ranks": ranks, "mesh": mesh}
+        self._ids, self._count, self._part_of = ids, count, part_of
         self._names, self._tensors = TensorNames.of(model)
         self._by_id = {id(tensor): name for name, tensor in self._tensors.items()}
         self._constants: dict[int, torch.Tensor] = {}
@@ -189,9 +228,9 @@ class _Saved:
         return self._here({name: self._tensors[name] for name in self._names.saved})
 
     def _here(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns those that this process keeps: of a pipeline each rank those of its stages."""
+        """Returns what this process keeps: of a pipeline those of its stages, of a mesh parts."""
         ids = self._ids
-        return {n: tensor for n, tensor in tensors.items() if ids is None or id(tensor) in ids}
+        return {n: self._part_of(t) for n, t in tensors.items() if ids is None or id(t) in ids}
 
     def parts(self, weights: Weights) -> Iterator[tuple[str, Content]]:
         """Yields all parts."""
@@ -219,8 +258,7 @@ class _Saved:
             **asdict(self._names),
             "programs": programs,
         }
-        if self._ranks is not None:
-            told["ranks"] = self._ranks
+        told |= {key: said for key, said in self._more.items() if said is not None}
         if self._names.parameters == used_parameters(captured):
             told["parameters"] = None  # their names stand in the programs
         yield MODEL, [to_json(told)]
@@ -259,9 +297,7 @@ class _Saved:
         if sizes is not None:
             made = launches_for_all(state, sizes.hints) or (None, ())
             told_sizes = sizes.told(made[1])
-        training, others = guard.training_of(self._subject)
-        if self._subject is not self._model:
-            others = list(map(tensor_name, others))
+        training, others = guard.training_of(self._model)
         (grad, autocast, *_), (inference, *_) = guard.modes.captured
         told = {
             "train": state.goal.train,

@@ -44,6 +44,9 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_OPS = ("sum", "avg", "mean", "max", "min", "product")
+
+
 def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
     # PyTorch's sum is in place: of the operand, where the plan lets it lie there.
     if out.data_ptr() != x.data_ptr():
@@ -199,6 +202,19 @@ _OWN_FORMS: Mapping[Any, Any] = {
 }
 WAIT = _OWN.wait.default
 """Waits for what one of them gives; takes its operand, too, where that is read until then."""
+OWN = COLLECTIVES | {WAIT}
+
+
+def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
+    """Raises PlanError for a collective that ranks of a mesh of such sizes could not run."""
+    taken: tuple[Any, ...] = node.args
+    _, *told, axis = taken
+    if axis not in sizes:
+        raise PlanError(f"a collective runs over {axis!r}, and the mesh has {', '.join(sizes)}")
+    if not all(x == sizes[axis] if isinstance(x, int) else x in _OPS for x in told):
+        raise PlanError(
+            f"a collective over {axis!r}, which has {sizes[axis]} ranks, is told {told}"
+        )
 
 
 def with_own_collectives(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.fx
 
+from ...reuse.errors import VerifyError
 from ...reuse.ir.costs import Cost, OperatorCosts, value_bytes
 from ...reuse.ir.printer import bytes_text
 from ...reuse.ir.program import Composite, Leaf, Program
@@ -49,6 +50,9 @@ def collectives_of(
         program: of a step, or a part of a stage.
         launches: what it was linked to: launches that know their places.
         part: its name.
+
+    Raises:
+        VerifyError: if not each is waited for once.
     """
     found, beside = collectives_in(program, part=part), list[int]()
     begun: dict[int, int] = {}
@@ -58,8 +62,12 @@ def collectives_of(
             begun[one.place(dict(launch.kwargs)["out"]).instance] = len(beside)
             beside.append(place)
         elif launch.function is WAIT:
-            number = begun[one.place(launch.args[0]).instance]
+            number = begun.pop(one.place(launch.args[0]).instance, -1)
+            if number < 0:
+                raise VerifyError("A program waits for what no collective makes.")
             beside[number] = place - beside[number] - 1
+    if begun or len(found) != len(beside):
+        raise VerifyError("A program has a collective that nothing waits for.")
     pairs = zip(found, beside, strict=True)
     return tuple(replace(one, num_beside=number) for one, number in pairs)
 
