@@ -16,19 +16,9 @@ import torch
 import torch.fx
 
 from ..reuse.errors import CaptureError
+from ..reuse.ir import program as ir
 from ..reuse.ir.control import Choose, Repeat, control_leaf, stacked_type
 from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Control,
-    Leaf,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-)
 from ..reuse.ir.types import StructType, TensorType, Type
 from ..reuse.torch_names import module_of
 from .leaf_derivative import Derivative, Request, Whole, cotangent_type
@@ -38,12 +28,12 @@ class _Differentiator(Protocol):
     """Makes the derivatives of bodies; see :class:`.derivative.Differentiator`."""
 
     def of(self, request: Request) -> Derivative | None: ...
-    def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
-    def adder(self, type_: TensorType) -> Leaf: ...
+    def active_outputs(self, closure: ir.Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
+    def adder(self, type_: TensorType) -> ir.Leaf: ...
 
 
 def control_derivative(
-    differentiator: _Differentiator, asked: Request, control: Control
+    differentiator: _Differentiator, asked: Request, control: ir.Control
 ) -> Derivative | None:
     """Returns the derivative of a control-flow operator, or None if no gradient flows.
 
@@ -67,7 +57,7 @@ def _of_choice(
     differentiator: _Differentiator, asked: Request, control: Choose
 ) -> Derivative | None:
     leaf = asked.closure
-    assert isinstance(leaf, Leaf)
+    assert isinstance(leaf, ir.Leaf)
     inputs = tuple(i - 1 for i in asked.inputs if i)  # the bodies do not take the number
     again = [Request(body, inputs, asked.outputs, Whole()) for body in control.bodies]
     found = [differentiator.of(one) for one in again]
@@ -80,19 +70,22 @@ def _of_choice(
         _backward_branch(body, one, seeded, gradients)
         for body, one in zip(control.bodies, found, strict=True)
     )
-    seeds = [Value(cotangent_type(leaf.output_types[i])) for i in seeded]
+    seeds = [ir.Value(cotangent_type(leaf.output_types[i])) for i in seeded]
     operands = _inputs(leaf)
     backward = _call(f"{leaf.name}.backward", Choose(bodies), [*operands, *seeds])
-    entry, results = Value(StructType(()), "saved"), tuple(Value(t) for t in leaf.output_types)
-    saved = Value(entry.type, "saved")
-    pack, unpack = Pack(StructType(())), Unpack(StructType(()))
-    forward = (Call(leaf, tuple(operands), results), Call(pack, (), (saved,)))
+    entry, results = (
+        ir.Value(StructType(()), "saved"),
+        tuple(ir.Value(t) for t in leaf.output_types),
+    )
+    saved = ir.Value(entry.type, "saved")
+    pack, unpack = ir.Pack(StructType(())), ir.Unpack(StructType(()))
+    forward = (ir.Call(leaf, tuple(operands), results), ir.Call(pack, (), (saved,)))
     return Derivative(
         _composite(f"{leaf.name}.forward", operands, forward, (*results, saved)),
         _composite(
             backward.closure.name,
             (entry, *operands, *seeds),
-            (Call(unpack, (entry,), ()), backward),
+            (ir.Call(unpack, (entry,), ()), backward),
             backward.results,
         ),
         tuple(range(len(operands))),
@@ -103,19 +96,22 @@ def _of_choice(
 
 
 def _backward_branch(
-    body: Composite, derivative: Derivative | None, seeded: Sequence[int], gradients: Sequence[int]
-) -> Composite:
+    body: ir.Composite,
+    derivative: Derivative | None,
+    seeded: Sequence[int],
+    gradients: Sequence[int],
+) -> ir.Composite:
     """Returns what a body's gradients are computed by, from its operands and the cotangents."""
     operands = _inputs(body)
-    seeds = {i: Value(cotangent_type(body.output_types[i])) for i in seeded}
-    calls, found = list[Call](), {}
+    seeds = {i: ir.Value(cotangent_type(body.output_types[i])) for i in seeded}
+    calls, found = list[ir.Call](), {}
     if derivative is not None:
         saved = _packed(derivative.saved_type, iter(()), calls)  # what was drawn: nothing is
         calls.append(_backward_call(derivative, saved, operands, (), seeds))
         found = dict(zip(derivative.gradient_inputs, calls[-1].results, strict=True))
     for i in gradients:
         if i not in found:
-            found[i] = Value(cotangent_type(body.input_types[i]), "zeros")
+            found[i] = ir.Value(cotangent_type(body.input_types[i]), "zeros")
             calls.append(zeros_call(found[i]))
     outputs = [found[i] for i in gradients]
     return _composite(f"{body.name}.backward", (*operands, *seeds.values()), calls, outputs)
@@ -128,7 +124,7 @@ class _Repeated:
     """The derivative of a repeated body, by the body's."""
 
     def __init__(self, differentiator: _Differentiator, asked: Request, control: Repeat) -> None:
-        assert isinstance(asked.closure, Leaf)
+        assert isinstance(asked.closure, ir.Leaf)
         self._leaf, self._control, self._asked = asked.closure, control, asked
         self._adder = differentiator.adder
         self._body = control.bodies[0]
@@ -185,13 +181,13 @@ class _Repeated:
         used = {*self._active, *step.cotangent_outputs}
         return tuple(i for i in self._asked.outputs if i in used)
 
-    def _forward(self, step: Derivative) -> tuple[Composite, list[TensorType]]:
+    def _forward(self, step: Derivative) -> tuple[ir.Composite, list[TensorType]]:
         """Returns the forward, and the types of the rows that each step leaves for the backward."""
         body, control, count = self._body, self._control, self._num_carried
         inputs = _inputs(body)
-        results = [Value(t) for t in body.output_types]
-        saved = Value(step.saved_type, "saved")
-        calls = [Call(step.forward, tuple(inputs), (*results, saved))]
+        results = [ir.Value(t) for t in body.output_types]
+        saved = ir.Value(step.saved_type, "saved")
+        calls = [ir.Call(step.forward, tuple(inputs), (*results, saved))]
         left = list(_taken_apart(saved, calls))
         left += [inputs[i] for i in step.kept_inputs if i < count]
         left += [results[i] for i in step.kept_outputs if i < count]
@@ -203,26 +199,26 @@ class _Repeated:
         call = _call(f"{self._leaf.name}.forward", replace(control, bodies=(made,)), operands)
         number = len(self._leaf.output_types)
         struct = StructType(tuple(value.type for value in call.results[number:]))
-        whole = Value(struct, "saved")
-        pack = Call(Pack(struct), call.results[number:], (whole,))
+        whole = ir.Value(struct, "saved")
+        pack = ir.Call(ir.Pack(struct), call.results[number:], (whole,))
         outputs = (*call.results[:number], whole)
         return _composite(call.closure.name, operands, (call, pack), outputs), rows
 
-    def _backward(self, step: Derivative, left: Sequence[TensorType]) -> Composite:
+    def _backward(self, step: Derivative, left: Sequence[TensorType]) -> ir.Composite:
         leaf, control, count = self._leaf, self._control, self._num_carried
         made, sums = self._backward_step(step, left)
         struct = StructType(tuple(stacked_type(t, control.num_steps) for t in left))
-        entry = Value(struct, "saved")
-        rows = [Value(t) for t in struct.fields]
-        calls = [Call(Unpack(struct), (entry,), tuple(rows))]
-        kept = {i: Value(leaf.input_types[i]) for i in self._kept_inputs(step)}
-        results = {i: Value(leaf.output_types[i]) for i in step.kept_outputs if i >= count}
-        seeds = {i: Value(cotangent_type(leaf.output_types[i])) for i in self._seeded(step)}
+        entry = ir.Value(struct, "saved")
+        rows = [ir.Value(t) for t in struct.fields]
+        calls = [ir.Call(ir.Unpack(struct), (entry,), tuple(rows))]
+        kept = {i: ir.Value(leaf.input_types[i]) for i in self._kept_inputs(step)}
+        results = {i: ir.Value(leaf.output_types[i]) for i in step.kept_outputs if i >= count}
+        seeds = {i: ir.Value(cotangent_type(leaf.output_types[i])) for i in self._seeded(step)}
         carried = []
         for i in (*self._active, *sums):
             seed = seeds.get(i) if i < count else None
             if seed is None:
-                seed = Value(cotangent_type(leaf.input_types[i]), "zeros")
+                seed = ir.Value(cotangent_type(leaf.input_types[i]), "zeros")
                 calls.append(zeros_call(seed))
             carried.append(seed)
         rows += [value for i, value in kept.items() if i < self._first_same]
@@ -241,17 +237,17 @@ class _Repeated:
 
     def _backward_step(
         self, step: Derivative, left: Sequence[TensorType]
-    ) -> tuple[Composite, list[int]]:
+    ) -> tuple[ir.Composite, list[int]]:
         """Returns the body of the backward, and the operands whose gradients it adds up."""
         body, count = self._body, self._num_carried
         sums = [i for i in step.gradient_inputs if i >= self._first_same]
-        cotangents = {i: Value(cotangent_type(body.input_types[i])) for i in self._active}
-        totals = {i: Value(cotangent_type(body.input_types[i])) for i in sums}
-        rows = [Value(t) for t in left]
-        inputs = {i: Value(body.input_types[i]) for i in self._kept_inputs(step)}
-        outputs = {i: Value(body.output_types[i]) for i in step.kept_outputs if i >= count}
+        cotangents = {i: ir.Value(cotangent_type(body.input_types[i])) for i in self._active}
+        totals = {i: ir.Value(cotangent_type(body.input_types[i])) for i in sums}
+        rows = [ir.Value(t) for t in left]
+        inputs = {i: ir.Value(body.input_types[i]) for i in self._kept_inputs(step)}
+        outputs = {i: ir.Value(body.output_types[i]) for i in step.kept_outputs if i >= count}
         seeds = {
-            i: Value(cotangent_type(body.output_types[i]))
+            i: ir.Value(cotangent_type(body.output_types[i]))
             for i in step.cotangent_outputs
             if i >= count
         }
@@ -264,7 +260,7 @@ class _Repeated:
             *seeds.values(),
             *(value for i, value in inputs.items() if i >= self._first_same),
         ]
-        calls: list[Call] = []
+        calls: list[ir.Call] = []
         rest = iter(rows)
         saved = _packed(step.saved_type, rest, calls)
         inputs |= {i: next(rest) for i in step.kept_inputs if i < count}
@@ -273,12 +269,12 @@ class _Repeated:
         found = dict(zip(step.gradient_inputs, calls[-1].results, strict=True))
         for i in self._active:
             if i not in found:  # the next step gets nothing of it
-                found[i] = Value(cotangent_type(body.input_types[i]), "zeros")
+                found[i] = ir.Value(cotangent_type(body.input_types[i]), "zeros")
                 calls.append(zeros_call(found[i]))
         for i in sums:
             type_ = cotangent_type(body.input_types[i])
-            total = Value(type_)
-            calls.append(Call(self._adder(type_), (totals[i], found[i]), (total,)))
+            total = ir.Value(type_)
+            calls.append(ir.Call(self._adder(type_), (totals[i], found[i]), (total,)))
             found[i] = total
         scanned = [i for i in step.gradient_inputs if count <= i < self._first_same]
         returned = [found[i] for i in (*self._active, *sums, *scanned)]
@@ -288,17 +284,17 @@ class _Repeated:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def _inputs(closure: Leaf | Composite) -> list[Value]:
+def _inputs(closure: ir.Leaf | ir.Composite) -> list[ir.Value]:
     """Returns a value for each operand of a closure, named as it names them."""
     names = closure.input_names or [""] * len(closure.input_types)
-    return [Value(t, n) for t, n in zip(closure.input_types, names, strict=True)]
+    return [ir.Value(t, n) for t, n in zip(closure.input_types, names, strict=True)]
 
 
 def _are_dense(types: Sequence[TensorType]) -> bool:
     return all(type_.is_dense for type_ in types)
 
 
-def _call(name: str, control: Choose | Repeat, operands: Sequence[Value]) -> Call:
+def _call(name: str, control: Choose | Repeat, operands: Sequence[ir.Value]) -> ir.Call:
     """Returns a call of a new control-flow operator; ``operands`` are its own."""
     body = control.bodies[0]
     types = flat_types(body.output_types)
@@ -306,16 +302,16 @@ def _call(name: str, control: Choose | Repeat, operands: Sequence[Value]) -> Cal
         carried, rows = types[: control.num_carried], types[control.num_carried :]
         types = [*carried, *(stacked_type(row, control.num_steps) for row in rows)]
     leaf = control_leaf(name, control, flat_types(v.type for v in operands), types)
-    return Call(leaf, tuple(operands), tuple(map(Value, types)))
+    return ir.Call(leaf, tuple(operands), tuple(map(ir.Value, types)))
 
 
 def _backward_call(
     derivative: Derivative,
-    saved: Value,
-    inputs: Sequence[Value] | dict[int, Value],
-    outputs: Sequence[Value] | dict[int, Value],
-    seeds: dict[int, Value],
-) -> Call:
+    saved: ir.Value,
+    inputs: Sequence[ir.Value] | dict[int, ir.Value],
+    outputs: Sequence[ir.Value] | dict[int, ir.Value],
+    seeds: dict[int, ir.Value],
+) -> ir.Call:
     """Returns the call of a body's backward."""
     args = (
         saved,
@@ -323,39 +319,39 @@ def _backward_call(
         *(outputs[i] for i in derivative.kept_outputs),
         *(seeds[i] for i in derivative.cotangent_outputs),
     )
-    results = tuple(map(Value, derivative.backward.output_types))
-    return Call(derivative.backward, args, results)
+    results = tuple(map(ir.Value, derivative.backward.output_types))
+    return ir.Call(derivative.backward, args, results)
 
 
 def _composite(
-    name: str, inputs: Sequence[Value], calls: Sequence[Call], outputs: Sequence[Value]
-) -> Composite:
-    program = Program(tuple(inputs), tuple(calls), tuple(outputs))
-    return Composite(name, program, tuple(v.hint for v in inputs))
+    name: str, inputs: Sequence[ir.Value], calls: Sequence[ir.Call], outputs: Sequence[ir.Value]
+) -> ir.Composite:
+    program = ir.Program(tuple(inputs), tuple(calls), tuple(outputs))
+    return ir.Composite(name, program, tuple(v.hint for v in inputs))
 
 
-def _taken_apart(value: Value, calls: list[Call]) -> Iterator[Value]:
+def _taken_apart(value: ir.Value, calls: list[ir.Call]) -> Iterator[ir.Value]:
     """Yields the tensors in a struct; adds the calls that take it apart."""
     if isinstance(value.type, TensorType):
         yield value
         return
-    fields = tuple(map(Value, value.type.fields))
-    calls.append(Call(Unpack(value.type), (value,), fields))
+    fields = tuple(map(ir.Value, value.type.fields))
+    calls.append(ir.Call(ir.Unpack(value.type), (value,), fields))
     for field in fields:
         yield from _taken_apart(field, calls)
 
 
-def _packed(type_: Type, tensors: Iterator[Value], calls: list[Call]) -> Value:
+def _packed(type_: Type, tensors: Iterator[ir.Value], calls: list[ir.Call]) -> ir.Value:
     """Returns a struct of tensors; adds the calls that make it."""
     if isinstance(type_, TensorType):
         return next(tensors)
     fields = tuple(_packed(field, tensors, calls) for field in type_.fields)
-    struct = Value(type_, "saved")
-    calls.append(Call(Pack(type_), fields, (struct,)))
+    struct = ir.Value(type_, "saved")
+    calls.append(ir.Call(ir.Pack(type_), fields, (struct,)))
     return struct
 
 
-def zeros_call(value: Value) -> Call:
+def zeros_call(value: ir.Value) -> ir.Call:
     """Returns the call that makes a value of zeros."""
     type_ = value.type
     assert isinstance(type_, TensorType)
@@ -367,5 +363,5 @@ def zeros_call(value: Value) -> Call:
     )
     node.meta["val"] = torch.empty(type_.shape, dtype=type_.dtype, device="meta")
     graph.output((node,))
-    leaf: Closure = Leaf("zeros", module_of(graph), (), (type_,), kernels="compiled")
-    return Call(leaf, (), (value,))
+    leaf: ir.Closure = ir.Leaf("zeros", module_of(graph), (), (type_,), kernels="compiled")
+    return ir.Call(leaf, (), (value,))

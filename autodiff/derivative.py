@@ -16,19 +16,8 @@ from functools import cached_property, partial
 import torch
 import torch.fx
 
+from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, is_active, without_autocast
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Kernels,
-    Leaf,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-    outputs_of,
-)
 from ..reuse.ir.torch_symbols import environment_of
 from ..reuse.ir.types import HOST, StructType, TensorType
 from .control_derivative import control_derivative
@@ -72,7 +61,7 @@ class Recipe:
     decompositions: Decompositions = field(default_factory=dict)
     policy: PartitionPolicy = "save"
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
-    kernels: Kernels = "backend"
+    kernels: ir.Kernels = "backend"
     rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged
     gradients: Gradients = "final"
 
@@ -86,19 +75,19 @@ class Differentiator:
     """
 
     def __init__(
-        self, recipe_for: Callable[[Leaf], Recipe], remember: Remember | None = None
+        self, recipe_for: Callable[[ir.Leaf], Recipe], remember: Remember | None = None
     ) -> None:
         self._recipe_for = recipe_for
         self._remember = remember
         self._derivatives: dict[Request, Derivative | None] = {}
         self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
-        self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
-        self._adders: dict[tuple[TensorType, TensorType], Leaf] = {}
-        self._copiers: dict[tuple[TensorType, TensorType], Leaf] = {}
+        self._activity: dict[tuple[ir.Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
+        self._adders: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
+        self._copiers: dict[tuple[TensorType, TensorType], ir.Leaf] = {}
 
     def vjp(
-        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
+        self, closure: ir.Closure, inputs: Sequence[int], outputs: Sequence[int]
     ) -> Derivative | None:
         """Returns the derivative of a closure, or None if no gradient flows.
 
@@ -120,12 +109,12 @@ class Differentiator:
         # Before leaves and composites: what is called again may be either, taken as it is.
         elif isinstance(request.choice, Whole):
             made = self._called_again(request)
-        elif isinstance(leaf, Composite):
+        elif isinstance(leaf, ir.Composite):
             reversal = _Reversal(self, request, leaf)
             made = reversal.derivative()
             self._sites[request] = reversal.sites()
         else:
-            assert isinstance(leaf, Leaf), "pack and unpack come from differentiation"
+            assert isinstance(leaf, ir.Leaf), "pack and unpack come from differentiation"
             if leaf.control is not None:
                 made = control_derivative(self, request, leaf.control)
             elif self._remember is not None:
@@ -153,7 +142,7 @@ class Differentiator:
         # Tracing is the expensive part, and a choice only cuts what was traced: a solver that tries
         # many choices traces a leaf once.
         leaf, plain = request.closure, replace(request, choice=None)
-        assert isinstance(leaf, Leaf)
+        assert isinstance(leaf, ir.Leaf)
         if plain not in self._joints:
             types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
             # First of all: the form that the backend prefers is the one to differentiate.
@@ -172,7 +161,7 @@ class Differentiator:
         return self._joints[plain]
 
     @without_autocast()
-    def _leaf(self, request: Request, leaf: Leaf) -> Derivative | None:
+    def _leaf(self, request: Request, leaf: ir.Leaf) -> Derivative | None:
         joint, recipe = self._traced(request)
         if not joint.tangent_outputs or not joint.grad_inputs:
             return None
@@ -188,7 +177,7 @@ class Differentiator:
         if recipe.gradients == "final":
             pair = make_pair(leaf, forward, backward, joint, recipe.kernels)
             offloaded = request.choice.offloaded if isinstance(request.choice, Cut) else ()
-            names = [node.name for node in outputs_of(forward)[number:]]
+            names = [node.name for node in ir.outputs_of(forward)[number:]]
             return replace(
                 pair, offloaded=tuple(i for i, name in enumerate(names) if name in offloaded)
             )
@@ -208,46 +197,46 @@ class Differentiator:
         plain = self.of(replace(request, choice=None))
         return None if plain is None else run_again(request.closure, plain, self._rerunner)
 
-    def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]:
+    def active_outputs(self, closure: ir.Closure, active: Sequence[bool]) -> tuple[bool, ...]:
         """Says which results of a closure may depend on the active operands, differentiably."""
         key = (closure, tuple(active))
         if key not in self._activity:
-            if isinstance(closure, Leaf):
+            if isinstance(closure, ir.Leaf):
                 self._activity[key] = is_active(closure, key[1])
             else:
-                assert isinstance(closure, Composite)
+                assert isinstance(closure, ir.Composite)
                 values = active_values(self, closure.program, key[1])
                 self._activity[key] = tuple(v in values for v in closure.program.outputs)
         return self._activity[key]
 
-    def adder(self, type_: TensorType, added: TensorType | None = None) -> Leaf:
+    def adder(self, type_: TensorType, added: TensorType | None = None) -> ir.Leaf:
         """Returns the closure that adds to a value of a type one of its own type, or of another."""
         types = (type_, added or type_)
         if types not in self._adders:
             module = traced_sum(types, self._sized() if type_.is_symbolic else None)
-            leaf = Leaf("add", module, types, (type_,), level="aten", kernels="eager")
+            leaf = ir.Leaf("add", module, types, (type_,), level="aten", kernels="eager")
             self._adders[types] = leaf
         return self._adders[types]
 
     def _sized(self) -> torch.fx.GraphModule | None:
         """Returns the graph of a leaf whose sizes are symbols: all are of one environment."""
-        leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, Leaf))
+        leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, ir.Leaf))
         return next((module for module in leaves if environment_of(module) is not None), None)
 
-    def copier(self, type_: TensorType, copied: TensorType) -> Leaf:
+    def copier(self, type_: TensorType, copied: TensorType) -> ir.Leaf:
         """Returns the closure that copies a value to another device, or in another precision."""
         if (type_, copied) not in self._copiers:
             name = "offload" if copied.device == HOST else "reload"
             name = "cast" if copied.device == type_.device else name
             module = traced_copy(type_, copied)
-            leaf = Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
+            leaf = ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
             self._copiers[type_, copied] = leaf
         return self._copiers[type_, copied]
 
 
 def active_values(
-    differentiator: Differentiator, program: Program, active: Sequence[bool]
-) -> set[Value]:
+    differentiator: Differentiator, program: ir.Program, active: Sequence[bool]
+) -> set[ir.Value]:
     """Returns the values of a program that may carry a gradient back to an active input."""
     found = {v for v, flag in zip(program.inputs, active, strict=True) if flag}
     for call in program.calls:
@@ -258,11 +247,11 @@ def active_values(
     return found
 
 
-def passed_through(program: Program) -> dict[Value, Value]:
+def passed_through(program: ir.Program) -> dict[ir.Value, ir.Value]:
     """Maps each result that is really an operand, returned as it came, to that operand."""
-    same: dict[Value, Value] = {}
+    same: dict[ir.Value, ir.Value] = {}
     for call in program.calls:
-        if isinstance(call.closure, Composite):
+        if isinstance(call.closure, ir.Composite):
             body = call.closure.program
             inner = passed_through(body)
             place = {v: i for i, v in enumerate(body.inputs)}
@@ -280,7 +269,7 @@ class _Reversal:
         self,
         differentiator: Differentiator,
         request: Request,
-        closure: Composite,
+        closure: ir.Composite,
     ) -> None:
         self._make = differentiator
         self._closure = closure
@@ -288,24 +277,25 @@ class _Reversal:
         self._wanted = inputs = request.inputs
         choices = request.choice.choices if isinstance(request.choice, PerCall) else ()
         self._choices = dict(zip(self._program.calls, choices, strict=bool(choices)))
-        self._asked: dict[Call, Request] = {}
+        self._asked: dict[ir.Call, Request] = {}
         flags = [i in set(inputs) for i in range(len(self._program.inputs))]
         self._active = active_values(differentiator, self._program, flags)
-        self._cotangents: dict[Value, Value] = {}
-        self._backward: list[Call] = []
-        self._derivatives: dict[Call, tuple[Derivative, Value]] = {}
-        self._offloads: dict[Call, list[Call]] = {}
-        self._kept: dict[Value, Value] = {}  # forward value -> its stand-in in the backward program
+        self._cotangents: dict[ir.Value, ir.Value] = {}
+        self._backward: list[ir.Call] = []
+        self._derivatives: dict[ir.Call, tuple[Derivative, ir.Value]] = {}
+        self._offloads: dict[ir.Call, list[ir.Call]] = {}
+        # Of each forward value its stand-in in the backward program.
+        self._kept: dict[ir.Value, ir.Value] = {}
         self._same = passed_through(self._program)
-        self._seeds: list[tuple[int, Value]] = []
+        self._seeds: list[tuple[int, ir.Value]] = []
         for index in request.outputs:
             value = self._program.outputs[index]
             if value in self._active:
-                seed = Value(cotangent_type(value.type), f"ct_{value.hint}")
+                seed = ir.Value(cotangent_type(value.type), f"ct_{value.hint}")
                 self._seeds.append((index, seed))
                 self._add_cotangent(value, seed)
 
-    def _add_cotangent(self, value: Value, cotangent: Value) -> None:
+    def _add_cotangent(self, value: ir.Value, cotangent: ir.Value) -> None:
         """Sums cotangents where a value fans out."""
         # The first one is the sum so far: added to zeros, it would cost a kernel.
         present = self._cotangents.get(value)
@@ -313,9 +303,9 @@ class _Reversal:
             self._cotangents[value] = cotangent
             return
         assert isinstance(cotangent.type, TensorType)
-        total = Value(cotangent.type, cotangent.hint)
+        total = ir.Value(cotangent.type, cotangent.hint)
         adder = self._make.adder(cotangent.type)
-        self._backward.append(Call(adder, (present, cotangent), (total,)))
+        self._backward.append(ir.Call(adder, (present, cotangent), (total,)))
         self._cotangents[value] = total
 
     def derivative(self) -> Derivative | None:
@@ -340,27 +330,27 @@ class _Reversal:
         """Returns what was asked of each call, where a gradient flows."""
         return tuple(self._asked.get(call) for call in self._program.calls)
 
-    def _request(self, call: Call) -> Request:
+    def _request(self, call: ir.Call) -> Request:
         # Calls of one closure may differ in their active operands: each pattern is a request of its
         # own, and equal patterns share a derivative.
         wanted = [i for i, v in enumerate(call.args) if v in self._active]
         seeded = [i for i, v in enumerate(call.results) if v in self._cotangents]
         return Request(call.closure, tuple(wanted), tuple(seeded), self._choices.get(call))
 
-    def _reverse(self, call: Call, derivative: Derivative) -> None:
-        saved = Value(derivative.saved_type, "saved")
+    def _reverse(self, call: ir.Call, derivative: Derivative) -> None:
+        saved = ir.Value(derivative.saved_type, "saved")
         self._derivatives[call] = (derivative, saved)
         operands = [self._held(call, saved, derivative.offloaded)]
         operands += [self._keep(call.args[i]) for i in derivative.kept_inputs]
         operands += [self._keep(call.results[i]) for i in derivative.kept_outputs]
         operands += [self._cotangents[call.results[i]] for i in derivative.cotangent_outputs]
         targets = [call.args[i] for i in derivative.gradient_inputs]
-        results = tuple(Value(cotangent_type(v.type), f"ct_{v.hint}") for v in targets)
-        self._backward.append(Call(derivative.backward, tuple(operands), results, call.path))
+        results = tuple(ir.Value(cotangent_type(v.type), f"ct_{v.hint}") for v in targets)
+        self._backward.append(ir.Call(derivative.backward, tuple(operands), results, call.path))
         for target, result in zip(targets, results, strict=True):
             self._add_cotangent(target, result)
 
-    def _held(self, call: Call, saved: Value, offloaded: Sequence[int]) -> Value:
+    def _held(self, call: ir.Call, saved: ir.Value, offloaded: Sequence[int]) -> ir.Value:
         """Returns what a call saved, for its backward; some of it has been on the host."""
         if not offloaded:
             return self._keep(saved)
@@ -375,36 +365,36 @@ class _Reversal:
         return again
 
     def _copied(
-        self, struct: Value, devices: Mapping[int, torch.device], path: str
-    ) -> tuple[list[Call], Value]:
+        self, struct: ir.Value, devices: Mapping[int, torch.device], path: str
+    ) -> tuple[list[ir.Call], ir.Value]:
         """Returns calls that copy fields of a struct to devices, and the struct with the copies."""
         assert isinstance(struct.type, StructType)
-        fields = [Value(type_, "saved") for type_ in struct.type.fields]
-        calls = [Call(Unpack(struct.type), (struct,), tuple(fields))]
+        fields = [ir.Value(type_, "saved") for type_ in struct.type.fields]
+        calls = [ir.Call(ir.Unpack(struct.type), (struct,), tuple(fields))]
         for index, device in devices.items():
             given = fields[index]
             assert isinstance(given.type, TensorType)
-            fields[index] = Value(replace(given.type, device=device), "copied")
+            fields[index] = ir.Value(replace(given.type, device=device), "copied")
             copier = self._make.copier(given.type, replace(given.type, device=device))
-            calls.append(Call(copier, (given,), (fields[index],), path))
+            calls.append(ir.Call(copier, (given,), (fields[index],), path))
         made = StructType(tuple(field.type for field in fields))
-        whole = Value(made, struct.hint)
-        return [*calls, Call(Pack(made), tuple(fields), (whole,))], whole
+        whole = ir.Value(made, struct.hint)
+        return [*calls, ir.Call(ir.Pack(made), tuple(fields), (whole,))], whole
 
-    def _keep(self, value: Value) -> Value:
+    def _keep(self, value: ir.Value) -> ir.Value:
         # A result that is an operand, passed through, would else be saved a second time.
         value = self._same.get(value, value)
         if value not in self._kept:
-            self._kept[value] = Value(value.type, value.hint)
+            self._kept[value] = ir.Value(value.type, value.hint)
         return self._kept[value]
 
-    def _forward_call(self, call: Call) -> Call:
+    def _forward_call(self, call: ir.Call) -> ir.Call:
         if call not in self._derivatives:
             return call
         derivative, saved = self._derivatives[call]
-        return Call(derivative.forward, call.args, (*call.results, saved), call.path)
+        return ir.Call(derivative.forward, call.args, (*call.results, saved), call.path)
 
-    def _assemble(self, forward_calls: list[Call], gradients: list[int]) -> Derivative:
+    def _assemble(self, forward_calls: list[ir.Call], gradients: list[int]) -> Derivative:
         program = self._program
         kept_inputs = [i for i, v in enumerate(program.inputs) if v in self._kept]
         inputs = set(program.inputs)
@@ -416,15 +406,15 @@ class _Reversal:
         # Inputs and results are the caller's anyway; only the rest is memory that a forward holds.
         packed = [v for v in self._kept if v not in seen]
         struct = StructType(tuple(v.type for v in packed))
-        saved = Value(struct, "saved")
-        forward = Program(
+        saved = ir.Value(struct, "saved")
+        forward = ir.Program(
             program.inputs,
-            (*forward_calls, Call(Pack(struct), tuple(packed), (saved,))),
+            (*forward_calls, ir.Call(ir.Pack(struct), tuple(packed), (saved,))),
             (*program.outputs, saved),
         )
-        entry = Value(struct, "saved")
-        unpack = Call(Unpack(struct), (entry,), tuple(self._kept[v] for v in packed))
-        backward = Program(
+        entry = ir.Value(struct, "saved")
+        unpack = ir.Call(ir.Unpack(struct), (entry,), tuple(self._kept[v] for v in packed))
+        backward = ir.Program(
             (
                 entry,
                 *(self._kept[program.inputs[i]] for i in kept_inputs),
@@ -436,8 +426,8 @@ class _Reversal:
         )
         name = self._closure.name
         return Derivative(
-            Composite(f"{name}.forward", forward, self._closure.input_names),
-            Composite(f"{name}.backward", backward),
+            ir.Composite(f"{name}.forward", forward, self._closure.input_names),
+            ir.Composite(f"{name}.backward", backward),
             tuple(kept_inputs),
             tuple(kept_outputs),
             tuple(i for i, _ in self._seeds),

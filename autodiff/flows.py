@@ -13,18 +13,9 @@ from functools import partial
 
 import torch.fx
 
+from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, is_active
 from ..reuse.ir.operators import is_draw, is_mutable, is_view, mutated_args
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Program,
-    Value,
-    outputs_of,
-    walk_closures,
-)
 from ..reuse.ir.rewrite import grouped
 from ..reuse.torch_names import operator_schema
 
@@ -38,7 +29,7 @@ _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
 
 
-def saved_inputs(forward: Program) -> tuple[int, ...]:
+def saved_inputs(forward: ir.Program) -> tuple[int, ...]:
     """Returns the inputs that share memory with the last output (the saved struct).
 
     Autograd refuses a backward whose saved tensors were changed since the forward. It can do that
@@ -52,25 +43,27 @@ def _shares_with(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     return node.all_input_nodes if is_shared else ()
 
 
-def view_roots(program: Program) -> list[object]:
+def view_roots(program: ir.Program) -> list[object]:
     """Returns for each output what it is a view of by PyTorch's own operators: the same, equal.
 
     An input is its position. An output that is no view is the only one of its root. What a
     ``torch.autograd.Function`` returns is no view here, for its gradient may be another one.
     """
-    found: dict[Closure, list[object]] = {}
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
+    found: dict[ir.Closure, list[object]] = {}
+    for closure in ir.walk_closures(program):
+        if isinstance(closure, ir.Leaf):
             found[closure] = _leaf_roots(closure)
-        elif isinstance(closure, Composite):
+        elif isinstance(closure, ir.Composite):
             found[closure] = _program_roots(closure.program, found)
         else:
             found[closure] = [object() for _ in closure.output_types]
     return _program_roots(program, found)
 
 
-def _program_roots(program: Program, closures: Mapping[Closure, list[object]]) -> list[object]:
-    roots: dict[Value, object] = {value: i for i, value in enumerate(program.inputs)}
+def _program_roots(
+    program: ir.Program, closures: Mapping[ir.Closure, list[object]]
+) -> list[object]:
+    roots: dict[ir.Value, object] = {value: i for i, value in enumerate(program.inputs)}
     for index, call in enumerate(program.calls):
         for result, root in zip(call.results, closures[call.closure], strict=True):
             if isinstance(root, int):  # a view of an operand
@@ -80,14 +73,14 @@ def _program_roots(program: Program, closures: Mapping[Closure, list[object]]) -
     return [roots[value] for value in program.outputs]
 
 
-def _leaf_roots(leaf: Leaf) -> list[object]:
+def _leaf_roots(leaf: ir.Leaf) -> list[object]:
     entries = grouped(leaf.entries, leaf.input_types)
     roots: dict[torch.fx.Node, object] = {n: i for i, group in enumerate(entries) for n in group}
     for node in leaf.nodes:
         is_passed = is_view(node) and getattr(node.target, "namespace", "") == "aten"
         is_passed = is_passed or node.target is operator.getitem
         roots[node] = roots[node.all_input_nodes[0]] if is_passed else node
-    flat = outputs_of(leaf.module)
+    flat = ir.outputs_of(leaf.module)
     return [roots[n] if isinstance(n, torch.fx.Node) else object() for n in flat]
 
 
@@ -95,15 +88,15 @@ Moment = tuple[int, ...]
 """When a value is computed: the position of its call, and of the call or operator within that."""
 
 
-def output_order(program: Program) -> list[int]:
+def output_order(program: ir.Program) -> list[int]:
     """Returns the outputs as they are computed: none is computed from a later one."""
-    found: dict[Closure, list[Moment]] = {}
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
+    found: dict[ir.Closure, list[Moment]] = {}
+    for closure in ir.walk_closures(program):
+        if isinstance(closure, ir.Leaf):
             places = {node: i for i, node in enumerate(closure.nodes)}
-            groups = grouped(outputs_of(closure.module), closure.output_types)
+            groups = grouped(ir.outputs_of(closure.module), closure.output_types)
             found[closure] = [(max((places.get(n, -1) for n in g), default=-1),) for g in groups]
-        elif isinstance(closure, Composite):
+        elif isinstance(closure, ir.Composite):
             found[closure] = _moments(closure.program, found)
         else:
             found[closure] = [()] * len(closure.output_types)
@@ -111,22 +104,22 @@ def output_order(program: Program) -> list[int]:
     return sorted(range(len(moments)), key=moments.__getitem__)
 
 
-def _moments(program: Program, closures: Mapping[Closure, list[Moment]]) -> list[Moment]:
-    moments: dict[Value, Moment] = {value: () for value in program.inputs}
+def _moments(program: ir.Program, closures: Mapping[ir.Closure, list[Moment]]) -> list[Moment]:
+    moments: dict[ir.Value, Moment] = {value: () for value in program.inputs}
     for index, call in enumerate(program.calls):
         for result, inner in zip(call.results, closures[call.closure], strict=True):
             moments[result] = (index, *inner)
     return [moments[value] for value in program.outputs]
 
 
-def used_inputs(program: Program) -> Inputs:
+def used_inputs(program: ir.Program) -> Inputs:
     """Returns the positions of inputs that some output is computed from.
 
     All, where an operator changes a value in place: that may be seen under other names. An operator
     uses all of its operands, but batch norm in training mode: it takes running statistics to update
     them, and neither its result nor its gradients are computed from what they were.
     """
-    leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
+    leaves = (closure for closure in ir.walk_closures(program) if isinstance(closure, ir.Leaf))
     if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
         return frozenset(range(len(program.inputs)))
     return frozenset().union(*_flows(program, partial(_in_graph, _computed_from)))
@@ -144,7 +137,7 @@ def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     return [n for n in node.all_input_nodes if n not in unused or n in others]
 
 
-def trained_inputs(program: Program) -> Flows:
+def trained_inputs(program: ir.Program) -> Flows:
     """Returns the inputs to which a gradient of each output may come back.
 
     Autograd leaves ``.grad`` alone where no path leads, and an optimizer then skips that parameter;
@@ -153,7 +146,7 @@ def trained_inputs(program: Program) -> Flows:
     return _flows(program, _carries_back)
 
 
-def _carries_back(leaf: Leaf) -> Flows:
+def _carries_back(leaf: ir.Leaf) -> Flows:
     number = len(flat_types(leaf.input_types))
     # One input at a time: with several active no output would tell from which its gradient is.
     flags = [is_active(leaf, [i == index for i in range(number)]) for index in range(number)]
@@ -161,12 +154,12 @@ def _carries_back(leaf: Leaf) -> Flows:
     return [frozenset(i for i, carries in enumerate(flags) if carries[o]) for o in outputs]
 
 
-def _flows(program: Program, of_leaf: Callable[[Leaf], Flows]) -> Flows:
-    found: dict[Closure, Flows] = {}
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
+def _flows(program: ir.Program, of_leaf: Callable[[ir.Leaf], Flows]) -> Flows:
+    found: dict[ir.Closure, Flows] = {}
+    for closure in ir.walk_closures(program):
+        if isinstance(closure, ir.Leaf):
             found[closure] = of_leaf(closure)
-        elif isinstance(closure, Composite):
+        elif isinstance(closure, ir.Composite):
             found[closure] = _of_program(closure.program, found)
         else:
             # Pack and unpack: a struct is opaque, so all of it flows to all of it, which is on the
@@ -176,20 +169,20 @@ def _flows(program: Program, of_leaf: Callable[[Leaf], Flows]) -> Flows:
     return _of_program(program, found)
 
 
-def _of_program(program: Program, closures: Mapping[Closure, Flows]) -> Flows:
-    values: dict[Value, Inputs] = {v: frozenset([i]) for i, v in enumerate(program.inputs)}
+def _of_program(program: ir.Program, closures: Mapping[ir.Closure, Flows]) -> Flows:
+    values: dict[ir.Value, Inputs] = {v: frozenset([i]) for i, v in enumerate(program.inputs)}
     for call in program.calls:
         for result, operands in zip(call.results, closures[call.closure], strict=True):
             values[result] = _union(values[call.args[i]] for i in operands)
     return [values[value] for value in program.outputs]
 
 
-def _in_graph(through: Through, leaf: Leaf) -> Flows:
+def _in_graph(through: Through, leaf: ir.Leaf) -> Flows:
     entries = grouped(leaf.entries, leaf.input_types)
     nodes = {n: frozenset([i]) for i, group in enumerate(entries) for n in group}
     for node in leaf.nodes:
         nodes[node] = _union(nodes[n] for n in through(node))
-    results = grouped(outputs_of(leaf.module), leaf.output_types)
+    results = grouped(ir.outputs_of(leaf.module), leaf.output_types)
     return [_union(nodes[n] for n in group if isinstance(n, torch.fx.Node)) for group in results]
 
 
@@ -197,7 +190,7 @@ def _union(parts: Iterable[Inputs]) -> Inputs:
     return frozenset().union(*parts)
 
 
-def needed_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
+def needed_calls(calls: Sequence[ir.Call], outputs: Iterable[ir.Value]) -> list[ir.Call]:
     """Returns the calls that some outputs are computed from, in their order."""
     needed, kept = set(outputs), []
     for call in reversed(calls):
@@ -208,12 +201,12 @@ def needed_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
 
 
 def inlined(
-    program: Program, args: Sequence[Value], path: str = ""
-) -> tuple[list[Call], list[Value]]:
+    program: ir.Program, args: Sequence[ir.Value], path: str = ""
+) -> tuple[list[ir.Call], list[ir.Value]]:
     """Returns the calls of a program that is called with ``args``, and its results there."""
     env, calls = dict(zip(program.inputs, args, strict=True)), []
     for call in program.calls:
-        results = tuple(Value(v.type, v.hint) for v in call.results)
+        results = tuple(ir.Value(v.type, v.hint) for v in call.results)
         env.update(zip(call.results, results, strict=True))
         where = ".".join(p for p in (path, call.path) if p)
         taken = tuple(env[v] for v in call.args)
@@ -225,20 +218,20 @@ class Draws:
     """Counts how often closures draw random numbers, by device; each different one once."""
 
     def __init__(self) -> None:
-        self._closures: dict[Closure, Counter[str]] = {}
+        self._closures: dict[ir.Closure, Counter[str]] = {}
 
-    def of(self, calls: Iterable[Call]) -> Counter[str]:
+    def of(self, calls: Iterable[ir.Call]) -> Counter[str]:
         """Returns how often some calls do."""
         total: Counter[str] = Counter()
         for call in calls:
             total.update(self.of_closure(call.closure))
         return total
 
-    def of_closure(self, closure: Closure) -> Counter[str]:
+    def of_closure(self, closure: ir.Closure) -> Counter[str]:
         """Returns how often one call of a closure does."""
         if closure not in self._closures:
-            nodes = closure.nodes if isinstance(closure, Leaf) else ()
-            inside = closure.program.calls if isinstance(closure, Composite) else ()
+            nodes = closure.nodes if isinstance(closure, ir.Leaf) else ()
+            inside = closure.program.calls if isinstance(closure, ir.Composite) else ()
             own = Counter(_device_of(node) for node in nodes if is_draw(node))
             self._closures[closure] = own + self.of(inside)
         return self._closures[closure]
@@ -250,7 +243,7 @@ def _device_of(node: torch.fx.Node) -> str:
     return str(first.device.type)
 
 
-def drawing_leaf(program: Program) -> Leaf | None:
+def drawing_leaf(program: ir.Program) -> ir.Leaf | None:
     """Returns a leaf that draws random numbers, if a program has one."""
-    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
+    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
     return next((leaf for leaf in leaves if any(map(is_draw, leaf.nodes))), None)

@@ -19,19 +19,8 @@ import torch
 import torch.fx
 
 from ..reuse.errors import CaptureError, PlanError
+from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, stamp_of
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Pack,
-    Program,
-    UserInput,
-    Value,
-    outputs_of,
-    walk_closures,
-)
 from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.types import StructType
 from .control_derivative import zeros_call
@@ -84,26 +73,26 @@ class DerivativeCall:
         source: the user's line.
     """
 
-    outputs: tuple[Value, ...]
-    inputs: tuple[Value, ...]
-    seeds: tuple[Value, ...]
+    outputs: tuple[ir.Value, ...]
+    inputs: tuple[ir.Value, ...]
+    seeds: tuple[ir.Value, ...]
     series: Series | None
-    results: tuple[tuple[int, Value], ...]
+    results: tuple[tuple[int, ir.Value], ...]
     source: str
 
 
-def takes_gradients(program: Program) -> bool:
+def takes_gradients(program: ir.Program) -> bool:
     """Returns whether a forward takes a gradient, anywhere in it."""
-    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
+    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
-def derivative_call(call: Call) -> DerivativeCall | None:
+def derivative_call(call: ir.Call) -> DerivativeCall | None:
     """Returns what a call asks for, if its closure is the mark of a derivative."""
-    node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
+    node = _derivation(call.closure) if isinstance(call.closure, ir.Leaf) else None
     if node is None:
         return None
-    assert isinstance(call.closure, Leaf)
+    assert isinstance(call.closure, ir.Leaf)
     target = node.target
     assert isinstance(target, DerivativeMark)
     env = dict(zip(call.closure.entries, call.args, strict=True))
@@ -116,19 +105,19 @@ def derivative_call(call: Call) -> DerivativeCall | None:
     return DerivativeCall(*parts, target.series, tuple(results), source)
 
 
-def _derivation(leaf: Leaf) -> torch.fx.Node | None:
+def _derivation(leaf: ir.Leaf) -> torch.fx.Node | None:
     return next((n for n in leaf.nodes if isinstance(n.target, DerivativeMark)), None)
 
 
-def _returned(leaf: Leaf) -> list[torch.fx.Node]:
-    picks = outputs_of(leaf.module)
+def _returned(leaf: ir.Leaf) -> list[torch.fx.Node]:
+    picks = ir.outputs_of(leaf.module)
     assert all(n.target is operator.getitem for n in picks)
     return picks
 
 
 def calls_between(
-    calls: Sequence[Call], inputs: Collection[Value], outputs: Collection[Value]
-) -> list[Call]:
+    calls: Sequence[ir.Call], inputs: Collection[ir.Value], outputs: Collection[ir.Value]
+) -> list[ir.Call]:
     """Returns the calls that lead from some values to others, in their order."""
     active, reached = set(inputs), []
     for call in calls:
@@ -139,10 +128,10 @@ def calls_between(
 
 
 def refuse_hidden_paths(
-    calls: Sequence[Call],
-    inputs: Collection[Value],
+    calls: Sequence[ir.Call],
+    inputs: Collection[ir.Value],
     asked: DerivativeCall,
-    may_depend: Collection[Value],
+    may_depend: Collection[ir.Value],
 ) -> None:
     """Raises CaptureError where an output may depend on an input in a way that no call shows.
 
@@ -178,13 +167,13 @@ def refuse_hidden_paths(
                 )
 
 
-def _may_be_of(call: Call, result: Value, value: Value) -> bool:
+def _may_be_of(call: ir.Call, result: ir.Value, value: ir.Value) -> bool:
     """Returns whether one result of a call may be computed from another."""
     if result is value:
         return False
-    if not isinstance(call.closure, Leaf):
+    if not isinstance(call.closure, ir.Leaf):
         return True
-    nodes = dict(zip(call.results, outputs_of(call.closure.module), strict=True))
+    nodes = dict(zip(call.results, ir.outputs_of(call.closure.module), strict=True))
     return nodes[value] in ancestors([nodes[result]])
 
 
@@ -200,10 +189,10 @@ class InnerGradients:
         self._differentiator = Differentiator(lambda leaf: recipe)
         self._flat = FlatStructs()
         self._forward = ForwardDerivatives()
-        self._closures: dict[Closure, tuple[Closure, Fallbacks]] = {}
-        self._originals: dict[Closure, Closure] = {}
+        self._closures: dict[ir.Closure, tuple[ir.Closure, Fallbacks]] = {}
+        self._originals: dict[ir.Closure, ir.Closure] = {}
 
-    def program(self, program: Program) -> tuple[Program, list[Fallback]]:
+    def program(self, program: ir.Program) -> tuple[ir.Program, list[Fallback]]:
         """Returns the entry program with its gradients; the same one if it asks for none.
 
         Args:
@@ -216,14 +205,14 @@ class InnerGradients:
             CaptureError: if a gradient is asked for that cannot be followed.
         """
         given = zip(program.inputs, program.sources, strict=True)
-        may_depend = {v for v, s in given if isinstance(s, UserInput) and s.requires_grad}
+        may_depend = {v for v, s in given if isinstance(s, ir.UserInput) and s.requires_grad}
         fallbacks: Fallbacks = {}
         made = self._made(program, may_depend, fallbacks)
         return made, list(fallbacks)
 
     def _made(
-        self, program: Program, may_depend: Collection[Value], fallbacks: Fallbacks
-    ) -> Program:
+        self, program: ir.Program, may_depend: Collection[ir.Value], fallbacks: Fallbacks
+    ) -> ir.Program:
         """Makes what is asked for; ``may_depend``: inputs that may be functions of other inputs."""
         closures = [self._closure(call.closure, fallbacks) for call in program.calls]
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
@@ -242,8 +231,8 @@ class InnerGradients:
                 program, found_none = expanded(program, place, one, self._forward)
                 fallbacks.update(dict.fromkeys(found_none))
 
-    def _closure(self, closure: Closure, fallbacks: Fallbacks) -> Closure:
-        if not isinstance(closure, Composite):
+    def _closure(self, closure: ir.Closure, fallbacks: Fallbacks) -> ir.Closure:
+        if not isinstance(closure, ir.Composite):
             return closure
         if closure not in self._closures:
             own: Fallbacks = {}
@@ -257,7 +246,7 @@ class InnerGradients:
         fallbacks.update(own)
         return made
 
-    def _derived(self, program: Program, place: int, asked: DerivativeCall) -> Program:
+    def _derived(self, program: ir.Program, place: int, asked: DerivativeCall) -> ir.Program:
         """Returns the program with the gradients that one call asks for."""
         calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
         read = {a for call in calls for a in call.args} | set(asked.outputs)
@@ -272,7 +261,7 @@ class InnerGradients:
             if derivative is None:
                 remaining = (*program.calls[:place], *program.calls[place + 1 :])
                 return replace(program, calls=remaining)
-            assert isinstance(derivative.forward, Composite)
+            assert isinstance(derivative.forward, ir.Composite)
             forwards = dict(zip(calls, derivative.forward.program.calls[:-1], strict=True))
             # A forward that ran for another gradient may have saved otherwise than this one needs;
             # then it runs in a form of its own.
@@ -286,26 +275,26 @@ class InnerGradients:
         replaced = {c: [f] if c not in kept else _saved_already(c, f) for c, f in forwards.items()}
         return between.spliced(place, derivative, replaced)
 
-    def _saved(self, call: Call) -> set[Value]:
+    def _saved(self, call: ir.Call) -> set[ir.Value]:
         """Returns what a call gives besides what the original does.
 
         Where what is differentiated reads any of it, the gradient comes back through it too.
         """
         return set(call.results[len(self._originals[call.closure].output_types) :])
 
-    def _original(self, call: Call) -> Call:
+    def _original(self, call: ir.Call) -> ir.Call:
         """Returns the call whose forward that saves a call is."""
         original = self._originals[call.closure]
         return replace(call, closure=original, results=call.results[: len(original.output_types)])
 
 
-def _saved_already(call: Call, forward: Call) -> list[Call]:
+def _saved_already(call: ir.Call, forward: ir.Call) -> list[ir.Call]:
     """Returns a forward that has run for another gradient, and what it saved under a new name."""
     saved = forward.results[-1]
     assert isinstance(saved.type, StructType)
     num_saved = len(flat_types([saved.type]))
     parts = call.results[len(call.results) - num_saved :] if num_saved else ()
-    return [call, Call(Pack(saved.type), parts, (saved,))]
+    return [call, ir.Call(ir.Pack(saved.type), parts, (saved,))]
 
 
 @dataclass(frozen=True)
@@ -319,18 +308,18 @@ class DifferentiatedRange:
         originals: for some of the calls, what is differentiated in their place.
     """
 
-    program: Program
+    program: ir.Program
     asked: DerivativeCall
-    calls: Sequence[Call]
-    originals: dict[Call, Call]
+    calls: Sequence[ir.Call]
+    originals: dict[ir.Call, ir.Call]
 
     @property
-    def wanted(self) -> list[Value]:
+    def wanted(self) -> list[ir.Value]:
         """Returns the values that gradients are wanted of, each once."""
         return list(dict.fromkeys(self.asked.inputs))
 
     @property
-    def seeded(self) -> list[Value]:
+    def seeded(self) -> list[ir.Value]:
         """Returns what has a cotangent, and depends on what is wanted."""
         made = {*self.wanted, *(result for call in self.calls for result in call.results)}
         return [v for v in dict.fromkeys(self.asked.outputs) if v in made]
@@ -345,7 +334,7 @@ class DifferentiatedRange:
         used = {a for c in self.program.calls if c not in set(self.calls) for a in c.args}
         used |= set(self.program.outputs)
         others = [v for call in calls for v in call.results if v in used and v not in self.seeded]
-        body = Program(inputs, calls, (*self.seeded, *others))
+        body = ir.Program(inputs, calls, (*self.seeded, *others))
         # A custom backward is Python of the user's: traced, it would be differentiated by what it
         # happened to compute.
         function = own_derivative(body)
@@ -354,7 +343,7 @@ class DifferentiatedRange:
                 f"torch.autograd.grad at {self.asked.source} goes through {function}, which has a "
                 "derivative of its own (torch.autograd.Function), and cannot be followed."
             )
-        closure = Composite("differentiated", body)
+        closure = ir.Composite("differentiated", body)
         return Request(closure, tuple(range(len(self.wanted))), tuple(range(len(self.seeded))))
 
     def check(self, derivative: Derivative | None) -> None:
@@ -367,10 +356,10 @@ class DifferentiatedRange:
             )
 
     def spliced(
-        self, place: int, derivative: Derivative, replaced: dict[Call, list[Call]]
-    ) -> Program:
+        self, place: int, derivative: Derivative, replaced: dict[ir.Call, list[ir.Call]]
+    ) -> ir.Program:
         """Puts forwards in the place of the calls, and the backward where it was asked for."""
-        assert isinstance(derivative.forward, Composite)
+        assert isinstance(derivative.forward, ir.Composite)
         asked, program, forward = self.asked, self.program, derivative.forward.program
         seed_of = dict(zip(asked.outputs, asked.seeds, strict=True))
         seeds = [seed_of[self.seeded[i]] for i in derivative.cotangent_outputs]
@@ -390,8 +379,8 @@ class DifferentiatedRange:
 
 
 def expanded(
-    program: Program, place: int, asked: DerivativeCall, derivatives: ForwardDerivatives
-) -> tuple[Program, tuple[Fallback, ...]]:
+    program: ir.Program, place: int, asked: DerivativeCall, derivatives: ForwardDerivatives
+) -> tuple[ir.Program, tuple[Fallback, ...]]:
     """Returns a program with the series that one of its calls asks for.
 
     Args:
@@ -412,13 +401,13 @@ def expanded(
     made = {result for call in between for result in call.results}
     outputs = [v for v in dict.fromkeys(asked.outputs) if v in made or v in asked.inputs]
     placed, fallbacks = [*before], tuple[Fallback, ...]()
-    found: dict[tuple[Value, int], Value] = {}
+    found: dict[tuple[ir.Value, int], ir.Value] = {}
     if outputs:
         taken = (a for call in between for a in call.args if a not in made)
         inputs = tuple(dict.fromkeys([*asked.inputs, *taken]))
-        body = Program(inputs, tuple(between), tuple(outputs))
+        body = ir.Program(inputs, tuple(between), tuple(outputs))
         derivative = _derivative(body, asked, derivatives)
-        assert isinstance(derivative.closure, Composite)
+        assert isinstance(derivative.closure, ir.Composite)
         beside, fallbacks = derivative.closure.program, derivative.fallbacks
         values, later = _dependent(before, between)
         # Then the calls cannot be replaced: a direction is computed from them, and comes before the
@@ -444,7 +433,7 @@ def expanded(
 
 
 def _derivative(
-    program: Program, asked: DerivativeCall, derivatives: ForwardDerivatives
+    program: ir.Program, asked: DerivativeCall, derivatives: ForwardDerivatives
 ) -> ForwardDerivative:
     assert asked.series is not None
     leaf = drawing_leaf(program)
@@ -456,18 +445,18 @@ def _derivative(
     # Along lines: of the coefficients of what moves only the directions are not zero.
     moving = tuple((1,) if v in asked.inputs else () for v in program.inputs)
     try:
-        return derivatives.of(ForwardRequest(Composite("along", program), moving, asked.series))
+        return derivatives.of(ForwardRequest(ir.Composite("along", program), moving, asked.series))
     except PlanError as error:
         raise CaptureError(f"{error} (asked for at {asked.source})") from None
 
 
 def _called(
     derivative: ForwardDerivative,
-    body: Program,
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
+    body: ir.Program,
+    inputs: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
     asked: DerivativeCall,
-) -> tuple[tuple[Call, ...], dict[tuple[Value, int], Value]]:
+) -> tuple[tuple[ir.Call, ...], dict[tuple[ir.Value, int], ir.Value]]:
     """Returns the calls of a derivative, and the value of each coefficient that there is."""
     direction_of = dict(zip(asked.inputs, asked.seeds, strict=True))
     moving = [v for v, orders in zip(inputs, derivative.inputs, strict=True) for _ in orders]
@@ -486,12 +475,12 @@ def _called(
 
 
 def _dependent(
-    before: Sequence[Call], between: Sequence[Call]
-) -> tuple[set[Value], dict[Call, None]]:
+    before: Sequence[ir.Call], between: Sequence[ir.Call]
+) -> tuple[set[ir.Value], dict[ir.Call, None]]:
     """Returns what the calls between make, with all that is computed from it; and these calls."""
     inside = set(between)
     values = {result for call in between for result in call.results}
-    later: dict[Call, None] = {}
+    later: dict[ir.Call, None] = {}
     for call in before:
         if call not in inside and not values.isdisjoint(call.args):
             values.update(call.results)

@@ -15,19 +15,9 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import mutated_args
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Kernels,
-    Leaf,
-    Program,
-    Value,
-    input_nodes,
-    outputs_of,
-)
 from ..reuse.ir.rewrite import FlatStructs, grouped, map_leaves
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, reach
@@ -50,7 +40,7 @@ class _UnknownError(Exception):
 class _Found:
     """Holds a closure without its undefined operands and results, and what each result was."""
 
-    closure: Closure | None
+    closure: ir.Closure | None
     results: tuple[str, ...]
 
 
@@ -65,11 +55,11 @@ class MissingCotangents:
 
     def __init__(self, derivative: Derivative) -> None:
         self._full = derivative
-        self._found: dict[tuple[Closure, tuple[str, ...]], _Found] = {}
+        self._found: dict[tuple[ir.Closure, tuple[str, ...]], _Found] = {}
         self._reads: dict[int, frozenset[int]] = {}
-        self._eager: dict[Closure, Closure] = {}
+        self._eager: dict[ir.Closure, ir.Closure] = {}
 
-    def without(self, unused: Iterable[int], kernels: Kernels = "backend") -> Derivative | None:
+    def without(self, unused: Iterable[int], kernels: ir.Kernels = "backend") -> Derivative | None:
         """Returns the derivative that takes no cotangent of some outputs.
 
         Gradients that only they lead to are not among its results.
@@ -86,9 +76,9 @@ class MissingCotangents:
             return derivative
         backward = derivative.backward
         if backward not in self._eager:
-            assert isinstance(backward, Composite)
+            assert isinstance(backward, ir.Composite)
             program = map_leaves(backward.program, lambda leaf: replace(leaf, kernels="eager"))
-            self._eager[backward] = Composite(backward.name, program)
+            self._eager[backward] = ir.Composite(backward.name, program)
         return replace(derivative, backward=self._eager[backward])
 
     def reads(self, output: int) -> frozenset[int]:
@@ -105,7 +95,7 @@ class MissingCotangents:
 
     def _without(self, unused: frozenset[int]) -> Derivative | None:
         full, backward = self._full, self._full.backward
-        assert isinstance(backward, Composite)
+        assert isinstance(backward, ir.Composite)
         flags = [_GIVEN] * (len(backward.input_types) - len(full.cotangent_outputs))
         flags += [_UNDEFINED if i in unused else _COTANGENT for i in full.cotangent_outputs]
         try:
@@ -122,26 +112,26 @@ class MissingCotangents:
             gradient_inputs=tuple(i for i, flag in gradients if flag != _UNDEFINED),
         )
 
-    def _of(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
+    def _of(self, closure: ir.Closure, flags: tuple[str, ...]) -> _Found:
         key = (closure, flags)
         if key not in self._found:
             self._found[key] = self._make(closure, flags)
         return self._found[key]
 
-    def _make(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
+    def _make(self, closure: ir.Closure, flags: tuple[str, ...]) -> _Found:
         if _COTANGENT not in flags and _UNDEFINED not in flags:
             return _Found(closure, (_GIVEN,) * len(closure.output_types))
-        if isinstance(closure, Leaf):
+        if isinstance(closure, ir.Leaf):
             return _leaf(closure, flags)
-        if isinstance(closure, Composite):
+        if isinstance(closure, ir.Composite):
             return self._composite(closure, flags)
         # Structs hold what the forward saved. One that holds a cotangent is not of our making.
         raise _UnknownError  # what is packed is saved, and no cotangent
 
-    def _composite(self, closure: Composite, flags: tuple[str, ...]) -> _Found:
+    def _composite(self, closure: ir.Composite, flags: tuple[str, ...]) -> _Found:
         program = closure.program
         kinds = dict(zip(program.inputs, flags, strict=True))
-        same: dict[Value, Value] = {}
+        same: dict[ir.Value, ir.Value] = {}
         calls = []
         for call in program.calls:
             given = tuple(kinds[v] for v in call.args)
@@ -156,18 +146,18 @@ class MissingCotangents:
             if any(kind != _UNDEFINED for kind in found.results) or not call.results:
                 assert found.closure is not None
                 made = tuple(v for v in call.results if kinds[v] != _UNDEFINED)
-                calls.append(Call(found.closure, args, made, call.path))
+                calls.append(ir.Call(found.closure, args, made, call.path))
         results = tuple(kinds[v] for v in program.outputs)
         outputs = tuple(same.get(v, v) for v in program.outputs if kinds[v] != _UNDEFINED)
         if _UNDEFINED not in flags:
             return _Found(closure, results)
         inputs = tuple(v for v in program.inputs if kinds[v] != _UNDEFINED)
-        body = Program(inputs, tuple(calls), outputs)
-        return _Found(Composite(closure.name, body) if outputs else None, results)
+        body = ir.Program(inputs, tuple(calls), outputs)
+        return _Found(ir.Composite(closure.name, body) if outputs else None, results)
 
 
 def _reads(derivative: Derivative) -> frozenset[int]:
-    assert isinstance(derivative.backward, Composite)
+    assert isinstance(derivative.backward, ir.Composite)
     flat = FlatStructs().program(derivative.backward.program)
     num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
     num_read = num_saved + num_kept + len(derivative.kept_outputs)
@@ -176,7 +166,7 @@ def _reads(derivative: Derivative) -> frozenset[int]:
     return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
 
-def _control(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
+def _control(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
     """Takes control flow of cotangents as it is; of none of them, it gives nothing."""
     if _COTANGENT in flags and _UNDEFINED in flags:
         raise _UnknownError  # its bodies would be others
@@ -184,26 +174,26 @@ def _control(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
     return _Found(leaf if kind == _COTANGENT else None, (kind,) * len(leaf.output_types))
 
 
-def _is_sum(closure: Closure) -> bool:
+def _is_sum(closure: ir.Closure) -> bool:
     """Returns whether a closure adds its two operands, so that without one it is the other."""
     alike = len({*closure.input_types, *closure.output_types}) == 1
-    return isinstance(closure, Leaf) and alike and closure.is_sum
+    return isinstance(closure, ir.Leaf) and alike and closure.is_sum
 
 
-def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
+def _leaf(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
     if leaf.bodies:
         return _control(leaf, flags)
     module = copy_graph(leaf.module)
     graph = module.graph
     kinds: dict[torch.fx.Node, str] = {}
-    entries = grouped(input_nodes(module), leaf.input_types)
+    entries = grouped(ir.input_nodes(module), leaf.input_types)
     for group, flag in zip(entries, flags, strict=True):
         kinds.update(dict.fromkeys(group, flag))
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output"):
             continue
         kinds[node] = _kind(node, kinds)
-    returned = outputs_of(module)
+    returned = ir.outputs_of(module)
     results = tuple(
         next((kinds[n] for n in group if isinstance(n, torch.fx.Node)), _GIVEN)
         for group in grouped(returned, leaf.output_types)
@@ -221,7 +211,7 @@ def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
     types = zip(leaf.input_types, flags, strict=True)
     made = zip(leaf.output_types, results, strict=True)
     return _Found(
-        Leaf(
+        ir.Leaf(
             leaf.name,
             module,
             tuple(t for t, flag in types if flag != _UNDEFINED),

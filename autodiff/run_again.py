@@ -12,18 +12,8 @@ from dataclasses import dataclass
 
 import torch.fx
 
+from ..reuse.ir import program as ir
 from ..reuse.ir.operators import is_draw
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-    outputs_of,
-)
 from ..reuse.ir.rewrite import grouped
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
@@ -43,8 +33,8 @@ class Rerun:
         used_inputs: positions of the closure's inputs that ``again`` takes.
     """
 
-    first: Closure
-    again: Closure | None
+    first: ir.Closure
+    again: ir.Closure | None
     used_inputs: tuple[int, ...]
 
     @property
@@ -60,9 +50,9 @@ class Rerunner:
 
     def __init__(self) -> None:
         self._draws = Draws()
-        self._made: dict[tuple[Closure, tuple[int, ...]], Rerun] = {}
+        self._made: dict[tuple[ir.Closure, tuple[int, ...]], Rerun] = {}
 
-    def rerun(self, closure: Closure, needed: Sequence[int]) -> Rerun:
+    def rerun(self, closure: ir.Closure, needed: Sequence[int]) -> Rerun:
         """Returns the two runs of a forward closure.
 
         Args:
@@ -72,19 +62,19 @@ class Rerunner:
         """
         key = (closure, tuple(needed))
         if key not in self._made:
-            if isinstance(closure, Leaf):
+            if isinstance(closure, ir.Leaf):
                 self._made[key] = _rerun_leaf(closure, key[1])
             else:
-                assert isinstance(closure, Composite)
+                assert isinstance(closure, ir.Composite)
                 self._made[key] = _ProgramRerun(self, closure, key[1]).rerun()
         return self._made[key]
 
-    def draws(self, closure: Closure) -> bool:
+    def draws(self, closure: ir.Closure) -> bool:
         """Returns whether running a closure moves a random generator on."""
         return bool(self._draws.of_closure(closure))
 
 
-def num_results(closure: Closure) -> int:
+def num_results(closure: ir.Closure) -> int:
     """Returns how many outputs are the primal's results: all but a saved struct."""
     return sum(isinstance(t, TensorType) for t in closure.output_types)
 
@@ -92,8 +82,8 @@ def num_results(closure: Closure) -> int:
 # ---- leaves ------------------------------------------------------------------------------
 
 
-def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
-    groups = list(grouped(outputs_of(leaf.module), leaf.output_types))
+def _rerun_leaf(leaf: ir.Leaf, needed: tuple[int, ...]) -> Rerun:
+    groups = list(grouped(ir.outputs_of(leaf.module), leaf.output_types))
     count = num_results(leaf)
     wanted = [n for i in needed for n in groups[i]]
     entries = leaf.entries
@@ -105,7 +95,7 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
     struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
     types: tuple[Type, ...] = (*leaf.output_types[:count], struct)
     name = leaf.name.removesuffix(".forward")
-    first_leaf = Leaf(
+    first_leaf = ir.Leaf(
         f"{name}.first",
         first,
         leaf.input_types,
@@ -119,7 +109,7 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
     reached = ancestors([n for n in wanted if isinstance(n, torch.fx.Node)], drawn)
     used = tuple(i for i, n in enumerate(entries) if n in reached)
     again = extract(leaf.module, [*drawn, *(entries[i] for i in used)], wanted)
-    again_leaf = Leaf(
+    again_leaf = ir.Leaf(
         f"{name}.again",
         again,
         (struct, *(leaf.input_types[i] for i in used)),
@@ -167,14 +157,14 @@ def _smallest(node: torch.fx.Node, reached: set[torch.fx.Node]) -> torch.fx.Node
 class _ProgramRerun:
     """Reruns a program call by call; calls whose results nobody needs again are left out."""
 
-    def __init__(self, rerunner: Rerunner, closure: Composite, needed: tuple[int, ...]) -> None:
+    def __init__(self, rerunner: Rerunner, closure: ir.Composite, needed: tuple[int, ...]) -> None:
         self._rerunner = rerunner
         self._closure = closure
         self._program = closure.program
         self._needed = needed
-        self._kept: list[Value] = []  # values of the first run that the run again gets
-        self._again: list[Call] = []
-        self._stand_in: dict[Value, Value] = {}
+        self._kept: list[ir.Value] = []  # values of the first run that the run again gets
+        self._again: list[ir.Call] = []
+        self._stand_in: dict[ir.Value, ir.Value] = {}
 
     def rerun(self) -> Rerun:
         program = self._program
@@ -191,11 +181,11 @@ class _ProgramRerun:
         ]
         return self._assemble(first_calls, wanted)
 
-    def _plan(self, call: Call, wanted: set[Value]) -> Rerun | None:
+    def _plan(self, call: ir.Call, wanted: set[ir.Value]) -> Rerun | None:
         """Decides how a call is run again, and adds what that needs; None: as it is."""
         closure = call.closure
         positions = tuple(i for i, v in enumerate(call.results) if v in wanted)
-        if isinstance(closure, (Pack, Unpack)):
+        if isinstance(closure, (ir.Pack, ir.Unpack)):
             if positions:
                 wanted.update(call.args)
             return None
@@ -208,11 +198,11 @@ class _ProgramRerun:
         wanted.update(call.args[i] for i in rerun.used_inputs)
         return rerun
 
-    def _run(self, call: Call, rerun: Rerun | None, wanted: set[Value]) -> Call | None:
+    def _run(self, call: ir.Call, rerun: Rerun | None, wanted: set[ir.Value]) -> ir.Call | None:
         """Returns the call of the first run, and notes the call of the run again."""
         closure = call.closure
         needed = [v for v in call.results if v in wanted]
-        if isinstance(closure, (Pack, Unpack)):
+        if isinstance(closure, (ir.Pack, ir.Unpack)):
             if needed:
                 self._repeat(call)
             return None
@@ -224,48 +214,48 @@ class _ProgramRerun:
             elif needed:
                 self._repeat(call)
             return call
-        draws = Value(rerun.draws, "draws")
+        draws = ir.Value(rerun.draws, "draws")
         if rerun.again is not None:
             self._kept.append(draws)
             args = [self._stand(draws)] + [self._stand(call.args[i]) for i in rerun.used_inputs]
             results = tuple(self._stand(v) for v in needed)
-            self._again.append(Call(rerun.again, tuple(args), results, call.path))
+            self._again.append(ir.Call(rerun.again, tuple(args), results, call.path))
         count = num_results(closure)
-        return Call(rerun.first, call.args, (*call.results[:count], draws), call.path)
+        return ir.Call(rerun.first, call.args, (*call.results[:count], draws), call.path)
 
-    def _repeat(self, call: Call) -> None:
+    def _repeat(self, call: ir.Call) -> None:
         args = tuple(self._stand(v) for v in call.args)
         results = tuple(self._stand(v) for v in call.results)
-        self._again.append(Call(call.closure, args, results, call.path))
+        self._again.append(ir.Call(call.closure, args, results, call.path))
 
-    def _stand(self, value: Value) -> Value:
+    def _stand(self, value: ir.Value) -> ir.Value:
         if value not in self._stand_in:
-            self._stand_in[value] = Value(value.type, value.hint)
+            self._stand_in[value] = ir.Value(value.type, value.hint)
         return self._stand_in[value]
 
-    def _assemble(self, first_calls: list[Call], wanted: set[Value]) -> Rerun:
+    def _assemble(self, first_calls: list[ir.Call], wanted: set[ir.Value]) -> Rerun:
         program, name = self._program, self._closure.name.removesuffix(".forward")
         struct = StructType(tuple(v.type for v in self._kept))
-        draws = Value(struct, "draws")
-        pack = Call(Pack(struct), tuple(self._kept), (draws,))
+        draws = ir.Value(struct, "draws")
+        pack = ir.Call(ir.Pack(struct), tuple(self._kept), (draws,))
         count = num_results(self._closure)
-        first = Program(program.inputs, (*first_calls, pack), (*program.outputs[:count], draws))
-        entry = Value(struct, "draws")
-        unpack = Call(Unpack(struct), (entry,), tuple(self._stand_in[v] for v in self._kept))
+        first = ir.Program(program.inputs, (*first_calls, pack), (*program.outputs[:count], draws))
+        entry = ir.Value(struct, "draws")
+        unpack = ir.Call(ir.Unpack(struct), (entry,), tuple(self._stand_in[v] for v in self._kept))
         used = tuple(i for i, v in enumerate(program.inputs) if v in self._stand_in)
-        again = Program(
+        again = ir.Program(
             (entry, *(self._stand_in[program.inputs[i]] for i in used)),
             (unpack, *self._again),
             tuple(self._stand_in[program.outputs[i]] for i in self._needed),
         )
         return Rerun(
-            Composite(f"{name}.first", first, self._closure.input_names),
-            Composite(f"{name}.again", again) if self._needed else None,
+            ir.Composite(f"{name}.first", first, self._closure.input_names),
+            ir.Composite(f"{name}.again", again) if self._needed else None,
             used,
         )
 
 
-def run_again(closure: Closure, plain: Derivative, rerunner: Rerunner) -> Derivative:
+def run_again(closure: ir.Closure, plain: Derivative, rerunner: Rerunner) -> Derivative:
     """Makes a derivative save nothing but what was drawn at random, and run forward again.
 
     Args:
@@ -277,22 +267,24 @@ def run_again(closure: Closure, plain: Derivative, rerunner: Rerunner) -> Deriva
     # The forward that saves is what runs again: its struct is what the plain backward takes.
     rerun = rerunner.rerun(plain.forward, (*plain.kept_outputs, last))
     assert rerun.again is not None, "the saved struct was asked for"
-    values = [Value(t, "again") for t in rerun.again.output_types]
+    values = [ir.Value(t, "again") for t in rerun.again.output_types]
     kept_inputs = tuple(sorted({*rerun.used_inputs, *plain.kept_inputs}))
-    kept = {i: Value(closure.input_types[i]) for i in kept_inputs}
-    seeds = tuple(Value(cotangent_type(closure.output_types[i])) for i in plain.cotangent_outputs)
-    draws = Value(rerun.draws, "draws")
-    gradients = tuple(Value(t) for t in plain.backward.output_types)
-    again = Call(rerun.again, (draws, *(kept[i] for i in rerun.used_inputs)), tuple(values))
+    kept = {i: ir.Value(closure.input_types[i]) for i in kept_inputs}
+    seeds = tuple(
+        ir.Value(cotangent_type(closure.output_types[i])) for i in plain.cotangent_outputs
+    )
+    draws = ir.Value(rerun.draws, "draws")
+    gradients = tuple(ir.Value(t) for t in plain.backward.output_types)
+    again = ir.Call(rerun.again, (draws, *(kept[i] for i in rerun.used_inputs)), tuple(values))
     operands = (values[-1], *(kept[i] for i in plain.kept_inputs), *values[:-1], *seeds)
-    body = Program(
+    body = ir.Program(
         (draws, *kept.values(), *seeds),
-        (again, Call(plain.backward, operands, gradients)),
+        (again, ir.Call(plain.backward, operands, gradients)),
         gradients,
     )
     return Derivative(
         rerun.first,
-        Composite(f"{closure.name}.backward_again", body),
+        ir.Composite(f"{closure.name}.backward_again", body),
         kept_inputs,
         (),
         plain.cotangent_outputs,

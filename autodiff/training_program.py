@@ -27,19 +27,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from ..reuse.errors import PlanError
-from ..reuse.ir.program import (
-    Call,
-    Composite,
-    Control,
-    Leaf,
-    ModelTensor,
-    Program,
-    Source,
-    UserInput,
-    Value,
-    tensor_type,
-    walk_closures,
-)
+from ..reuse.ir import program as ir
 from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.torch_updates import STATE, update_leaf
 from ..reuse.ir.types import TensorType
@@ -104,16 +92,16 @@ class StepProgram:
         updates: what the step updates, whose tensors come last among ``model`` and the outputs.
     """
 
-    program: Program
+    program: ir.Program
     batch: tuple[tuple[int, ...], ...]
-    model: tuple[ModelTensor, ...]
+    model: tuple[ir.ModelTensor, ...]
     gradients: tuple[int, ...]
     writes: tuple[int, ...]
     updates: Updates = Updates()
 
 
 def step_program(
-    program: Program,
+    program: ir.Program,
     derivative: Derivative,
     differentiator: Differentiator,
     *,
@@ -142,7 +130,7 @@ class _Composer:
 
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         derivative: Derivative,
         differentiator: Differentiator,
         *,
@@ -154,13 +142,13 @@ class _Composer:
         self._derivative = derivative
         self._make = differentiator
         sources = program.sources
-        self._user = [i for i, s in enumerate(sources) if isinstance(s, UserInput)]
-        self._model = [i for i, s in enumerate(sources) if isinstance(s, ModelTensor)]
+        self._user = [i for i, s in enumerate(sources) if isinstance(s, ir.UserInput)]
+        self._model = [i for i, s in enumerate(sources) if isinstance(s, ir.ModelTensor)]
         self._state = {i: _copy(program.inputs[i]) for i in self._model}
         self._model_values = tuple(self._state.values())
-        self._seed = Value(program.outputs[0].type, "seed")
-        self._calls: list[Call] = []
-        self._totals: tuple[Value, ...] = ()
+        self._seed = ir.Value(program.outputs[0].type, "seed")
+        self._calls: list[ir.Call] = []
+        self._totals: tuple[ir.Value, ...] = ()
 
     def compose(self, micro_batches: int, order: Order) -> StepProgram:
         inputs = [
@@ -178,52 +166,56 @@ class _Composer:
         return self._finish(inputs, losses)
 
     def _forward(
-        self, batch: dict[int, Value], index: int
-    ) -> tuple[list[Value], tuple[Value, ...]]:
+        self, batch: dict[int, ir.Value], index: int
+    ) -> tuple[list[ir.Value], tuple[ir.Value, ...]]:
         args = [
             batch[i] if i in batch else self._state[i] for i in range(len(self._program.inputs))
         ]
         forward = self._derivative.forward
-        results = tuple(Value(t) for t in forward.output_types)
-        self._calls.append(Call(forward, tuple(args), results, f"micro_batch_{index}"))
+        results = tuple(ir.Value(t) for t in forward.output_types)
+        self._calls.append(ir.Call(forward, tuple(args), results, f"micro_batch_{index}"))
         for output, target in self._program.writes:
             self._state[target] = results[output]
         return args, results
 
-    def _backward(self, args: Sequence[Value], results: Sequence[Value], index: int) -> None:
+    def _backward(self, args: Sequence[ir.Value], results: Sequence[ir.Value], index: int) -> None:
         d = self._derivative
         operands = [results[-1], *(args[i] for i in d.kept_inputs)]
         operands += [results[i] for i in d.kept_outputs]
         operands += [self._seed]
-        gradients = tuple(Value(t) for t in d.backward.output_types)
-        self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
+        gradients = tuple(ir.Value(t) for t in d.backward.output_types)
+        self._calls.append(ir.Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
         # The first micro-batch's gradients are the sums so far: nothing is added to zeros.
         if self._totals:
-            totals = tuple(map(Value, self._sum_types))
-            self._calls.append(Call(self._accumulate, (*self._totals, *gradients), totals))
+            totals = tuple(map(ir.Value, self._sum_types))
+            self._calls.append(ir.Call(self._accumulate, (*self._totals, *gradients), totals))
         else:
             totals = self._cast(gradients, self._sum_types)
         self._totals = totals
 
     @functools.cached_property
-    def _accumulate(self) -> Composite:
+    def _accumulate(self) -> ir.Composite:
         """Adds the gradients of one micro-batch to the sums so far."""
         return _for_each("accumulate", map(self._make.adder, self._sum_types, self._types))
 
-    def _cast(self, values: tuple[Value, ...], types: Sequence[Any]) -> tuple[Value, ...]:
+    def _cast(self, values: tuple[ir.Value, ...], types: Sequence[Any]) -> tuple[ir.Value, ...]:
         """Casts values to types, where these are others."""
-        made = {v: Value(t) for v, t in zip(values, types, strict=True) if v.type != t}
+        made = {v: ir.Value(t) for v, t in zip(values, types, strict=True) if v.type != t}
         if made:
             copiers = [self._make.copier(v.type, new.type) for v, new in made.items()]  # type: ignore[arg-type]
-            self._calls.append(Call(_for_each("cast", copiers), tuple(made), tuple(made.values())))
+            self._calls.append(
+                ir.Call(_for_each("cast", copiers), tuple(made), tuple(made.values()))
+            )
         return tuple(made.get(v, v) for v in values)
 
-    def _finish(self, inputs: Sequence[dict[int, Value]], losses: Sequence[Value]) -> StepProgram:
+    def _finish(
+        self, inputs: Sequence[dict[int, ir.Value]], losses: Sequence[ir.Value]
+    ) -> StepProgram:
         program = self._program
         changed = [target for _, target in program.writes]
         batch_values = [v for batch in inputs for v in batch.values()]
         gradients = self._cast(self._totals, self._types)
-        step = Program(
+        step = ir.Program(
             (*batch_values, *self._model_values, self._seed),
             tuple(self._calls),
             (*losses, *gradients, *(self._state[t] for t in changed)),
@@ -244,18 +236,23 @@ def _exact(type_: TensorType) -> TensorType:
     return replace(type_, dtype=torch.float32) if is_half else type_
 
 
-def _for_each(name: str, leaves: Iterable[Leaf]) -> Composite:
+def _for_each(name: str, leaves: Iterable[ir.Leaf]) -> ir.Composite:
     """Returns a closure that calls each leaf on operands of its own: one call, however many."""
-    calls = [Call(x, tuple(map(Value, x.input_types)), (Value(x.output_types[0]),)) for x in leaves]
+    calls = [
+        ir.Call(x, tuple(map(ir.Value, x.input_types)), (ir.Value(x.output_types[0]),))
+        for x in leaves
+    ]
     inputs = tuple(v for column in zip(*(c.args for c in calls), strict=True) for v in column)
-    return Composite(name, Program(inputs, tuple(calls), tuple(c.results[0] for c in calls)))
+    return ir.Composite(name, ir.Program(inputs, tuple(calls), tuple(c.results[0] for c in calls)))
 
 
-def _copy(value: Value) -> Value:
-    return Value(value.type, value.hint)
+def _copy(value: ir.Value) -> ir.Value:
+    return ir.Value(value.type, value.hint)
 
 
-def training_program(program: Program, derivative: Derivative, seeds: Sequence[Source]) -> Program:
+def training_program(
+    program: ir.Program, derivative: Derivative, seeds: Sequence[ir.Source]
+) -> ir.Program:
     """Puts the backward of a program behind its forward.
 
     Args:
@@ -267,13 +264,13 @@ def training_program(program: Program, derivative: Derivative, seeds: Sequence[S
         A program of the same inputs and the seeds; its outputs are the program's, then the
         gradients of ``derivative.gradient_inputs``.
     """
-    assert isinstance(derivative.forward, Composite)
+    assert isinstance(derivative.forward, ir.Composite)
     forward = derivative.forward.program
     *results, _ = forward.outputs
     entries = derivative.backward.input_types[-len(seeds) :] if seeds else ()
-    cotangents = tuple(Value(type_, "seed") for type_ in entries)
+    cotangents = tuple(ir.Value(type_, "seed") for type_ in entries)
     calls, gradients = backward_calls(derivative, forward, cotangents)
-    return Program(
+    return ir.Program(
         (*forward.inputs, *cotangents),
         (*forward.calls, *calls),
         (*results, *gradients),
@@ -284,8 +281,8 @@ def training_program(program: Program, derivative: Derivative, seeds: Sequence[S
 
 
 def backward_calls(
-    derivative: Derivative, program: Program, cotangents: Sequence[Value]
-) -> tuple[list[Call], list[Value]]:
+    derivative: Derivative, program: ir.Program, cotangents: Sequence[ir.Value]
+) -> tuple[list[ir.Call], list[ir.Value]]:
     """Returns the calls of a backward behind its forward, and the gradients that they compute.
 
     Args:
@@ -293,8 +290,8 @@ def backward_calls(
         program: its inputs and results are the values that the forward takes and gives.
         cotangents: of ``derivative.cotangent_outputs``.
     """
-    assert isinstance(derivative.forward, Composite)
-    assert isinstance(derivative.backward, Composite)
+    assert isinstance(derivative.forward, ir.Composite)
+    assert isinstance(derivative.backward, ir.Composite)
     backward, saved = derivative.backward.program, derivative.forward.program.outputs[-1]
     operands = (
         saved,
@@ -316,7 +313,7 @@ class GradientProgram:
         inputs: of the program, those whose gradients are the last results.
     """
 
-    program: Program
+    program: ir.Program
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
 
@@ -338,10 +335,10 @@ class GradientPrograms:
 
     def of(
         self,
-        program: Program,
+        program: ir.Program,
         inputs: Sequence[int],
         outputs: Sequence[int],
-        sources: Sequence[Source],
+        sources: Sequence[ir.Source],
     ) -> GradientProgram | None:
         """Returns the program with gradients of its results; None if none flows.
 
@@ -352,7 +349,7 @@ class GradientPrograms:
             sources: of what the program takes, then of a cotangent for each output.
         """
         # Sources belong to entry programs; a closure's has none.
-        closure = Composite("main", replace(program, sources=()))
+        closure = ir.Composite("main", replace(program, sources=()))
         request = Request(closure, tuple(inputs), tuple(outputs))
         derivative = self._differentiator.of(request)
         if derivative is None:
@@ -369,18 +366,18 @@ class GradientPrograms:
         written = {output for output, _ in program.writes}
         results = tuple(v for i, v in enumerate(both.outputs) if i not in written)
         calls = tuple(needed_calls(both.calls, (*results, *drawn)))
-        flat = self._flat.program(Program(both.inputs, calls, results, both.sources))
+        flat = self._flat.program(ir.Program(both.inputs, calls, results, both.sources))
         return GradientProgram(flat, seeded, derivative.gradient_inputs)
 
 
-def own_derivative(program: Program) -> str:
+def own_derivative(program: ir.Program) -> str:
     """Names a function of the user's that has a derivative of its own; "" if there is none.
 
     Its operators would be differentiated a second time, and it would not.
     """
-    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
+    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
     targets = (node.target for leaf in leaves for node in leaf.nodes)
-    known = (*OPERATOR_TYPES, BuiltinFunctionType, Control)
+    known = (*OPERATOR_TYPES, BuiltinFunctionType, ir.Control)
     own = (t for t in targets if not isinstance(t, known))
     return next((str(getattr(target, "__name__", target)) for target in own), "")
 
@@ -406,17 +403,17 @@ def with_updates(step: StepProgram, groups: Sequence[UpdateGroup]) -> StepProgra
     return _Updater(step, groups).updated()
 
 
-def step_of_sums(trained: Sequence[tuple[ModelTensor, TensorType]]) -> StepProgram:
+def step_of_sums(trained: Sequence[tuple[ir.ModelTensor, TensorType]]) -> StepProgram:
     """Returns a step whose gradients are there already: its batch is their sums.
 
     Args:
         trained: parameters, and the types of their gradients.
     """
-    sums = tuple(Value(type_, "sum") for _, type_ in trained)
-    parameters = (Value(TensorType.of(source.tensor), source.name) for source, _ in trained)
+    sums = tuple(ir.Value(type_, "sum") for _, type_ in trained)
+    parameters = (ir.Value(TensorType.of(source.tensor), source.name) for source, _ in trained)
     numbers = tuple(range(len(sums)))
     model = tuple(source for source, _ in trained)
-    return StepProgram(Program((*sums, *parameters), (), sums), (numbers,), model, numbers, ())
+    return StepProgram(ir.Program((*sums, *parameters), (), sums), (numbers,), model, numbers, ())
 
 
 class _Updater:
@@ -432,9 +429,9 @@ class _Updater:
         self._losses = program.outputs[:num_losses]
         self._gradients = program.outputs[num_losses:end]
         self._writes = program.outputs[end:]
-        self._leaves: dict[Any, Leaf] = {}
-        self._state: dict[tuple[int, str], Value] = {}
-        self._calls: list[Call] = []
+        self._leaves: dict[Any, ir.Leaf] = {}
+        self._state: dict[tuple[int, str], ir.Value] = {}
+        self._calls: list[ir.Call] = []
 
     def updated(self) -> StepProgram:
         """Returns the step."""
@@ -443,34 +440,34 @@ class _Updater:
         mine = [(i, g) for i, g in pairs if id(self._step.model[i].tensor) in group_of]
         if not mine:
             return self._step
-        device = tensor_type(self._parameters[mine[0][0]]).device
+        device = ir.tensor_type(self._parameters[mine[0][0]]).device
         types = [replace(one.settings, device=device) for one in self._groups]
-        settings = [Value(type_, "settings") for type_ in types]
-        together: dict[tuple[int, torch.dtype], list[tuple[int, Value]]] = defaultdict(list)
+        settings = [ir.Value(type_, "settings") for type_ in types]
+        together: dict[tuple[int, torch.dtype], list[tuple[int, ir.Value]]] = defaultdict(list)
         for index, gradient in mine:
             group = group_of[id(self._step.model[index].tensor)]
-            if tensor_type(gradient).num_bytes >= _SMALL_BYTES:
+            if ir.tensor_type(gradient).num_bytes >= _SMALL_BYTES:
                 self._update(self._groups[group], settings[group], [(index, gradient)])
             else:
-                together[group, tensor_type(gradient).dtype].append((index, gradient))
+                together[group, ir.tensor_type(gradient).dtype].append((index, gradient))
         for (group, _), members in together.items():
             self._update(self._groups[group], settings[group], members)
         return self._finish(mine, [pair for pair in pairs if pair not in mine], settings)
 
     def _update(
-        self, group: UpdateGroup, settings: Value, members: Sequence[tuple[int, Value]]
+        self, group: UpdateGroup, settings: ir.Value, members: Sequence[tuple[int, ir.Value]]
     ) -> None:
         rows = [[self._parameters[i] for i, _ in members], [self._laid_out(*m) for m in members]]
         names = STATE[group.operator] if group.has_state else ()
         rows += [[self._state_of(i, name) for i, _ in members] for name in names]
         rows += [[] for _ in STATE[group.operator][len(names) :]]
-        leaf = self._leaf(group, rows, tensor_type(settings))
-        results = tuple(Value(t) for t in leaf.output_types)
+        leaf = self._leaf(group, rows, ir.tensor_type(settings))
+        results = tuple(ir.Value(t) for t in leaf.output_types)
         args = (*(value for row in rows for value in row), settings)
-        self._calls.append(Call(leaf, args, results))
+        self._calls.append(ir.Call(leaf, args, results))
 
-    def _laid_out(self, index: int, gradient: Value) -> Value:
-        found, own = tensor_type(gradient), tensor_type(self._parameters[index])
+    def _laid_out(self, index: int, gradient: ir.Value) -> ir.Value:
+        found, own = ir.tensor_type(gradient), ir.tensor_type(self._parameters[index])
         if found != own or not own.is_dense:
             name = self._step.model[index].name
             raise NotUpdatedError(
@@ -478,15 +475,15 @@ class _Updater:
             )
         return gradient
 
-    def _state_of(self, index: int, name: str) -> Value:
-        own = tensor_type(self._parameters[index])
+    def _state_of(self, index: int, name: str) -> ir.Value:
+        own = ir.tensor_type(self._parameters[index])
         type_ = TensorType(torch.float32, (), (), own.device) if name == "step" else own
-        return self._state.setdefault((index, name), Value(type_, name))
+        return self._state.setdefault((index, name), ir.Value(type_, name))
 
     def _leaf(
-        self, group: UpdateGroup, rows: Sequence[Sequence[Value]], settings: TensorType
-    ) -> Leaf:
-        types = tuple(tuple(tensor_type(value) for value in row) for row in rows)
+        self, group: UpdateGroup, rows: Sequence[Sequence[ir.Value]], settings: TensorType
+    ) -> ir.Leaf:
+        types = tuple(tuple(ir.tensor_type(value) for value in row) for row in rows)
         key = (group.operator, group.flags, types)
         if key not in self._leaves:
             self._leaves[key] = update_leaf(group.operator, types, settings, group.flags)
@@ -494,9 +491,9 @@ class _Updater:
 
     def _finish(
         self,
-        mine: Sequence[tuple[int, Value]],
-        others: Sequence[tuple[int, Value]],
-        settings: Sequence[Value],
+        mine: Sequence[tuple[int, ir.Value]],
+        others: Sequence[tuple[int, ir.Value]],
+        settings: Sequence[ir.Value],
     ) -> StepProgram:
         step, program = self._step, self._step.program
         changed = [value for call in self._calls for value in call.results]
@@ -506,12 +503,12 @@ class _Updater:
         stand_in = torch.empty(0, device="meta")
         return replace(
             step,
-            program=Program(
+            program=ir.Program(
                 (*given, *self._state.values(), *settings, *seed),
                 (*program.calls, *self._calls),
                 (*self._losses, *(g for _, g in others), *self._writes, *changed),
             ),
-            model=(*step.model, *(ModelTensor(name, stand_in) for name in names)),
+            model=(*step.model, *(ir.ModelTensor(name, stand_in) for name in names)),
             gradients=tuple(i for i, _ in others),
             updates=Updates(tuple(self._state), tuple(i for i, _ in mine), len(changed)),
         )

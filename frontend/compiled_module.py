@@ -25,23 +25,10 @@ from ..reuse.ir.printer import folded
 from ..reuse.ir.program import Program
 from ..reuse.torch_names import global_hook_tables
 from .capture.blocks import Reuse
-from .checks.refusals import (
-    refuse_compiled,
-    refuse_scripted,
-    refuse_unknown_wrappers,
-    refuse_wrapper,
-    wrapped_parts,
-)
+from .checks import refusals
+from .dispatch import torch_slot
 from .dispatch.dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
 from .dispatch.model_dispatcher import ModelDispatcher
-from .dispatch.torch_slot import (
-    asks_slot,
-    check_asks_slot,
-    empty_slot,
-    fill_slot,
-    in_slot,
-    slot_filled,
-)
 from .options import Boundaries, Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
@@ -148,8 +135,8 @@ def compile(
     options = Options(reuse, backend, recompute, "disk", fallback, target, boundaries)
     if in_place:
         return _compiled_in_place(module, options, dynamic)
-    for _, part in wrapped_parts(module):
-        check_asks_slot(part)
+    for _, part in refusals.wrapped_parts(module):
+        torch_slot.check_asks_slot(part)
     return CompiledModule(module, options, dynamic)
 
 
@@ -169,18 +156,18 @@ def _check_model(model: nn.Module, fallback: Fallback) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     places = walk_modules(model)
-    refuse_unknown_wrappers(places)
-    refuse_compiled(places)
-    refuse_scripted(places if fallback == "error" else [("", model)])
+    refusals.refuse_unknown_wrappers(places)
+    refusals.refuse_compiled(places)
+    refusals.refuse_scripted(places if fallback == "error" else [("", model)])
 
 
 def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None) -> nn.Module:
     """Fills the slots of a model, and of models inside that are called past it."""
-    check_asks_slot(model)
+    torch_slot.check_asks_slot(model)
     dispatcher = ModelDispatcher(model, options, dynamic)
-    fill_slot(model, dispatcher)
+    torch_slot.fill_slot(model, dispatcher)
     for inside in dispatcher.called_past():
-        fill_slot(inside.model, inside)
+        torch_slot.fill_slot(inside.model, inside)
     dispatcher.warn_if_generate_is_eager(stacklevel=4)
     return model
 
@@ -230,9 +217,9 @@ def restore(compiled: nn.Module) -> nn.Module:
     calls = dispatcher_of(compiled)
     if not isinstance(calls, ModelDispatcher):
         raise _not_compiled(compiled)
-    if in_slot(calls.model) is calls:
+    if torch_slot.in_slot(calls.model) is calls:
         for each in (calls, *calls.called_past()):
-            empty_slot(each.model)
+            torch_slot.empty_slot(each.model)
     return calls.model
 
 
@@ -283,7 +270,7 @@ class CompiledModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs hooks and the program. Hooks on all modules run for the model, not once more."""
         if type(self) is not CompiledModule:
-            refuse_wrapper(self, "The compiled module")
+            refusals.refuse_wrapper(self, "The compiled module")
         # A hook on all modules is called by the model's own call, and would see two modules here.
         if any(_HOOKS_ON_ALL) and not has_own_hooks(self, "forward"):
             return self.forward(*args, **kwargs)
@@ -357,7 +344,7 @@ def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
     if not isinstance(found, types.MethodType) or found.__self__ is not model:
         return found
     is_generate = found.__name__ == "generate"
-    if not asks_slot(model) and not is_generate:
+    if not torch_slot.asks_slot(model) and not is_generate:
         return found
 
     @functools.wraps(found)
@@ -366,7 +353,7 @@ def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
             calls.note_generate()
         generating = calls.look_for_generating()
         with ExitStack() as routes:
-            if asks_slot(model):
+            if torch_slot.asks_slot(model):
                 routes.enter_context(_routed(model, compiled))
             if generating is not None:
                 routes.enter_context(_routed(generating.model, generating))
@@ -384,7 +371,7 @@ def _routed(model: nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     if asked:
         state[_OWN_COMPILER] = lambda *_: model.__call__
     try:
-        with slot_filled(model, compiled):
+        with torch_slot.slot_filled(model, compiled):
             yield
     finally:
         if asked:

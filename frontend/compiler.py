@@ -38,6 +38,7 @@ from .compiled import (
 )
 from .effects.kept import OnContents
 from .options import Options
+from .passes import stages
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
@@ -61,14 +62,6 @@ from .passes.programs import (
     update_parameters,
 )
 from .passes.recompute import choose_recompute
-from .passes.stages import (
-    choose_stage_recompute,
-    differentiate_stages,
-    link_rank,
-    predict,
-    split,
-    update_stages,
-)
 from .passes.state import (
     Compilation,
     Goal,
@@ -91,25 +84,25 @@ PASSES = (
     fuse_boundaries,
     plan_mesh,
     plan_stages,
-    split,
+    stages.split,
     take_gradients,
     differentiate,
-    differentiate_stages,
+    stages.differentiate_stages,
     add_gradients,
     choose_recompute,
-    choose_stage_recompute,
+    stages.choose_stage_recompute,
     repeat_micro_batches,
     update_parameters,
-    update_stages,
+    stages.update_stages,
     reduce_to_primitives,
     decompose,
     shard,
     shard_stages,
     lower,
     link_program,
-    link_rank,
+    stages.link_rank,
     describe_gpu,
-    predict,
+    stages.predict,
 )
 """All passes, in order. A goal leaves out those that are for others."""
 

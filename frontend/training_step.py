@@ -26,15 +26,7 @@ from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
 from .batch import LossFunction, LossModel, split
 from .capture.blocks import Reuse
-from .checks.refusals import (
-    check_leaves,
-    check_runnable,
-    model_inside,
-    refuse_containers,
-    refuse_wrappers,
-    watching_input,
-    watching_tensor,
-)
+from .checks import refusals
 from .checks.torch_state import autograd_mode_around, mode_around, refuse_mode
 from .compiled import CompiledStep
 from .dispatch.dispatcher import Dispatcher
@@ -163,7 +155,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
     ) -> None:
         self._made_of = (model, loss_fn, options, batching, dynamic, optimizer)
         self._optimizer = optimizer
-        inside = model_inside(model)
+        inside = refusals.model_inside(model)
         if inside is not None:
             check_asks_slot(inside)
         self._wrapper = None if inside is None else model
@@ -270,7 +262,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
     def _linked_to(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry | None:
         """Links for the sizes of a batch what was compiled with symbols; None if nothing fits."""
         # What a guard accepts but for sizes is asked no more than a step of seen sizes is.
-        if not self._shapes.has_symbols or watching_input(self._model, leaves):
+        if not self._shapes.has_symbols or refusals.watching_input(self._model, leaves):
             return None
         return self._linked_for(self._inputs(leaves, tree))
 
@@ -282,14 +274,14 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         return Inputs.of(first, tree, given=leaves)
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
-        refuse_wrappers(walk_modules(self._model))
-        if watching := watching_tensor(self._model, leaves):
+        refusals.refuse_wrappers(walk_modules(self._model))
+        if watching := refusals.watching_tensor(self._model, leaves):
             raise PlanError(
                 f"A step cannot be compiled: {watching}, and kernels bypass it. Use "
                 "plain tensors, or call the model itself."
             )
-        refuse_containers(tree, "compile_step")
-        check_runnable(self._model, self._compiler.options.target)
+        refusals.refuse_containers(tree, "compile_step")
+        refusals.check_runnable(self._model, self._compiler.options.target)
         try:
             return self._compile_with_update(self._inputs(leaves, tree))
         except EffectError as effect:
@@ -480,7 +472,7 @@ class _StepEntry:
         if self._lease is not None and self.guard.token is self._token and same_state:
             return self._lease
         self.handed = None
-        check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
+        refusals.check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
         tensors = [*self._batch, *self.guard.tensors, *self._updated(), self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made

@@ -16,17 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Union
 
 from ..reuse.errors import PipelineError
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    ModelTensor,
-    Program,
-    RecomputeMark,
-    Source,
-    UserInput,
-    Value,
-)
+from ..reuse.ir import program as ir
 from ..reuse.ir.types import TensorType
 
 Colors = tuple[Union[int, "Colors"], ...]
@@ -49,20 +39,20 @@ class Stage:
     """
 
     index: int
-    program: Program
+    program: ir.Program
     num_received: int
     num_sent: int
-    sources: tuple[Source, ...]
+    sources: tuple[ir.Source, ...]
     writes: tuple[tuple[int, int], ...]
     paths: tuple[str, ...]
 
     @property
-    def sourced_program(self) -> Program:
+    def sourced_program(self) -> ir.Program:
         """The program with a source for each input; what it receives counts as the user's."""
-        received = tuple(UserInput(i, f"received{i}") for i in range(self.num_received))
+        received = tuple(ir.UserInput(i, f"received{i}") for i in range(self.num_received))
         writes = tuple((output, self.num_received + i) for output, i in self.writes)
         body = self.program
-        return Program(body.inputs, body.calls, body.outputs, (*received, *self.sources), writes)
+        return ir.Program(body.inputs, body.calls, body.outputs, (*received, *self.sources), writes)
 
     @property
     def received_types(self) -> tuple[TensorType, ...]:
@@ -75,29 +65,29 @@ class Stage:
         return _tensor_types(self.program.outputs[: self.num_sent])
 
     @property
-    def model_tensors(self) -> tuple[ModelTensor, ...]:
+    def model_tensors(self) -> tuple[ir.ModelTensor, ...]:
         """The model's tensors it uses."""
-        return tuple(s for s in self.sources if isinstance(s, ModelTensor))
+        return tuple(s for s in self.sources if isinstance(s, ir.ModelTensor))
 
     @property
     def model_types(self) -> tuple[TensorType, ...]:
         """Types of these tensors: of this rank's parts, over a mesh."""
         own = zip(self.sources, self.program.inputs[self.num_received :], strict=True)
-        return _tensor_types([v for source, v in own if isinstance(source, ModelTensor)])
+        return _tensor_types([v for source, v in own if isinstance(source, ir.ModelTensor)])
 
     @property
     def written_tensors(self) -> tuple[int, ...]:
         """The positions in ``model_tensors`` that the new state of buffers is written to."""
-        models = [i for i, s in enumerate(self.sources) if isinstance(s, ModelTensor)]
+        models = [i for i, s in enumerate(self.sources) if isinstance(s, ir.ModelTensor)]
         return tuple(models.index(target) for _, target in self.writes)
 
 
-def _tensor_types(values: Sequence[Value]) -> tuple[TensorType, ...]:
+def _tensor_types(values: Sequence[ir.Value]) -> tuple[TensorType, ...]:
     assert all(isinstance(v.type, TensorType) for v in values)
     return tuple(v.type for v in values)  # type: ignore[misc]
 
 
-def cut_program(program: Program, colors: Colors, num_stages: int) -> list[Stage]:
+def cut_program(program: ir.Program, colors: Colors, num_stages: int) -> list[Stage]:
     """Returns the stages of a captured program.
 
     Args:
@@ -116,7 +106,7 @@ def cut_program(program: Program, colors: Colors, num_stages: int) -> list[Stage
 # ---- composites that span stages -------------------------------------------------------------
 
 
-def split_composites(program: Program, colors: Colors) -> tuple[Program, tuple[int, ...]]:
+def split_composites(program: ir.Program, colors: Colors) -> tuple[ir.Program, tuple[int, ...]]:
     """Replaces calls on composites that span stages by calls on their parts.
 
     Returns:
@@ -128,7 +118,7 @@ def split_composites(program: Program, colors: Colors) -> tuple[Program, tuple[i
     parts: _Parts = {}
     calls, flat, same = _split_calls(program.calls, colors, parts)
     outputs = tuple(same.get(v, v) for v in program.outputs)
-    whole = Program(
+    whole = ir.Program(
         program.inputs, calls, outputs, program.sources, program.writes, program.output_tree
     )
     return whole, flat
@@ -138,41 +128,43 @@ def split_composites(program: Program, colors: Colors) -> tuple[Program, tuple[i
 class _Part:
     """A piece of a composite: a closure, and where its operands and results are."""
 
-    closure: Closure
-    args: tuple[Value, ...]
-    results: tuple[Value, ...]
+    closure: ir.Closure
+    args: tuple[ir.Value, ...]
+    results: tuple[ir.Value, ...]
     stage: int
     path: str = ""
-    recompute: RecomputeMark = ""
+    recompute: ir.RecomputeMark = ""
 
 
-_Parts = dict[tuple[Closure, Colors], tuple[list[_Part], tuple[Value, ...]]]
+_Parts = dict[tuple[ir.Closure, Colors], tuple[list[_Part], tuple[ir.Value, ...]]]
 
 
 def _split_calls(
-    calls: Sequence[Call], colors: Colors, parts: _Parts
-) -> tuple[tuple[Call, ...], tuple[int, ...], dict[Value, Value]]:
+    calls: Sequence[ir.Call], colors: Colors, parts: _Parts
+) -> tuple[tuple[ir.Call, ...], tuple[int, ...], dict[ir.Value, ir.Value]]:
     """Returns the calls with spanning ones taken apart, and what took the place of values."""
-    found: list[Call] = []
+    found: list[ir.Call] = []
     flat: list[int] = []
-    same: dict[Value, Value] = {}
+    same: dict[ir.Value, ir.Value] = {}
     for call, color in zip(calls, colors, strict=True):
         args = tuple(same.get(v, v) for v in call.args)
         if isinstance(color, int):
             found.append(replace(call, args=args))
             flat.append(color)
             continue
-        assert isinstance(call.closure, Composite)
+        assert isinstance(call.closure, ir.Composite)
         first = min(stages_in(color))
         body = call.closure.program
         env = dict(zip(body.inputs, args, strict=True))
         # Counted from its first stage: a closure cut alike on other stages has the same parts.
         pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
         for part in pieces:
-            results = tuple(Value(v.type, v.hint) for v in part.results)
+            results = tuple(ir.Value(v.type, v.hint) for v in part.results)
             path = ".".join(p for p in (call.path, part.path) if p)
             mark = part.recompute or call.recompute
-            found.append(Call(part.closure, tuple(env[v] for v in part.args), results, path, mark))
+            found.append(
+                ir.Call(part.closure, tuple(env[v] for v in part.args), results, path, mark)
+            )
             flat.append(first + part.stage)
             env.update(zip(part.results, results, strict=True))
         same.update(zip(call.results, (env[v] for v in outputs), strict=True))
@@ -180,8 +172,8 @@ def _split_calls(
 
 
 def _parts_of(
-    closure: Composite, colors: Colors, known: _Parts
-) -> tuple[list[_Part], tuple[Value, ...]]:
+    closure: ir.Composite, colors: Colors, known: _Parts
+) -> tuple[list[_Part], tuple[ir.Value, ...]]:
     """Cuts a composite's body where its colour changes; returns the parts and its outputs."""
     # Calls that are cut in the same way share their parts, so each part is compiled once.
     key = (closure, colors)
@@ -197,7 +189,7 @@ def _parts_of(
 
 
 def _part(
-    name: str, calls: Sequence[Call], flat: Sequence[int], stage: int, outputs: set[Value]
+    name: str, calls: Sequence[ir.Call], flat: Sequence[int], stage: int, outputs: set[ir.Value]
 ) -> _Part:
     own = [c for c, color in zip(calls, flat, strict=True) if color == stage]
     made = {v for c in own for v in c.results}
@@ -207,7 +199,7 @@ def _part(
     if len(own) == 1:  # needs no composite around it, and keeps its path and its mark
         only = own[0]
         return _Part(only.closure, only.args, only.results, stage, only.path, only.recompute)
-    inner = Composite(f"{name}.part{stage}", Program(args, tuple(own), results))
+    inner = ir.Composite(f"{name}.part{stage}", ir.Program(args, tuple(own), results))
     return _Part(inner, args, results, stage)
 
 
@@ -227,13 +219,13 @@ def _relative(colors: Colors, first: int) -> Colors:
 class _Cutter:
     """Finds what crosses each boundary and builds the stage programs."""
 
-    def __init__(self, program: Program, colors: Sequence[int], num_stages: int) -> None:
+    def __init__(self, program: ir.Program, colors: Sequence[int], num_stages: int) -> None:
         self._program = program
         self._colors = colors
         self._num_stages = num_stages
         self._num_results = len(program.outputs) - len(program.writes)
-        self._made_on: dict[Value, int] = {}
-        self._last_use: dict[Value, int] = {}
+        self._made_on: dict[ir.Value, int] = {}
+        self._last_use: dict[ir.Value, int] = {}
         for call, color in zip(program.calls, colors, strict=True):
             self._check_order(call, color)
             self._made_on.update(dict.fromkeys(call.results, color))
@@ -243,7 +235,7 @@ class _Cutter:
             self._last_use[value] = num_stages - 1
         self._sources = dict(zip(program.inputs, program.sources, strict=True))
 
-    def _check_order(self, call: Call, color: int) -> None:
+    def _check_order(self, call: ir.Call, color: int) -> None:
         for value in call.args:
             made = self._made_on.get(value, 0)
             if made > color:
@@ -257,7 +249,7 @@ class _Cutter:
         self._check_writes()
         return [self._stage(index) for index in range(self._num_stages)]
 
-    def _crossing(self, boundary: int) -> list[Value]:
+    def _crossing(self, boundary: int) -> list[ir.Value]:
         """Returns the values that stage ``boundary`` sends to the next one."""
         # Only neighbours exchange: what a later stage needs passes through those between.
         return [
@@ -281,8 +273,8 @@ class _Cutter:
         used.update(dict.fromkeys(target for _, target in writes))
         own = [v for v in program.inputs if v in used]
         # A stage is a program of its own, so what arrives is a new value, its input.
-        copies = {v: Value(v.type, v.hint) for v in received}
-        body = Program(
+        copies = {v: ir.Value(v.type, v.hint) for v in received}
+        body = ir.Program(
             (*copies.values(), *own),
             tuple(_with_args(c, copies) for c in calls),
             tuple(copies.get(v, v) for v in (*sent, *(state for state, _ in writes))),
@@ -299,13 +291,13 @@ class _Cutter:
         )
 
     def _check_writes(self) -> None:
-        used_on: dict[Value, set[int]] = {}
+        used_on: dict[ir.Value, set[int]] = {}
         for call, color in zip(self._program.calls, self._colors, strict=True):
             for value in call.args:
                 used_on.setdefault(value, set()).add(color)
         for output, target in self._program.writes:
             source = self._program.sources[target]
-            if isinstance(source, UserInput):
+            if isinstance(source, ir.UserInput):
                 raise PipelineError(
                     f"The model changes its input {source.name} in place, which a pipeline does "
                     "not carry back to the caller. Work on a copy."
@@ -319,10 +311,10 @@ class _Cutter:
                 )
 
 
-def _with_args(call: Call, copies: Mapping[Value, Value]) -> Call:
+def _with_args(call: ir.Call, copies: Mapping[ir.Value, ir.Value]) -> ir.Call:
     args = tuple(copies.get(v, v) for v in call.args)
     return call if args == call.args else replace(call, args=args)
 
 
-def _place(call: Call) -> str:
+def _place(call: ir.Call) -> str:
     return call.path or f"@{call.closure.name}"

@@ -20,20 +20,9 @@ import torch.fx
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ..autodiff.flows import needed_calls
 from ..autodiff.traces.torch_partition import ancestors, extract
+from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_view, mutated_args
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    ModelTensor,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-    outputs_of,
-)
 from ..reuse.ir.rewrite import grouped
 from ..reuse.ir.types import StructType, TensorType, Type
 from .cut import Stage
@@ -52,8 +41,8 @@ class Halves:
             whole; returns the other outputs. None if every output is early.
     """
 
-    early: Closure | None
-    late: Closure | None
+    early: ir.Closure | None
+    late: ir.Closure | None
     early_inputs: Positions
     late_inputs: Positions
     early_outputs: Positions
@@ -64,9 +53,9 @@ class Splitter:
     """Splits closures, each at most once per choice of early outputs."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Closure, frozenset[int]], Halves] = {}
+        self._known: dict[tuple[ir.Closure, frozenset[int]], Halves] = {}
 
-    def split(self, closure: Closure, early: Iterable[int]) -> Halves:
+    def split(self, closure: ir.Closure, early: Iterable[int]) -> Halves:
         """Returns the halves of a closure.
 
         Args:
@@ -75,10 +64,10 @@ class Splitter:
         """
         key = (closure, frozenset(early))
         if key not in self._known:
-            if isinstance(closure, Leaf):
+            if isinstance(closure, ir.Leaf):
                 self._known[key] = _split_leaf(closure, key[1])
             else:
-                assert isinstance(closure, Composite), "pack and unpack are copied, not split"
+                assert isinstance(closure, ir.Composite), "pack and unpack are copied, not split"
                 self._known[key] = _BodySplit(self, closure, key[1]).halves()
         return self._known[key]
 
@@ -89,7 +78,7 @@ class Splitter:
 class _BodySplit:
     """Splits one program body: each of its calls runs early, late, or in two halves itself."""
 
-    def __init__(self, splitter: Splitter, closure: Composite, early: frozenset[int]) -> None:
+    def __init__(self, splitter: Splitter, closure: ir.Composite, early: frozenset[int]) -> None:
         self._splitter = splitter
         self._closure = closure
         self._program = closure.program
@@ -97,8 +86,8 @@ class _BodySplit:
         self._early_outputs = tuple(i for i in range(len(outputs)) if i in early)
         self._late_outputs = tuple(i for i in range(len(outputs)) if i not in early)
         self._needed = {outputs[i] for i in self._early_outputs}
-        self._early_calls: list[Call] = []
-        self._late_calls: list[Call] = []
+        self._early_calls: list[ir.Call] = []
+        self._late_calls: list[ir.Call] = []
 
     def halves(self) -> Halves:
         for call in reversed(self._program.calls):
@@ -120,70 +109,70 @@ class _BodySplit:
         outputs = (self._early_outputs, self._late_outputs)
         return Halves(early, late, early_inputs, late_inputs, *outputs)
 
-    def _place(self, call: Call) -> None:
+    def _place(self, call: ir.Call) -> None:
         needed = [i for i, v in enumerate(call.results) if v in self._needed]
         # Unpacking costs nothing: each half does it for what it needs.
-        if isinstance(call.closure, Unpack):
+        if isinstance(call.closure, ir.Unpack):
             self._late_calls.append(call)
             if needed:
                 self._run_early(call)
         elif not needed:
             self._late_calls.append(call)
-        elif len(needed) == len(call.results) or isinstance(call.closure, Pack):
+        elif len(needed) == len(call.results) or isinstance(call.closure, ir.Pack):
             self._run_early(call)
         else:
             self._split_call(call, needed)
 
-    def _run_early(self, call: Call) -> None:
+    def _run_early(self, call: ir.Call) -> None:
         self._early_calls.append(call)
         self._needed.update(call.args)
 
-    def _split_call(self, call: Call, needed: Sequence[int]) -> None:
+    def _split_call(self, call: ir.Call, needed: Sequence[int]) -> None:
         halves = self._splitter.split(call.closure, needed)
         # Some results are early and some are not, so there is something in both halves.
         assert halves.early is not None and halves.late is not None
-        carried = Value(halves.early.output_types[-1], "carried")
+        carried = ir.Value(halves.early.output_types[-1], "carried")
         args = tuple(call.args[i] for i in halves.early_inputs)
         results = (*(call.results[i] for i in halves.early_outputs), carried)
-        self._run_early(Call(halves.early, args, results, call.path))
+        self._run_early(ir.Call(halves.early, args, results, call.path))
         late_args = (carried, *(call.args[i] for i in halves.late_inputs))
         late_results = tuple(call.results[i] for i in halves.late_outputs)
-        self._late_calls.append(Call(halves.late, late_args, late_results, call.path))
+        self._late_calls.append(ir.Call(halves.late, late_args, late_results, call.path))
 
-    def _early_half(self, carried: Sequence[Value]) -> Composite | None:
+    def _early_half(self, carried: Sequence[ir.Value]) -> ir.Composite | None:
         if not self._early_outputs:
             return None
         struct = StructType(tuple(v.type for v in carried))
-        packed = Value(struct, "carried")
+        packed = ir.Value(struct, "carried")
         program = self._program
-        body = Program(
+        body = ir.Program(
             tuple(v for v in program.inputs if v in self._needed),
-            (*self._early_calls, Call(Pack(struct), tuple(carried), (packed,))),
+            (*self._early_calls, ir.Call(ir.Pack(struct), tuple(carried), (packed,))),
             (*(program.outputs[i] for i in self._early_outputs), packed),
         )
-        return Composite(f"{self._closure.name}.early", body)
+        return ir.Composite(f"{self._closure.name}.early", body)
 
     def _late_half(
         self,
-        calls: Sequence[Call],
-        carried: Sequence[Value],
+        calls: Sequence[ir.Call],
+        carried: Sequence[ir.Value],
         late_inputs: Positions,
         *,
         has_early: bool,
-    ) -> Composite | None:
+    ) -> ir.Composite | None:
         if not self._late_outputs:
             return None
         inputs = tuple(self._program.inputs[i] for i in late_inputs)
         outputs = tuple(self._program.outputs[i] for i in self._late_outputs)
         if has_early:
             struct = StructType(tuple(v.type for v in carried))
-            packed = Value(struct, "carried")
+            packed = ir.Value(struct, "carried")
             inputs = (packed, *inputs)
-            calls = (Call(Unpack(struct), (packed,), tuple(carried)), *calls)
-        return Composite(f"{self._closure.name}.late", Program(inputs, tuple(calls), outputs))
+            calls = (ir.Call(ir.Unpack(struct), (packed,), tuple(carried)), *calls)
+        return ir.Composite(f"{self._closure.name}.late", ir.Program(inputs, tuple(calls), outputs))
 
 
-def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:
+def _positions(inputs: Sequence[ir.Value], wanted: Iterable[ir.Value]) -> Positions:
     among = set(wanted)
     return tuple(i for i, v in enumerate(inputs) if v in among)
 
@@ -191,8 +180,8 @@ def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:
 # ---- leaves ----------------------------------------------------------------------------------
 
 
-def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
-    groups = list(grouped(outputs_of(leaf.module), leaf.output_types))
+def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
+    groups = list(grouped(ir.outputs_of(leaf.module), leaf.output_types))
     early_outputs = tuple(i for i in range(len(groups)) if i in early)
     late_outputs = tuple(i for i in range(len(groups)) if i not in early)
     early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
@@ -231,12 +220,12 @@ def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
 
 
 def _half(
-    leaf: Leaf,
+    leaf: ir.Leaf,
     suffix: str,
     module: torch.fx.GraphModule,
     inputs: Sequence[Type],
     outputs: Sequence[Type],
-) -> Leaf:
+) -> ir.Leaf:
     return replace(
         leaf,
         name=f"{leaf.name}.{suffix}",
@@ -247,7 +236,7 @@ def _half(
     )
 
 
-def _with_picks(leaf: Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
+def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
     """Adds the picks of results of operators that return several: only tensors can be carried."""
     picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
     return nodes | picks
@@ -285,14 +274,14 @@ class StageDerivative:
     gradients_received: tuple[int, ...]
 
     @property
-    def forward(self) -> Program:
+    def forward(self) -> ir.Program:
         """The program of a forward step."""
         if self.derivative is None:
             return self.stage.program
         return _body(self.derivative.forward)
 
     @property
-    def backward(self) -> tuple[Program | None, ...]:
+    def backward(self) -> tuple[ir.Program | None, ...]:
         """The programs of backward steps: the whole backward, or its early and its late half."""
         if self.derivative is None:
             return ()
@@ -312,7 +301,7 @@ class StageDerivative:
         return tuple(self.stage.received_types[i].cotangent() for i in self.gradients_sent)
 
     @property
-    def trained(self) -> tuple[ModelTensor, ...]:
+    def trained(self) -> tuple[ir.ModelTensor, ...]:
         """The parameters that get a gradient here."""
         if self.derivative is None:
             return ()
@@ -320,11 +309,11 @@ class StageDerivative:
         sources = [
             self.stage.sources[i - first] for i in self.derivative.gradient_inputs if i >= first
         ]
-        assert all(isinstance(s, ModelTensor) for s in sources)
+        assert all(isinstance(s, ir.ModelTensor) for s in sources)
         return tuple(sources)  # type: ignore[arg-type]
 
     @property
-    def trained_types(self) -> list[tuple[ModelTensor, TensorType]]:
+    def trained_types(self) -> list[tuple[ir.ModelTensor, TensorType]]:
         """Those parameters with the types of their gradients."""
         types = dict(zip(self.stage.model_tensors, self.stage.model_types, strict=True))
         return [(source, types[source].cotangent()) for source in self.trained]
@@ -335,8 +324,8 @@ class StageDerivative:
         return 0 if self.derivative is None else self.derivative.saved_type.num_bytes
 
 
-def _body(closure: object) -> Program:
-    assert isinstance(closure, Composite)
+def _body(closure: object) -> ir.Program:
+    assert isinstance(closure, ir.Composite)
     return closure.program
 
 
@@ -362,7 +351,7 @@ def differentiate_stages(
     # Backwards: which gradients come back to a stage is known once the next one is derived.
     for stage, flags in zip(reversed(stages), reversed(active), strict=True):
         wanted = tuple(i for i, flag in enumerate(flags) if flag)
-        request = Request(Composite(f"stage{stage.index}", stage.program), wanted, arriving)
+        request = Request(ir.Composite(f"stage{stage.index}", stage.program), wanted, arriving)
         derivative = differentiator.of(request)
         sent: tuple[int, ...] = ()
         split = None
@@ -384,7 +373,7 @@ def _active_received(stages: Sequence[Stage], differentiator: Differentiator) ->
     flags: list[list[bool]] = []
     received: list[bool] = []
     for stage in stages:
-        own = [isinstance(s, ModelTensor) and s.tensor.requires_grad for s in stage.sources]
+        own = [isinstance(s, ir.ModelTensor) and s.tensor.requires_grad for s in stage.sources]
         flags.append([*received, *own])
         values = active_values(differentiator, stage.program, flags[-1])
         received = [v in values for v in stage.program.outputs[: stage.num_sent]]

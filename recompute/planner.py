@@ -19,18 +19,10 @@ from ..autodiff.leaf_derivative import Choice, Cut, PerCall, Request, Whole
 from ..autodiff.traces.torch_make_fx import SizesAt
 from ..autodiff.traces.torch_partition import ancestors
 from ..reuse.errors import PlanError
+from ..reuse.ir import program as ir
 from ..reuse.ir.costs import OperatorCosts, flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import is_view
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    RecomputeMark,
-    input_nodes,
-    outputs_of,
-)
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
 from . import solver
@@ -94,7 +86,7 @@ def check_policy(policy: object) -> Policy:
     )
 
 
-def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:
+def policy_of(call: ir.Call, policy: ir.RecomputeMark) -> ir.RecomputeMark:
     """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
     return call.recompute or (policy if call.path else "")
 
@@ -128,7 +120,7 @@ class Site:
     """A call that a gradient flows through, and what its derivative is asked for."""
 
     index: int
-    call: Call
+    call: ir.Call
     request: Request
 
 
@@ -152,7 +144,7 @@ class Planner:
 
     # ---- policies ------------------------------------------------------------------------
 
-    def choice(self, request: Request, policy: RecomputeMark) -> Choice | None:
+    def choice(self, request: Request, policy: ir.RecomputeMark) -> Choice | None:
         """Returns what a policy chooses for a program: for its blocks, and inside them.
 
         Args:
@@ -165,14 +157,14 @@ class Planner:
     def sites(self, request: Request) -> list[Site]:
         """Returns the calls of a composite that a gradient flows through, and may be chosen for."""
         closure = request.closure
-        assert isinstance(closure, Composite)
+        assert isinstance(closure, ir.Composite)
         asked = self._make.sites(replace(request, choice=None))
         pairs = zip(closure.program.calls, asked, strict=True)
         asked_of = [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
         # Control flow saves what its bodies' recipes save.
         return [s for s in asked_of if not is_control(s.call.closure)]
 
-    def _of_call(self, site: Site, policy: RecomputeMark) -> Choice | None:
+    def _of_call(self, site: Site, policy: ir.RecomputeMark) -> Choice | None:
         own = policy_of(site.call, policy)
         if own == "save":
             return None
@@ -180,16 +172,16 @@ class Planner:
             return self.full(site.request)
         if own == "selective":
             return self.selective(site.request)
-        inside = isinstance(site.request.closure, Composite)
+        inside = isinstance(site.request.closure, ir.Composite)
         return self.choice(site.request, policy) if inside else None
 
     def full(self, request: Request) -> Choice | None:
         """Saves the fewest bytes: everything is computed again but what was drawn at random."""
         closure = request.closure
-        if isinstance(closure, Leaf):
+        if isinstance(closure, ir.Leaf):
             return Cut(solver.fewest_bytes(self._problem(request)).saved)
         sites = self.sites(request)
-        assert isinstance(closure, Composite)
+        assert isinstance(closure, ir.Composite)
         if len(sites) > 1 or len(closure.program.calls) > 1:
             return Whole()  # saves its inputs alone; inside of a single call there may be fewer
         return _per_call(request, {s.index: self.full(s.request) for s in sites})
@@ -197,7 +189,7 @@ class Planner:
     def selective(self, request: Request) -> Choice | None:
         """Saves the fewest bytes without a second matrix product, convolution or attention."""
         closure = request.closure
-        if isinstance(closure, Leaf):
+        if isinstance(closure, ir.Leaf):
             light = solver.fewest_bytes(self._problem(request), lambda value: not value.is_heavy)
             return Cut(light.saved)
         found = {s.index: self.selective(s.request) for s in self.sites(request)}
@@ -208,7 +200,7 @@ class Planner:
     def frontier(self, request: Request) -> tuple[Variant, ...]:
         """Returns the variants of a closure that no other beats, fewest bytes first."""
         if request not in self._frontiers:
-            if isinstance(request.closure, Leaf):
+            if isinstance(request.closure, ir.Leaf):
                 cuts = solver.frontier(self._problem(request), _NUM_POINTS)
                 made = [
                     Variant(Cut(c.saved, c.offloaded), c.num_bytes, c.extra_s, c.extra_flops)
@@ -228,7 +220,7 @@ class Planner:
         # least, the backend's recipe (which a program that is called again whole takes too), and
         # the one between them that is worth most.
         points = self.frontier(request)
-        if not isinstance(request.closure, Leaf) or len(points) < 3:
+        if not isinstance(request.closure, ir.Leaf) or len(points) < 3:
             return points
         first, recipe = points[0], next((v for v in points if v.choice is None), None)
         if recipe is None or recipe is first:
@@ -245,7 +237,7 @@ class Planner:
         todo = [s.request for s in self.sites(request)]
         while todo:
             asked = todo.pop()
-            if isinstance(asked.closure, Composite):
+            if isinstance(asked.closure, ir.Composite):
                 new = {s.request for s in self.sites(asked)} - found
                 found |= new
                 todo += new
@@ -253,17 +245,17 @@ class Planner:
 
     def as_it_is(self, request: Request) -> Variant:
         """Returns the variant that saves what the backend's recipe saves."""
-        if not isinstance(request.closure, Leaf):
+        if not isinstance(request.closure, ir.Leaf):
             inner = [self.as_it_is(s.request) for s in self.sites(request)]
             return self._composed(request, None, inner)
         derivative, joint = self._make.of(request), self._make.joint(request)
         assert derivative is not None
         assert joint is not None
         num_bytes = self._sizes.num_bytes(derivative.saved_type)
-        assert isinstance(derivative.backward, Leaf)
-        assert isinstance(derivative.forward, Leaf)
+        assert isinstance(derivative.backward, ir.Leaf)
+        assert isinstance(derivative.forward, ir.Leaf)
         # The recipe's cut is read off the backward that it made: nothing says it beforehand.
-        needed = [n.name for n in input_nodes(derivative.backward.module)]
+        needed = [n.name for n in ir.input_nodes(derivative.backward.module)]
         point = self._problem(request).evaluate(_bases(joint.graph_module, needed))
         if point is None:
             return Variant(None, num_bytes, 0.0, 0)
@@ -314,14 +306,14 @@ class Planner:
         return self._problems[request]
 
 
-def is_control(closure: Closure) -> bool:
+def is_control(closure: ir.Closure) -> bool:
     """Whether a closure is control flow."""
-    return isinstance(closure, Leaf) and closure.control is not None
+    return isinstance(closure, ir.Leaf) and closure.control is not None
 
 
 def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:
     """Returns the choice of a composite, given those of some of its calls."""
-    assert isinstance(request.closure, Composite)
+    assert isinstance(request.closure, ir.Composite)
     choices = tuple(found.get(i) for i in range(len(request.closure.program.calls)))
     return PerCall(choices) if any(c is not None for c in choices) else None
 
@@ -404,7 +396,7 @@ def summarize(
 
 def _count(make: Differentiator, request: Request, times: int, counts: Counter[Request]) -> None:
     """Counts the calls of leaves, and of programs that are called again whole."""
-    if isinstance(request.closure, Leaf) or isinstance(request.choice, Whole):
+    if isinstance(request.closure, ir.Leaf) or isinstance(request.choice, Whole):
         counts[request] += times
         return
     # Equal calls are counted and not walked: the cost is per different request.
@@ -436,25 +428,25 @@ def _record(
 
 def _saved(request: Request, derivative: Derivative, sizes: SizesAt) -> Iterator[SavedTensor]:
     types = flat_types([sizes.type(derivative.saved_type)])
-    if not isinstance(derivative.forward, Leaf):
-        name = "row" if isinstance(request.closure, Leaf) else "draw"
+    if not isinstance(derivative.forward, ir.Leaf):
+        name = "row" if isinstance(request.closure, ir.Leaf) else "draw"
         yield from (SavedTensor(f"{name}{i}", t) for i, t in enumerate(types))
         return
-    outputs = outputs_of(derivative.forward.module)
+    outputs = ir.outputs_of(derivative.forward.module)
     for node, type_ in zip(outputs[len(outputs) - len(types) :], types, strict=True):
         yield SavedTensor(node.name, type_)
 
 
 def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx.Node]:
     """Yields the operators of the backward that the forward's results already needed."""
-    if isinstance(derivative.backward, Composite):
+    if isinstance(derivative.backward, ir.Composite):
         first = derivative.backward.program.calls[0]
         yield from _operators(first.closure, sizes)
         return
-    assert isinstance(derivative.backward, Leaf)
-    assert isinstance(derivative.forward, Leaf)
+    assert isinstance(derivative.backward, ir.Leaf)
+    assert isinstance(derivative.forward, ir.Leaf)
     count = len(derivative.forward.output_types) - 1
-    results = outputs_of(derivative.forward.module)[:count]
+    results = ir.outputs_of(derivative.forward.module)[:count]
     reached = ancestors(n for n in results if isinstance(n, torch.fx.Node))
     # Forward and backward are cuts of one joint graph, and nodes kept their names.
     known = {n.name: n.target for n in reached}
@@ -463,9 +455,9 @@ def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx
             yield node
 
 
-def _operators(closure: Closure, sizes: SizesAt) -> Iterator[torch.fx.Node]:
-    if isinstance(closure, Leaf):
+def _operators(closure: ir.Closure, sizes: SizesAt) -> Iterator[torch.fx.Node]:
+    if isinstance(closure, ir.Leaf):
         yield from sizes.leaf(closure).nodes
-    elif isinstance(closure, Composite):
+    elif isinstance(closure, ir.Composite):
         for call in closure.program.calls:
             yield from _operators(call.closure, sizes)

@@ -37,19 +37,7 @@ from ..gpu.torch_triton import TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import BuiltKernel, loaded_kernel
-from .codec import (
-    MalformedError,
-    NotCacheableError,
-    decode_derivative,
-    decode_kernels,
-    decode_leaf,
-    decode_value,
-    encode_derivative,
-    encode_kernels,
-    encode_leaf,
-    encode_value,
-    leaf_content,
-)
+from . import codec
 
 T = TypeVar("T")
 Trace = Callable[[], tuple[Leaf, Any]]
@@ -57,7 +45,7 @@ Trace = Callable[[], tuple[Leaf, Any]]
 # What decoding an entry raises if it does not say what it should. An entry is data from a disk: no
 # content of it may end a compile.
 _BAD_ENTRY = (
-    MalformedError,
+    codec.MalformedError,
     LookupError,
     TypeError,
     ValueError,
@@ -165,10 +153,10 @@ class CompileCache:
         key = self._key("derivative", leaf, asked, trace) if request.choice is None else None
 
         def decode(data: Any) -> Derivative | None:
-            return decode_derivative(data, leaf) if data != "none" else None
+            return codec.decode_derivative(data, leaf) if data != "none" else None
 
         def encode(made: Derivative | None) -> Any:
-            return "none" if made is None else encode_derivative(made)
+            return "none" if made is None else codec.encode_derivative(made)
 
         return self._of(key, decode, make, encode)
 
@@ -178,10 +166,10 @@ class CompileCache:
             return make()
 
         def decode(data: Any) -> Leaf:
-            return decode_leaf(data, leaf.name, leaf.input_names)
+            return codec.decode_leaf(data, leaf.name, leaf.input_names)
 
         key = self._key("decomposed", leaf, None, partial(_forward_traced, leaf))
-        return self._of(key, decode, make, encode_leaf)
+        return self._of(key, decode, make, codec.encode_leaf)
 
     def kernels(self, leaf: Leaf, unaligned: Collection[int] = ()) -> KernelList | None:
         """Returns the launches of an ATen leaf, if they are there.
@@ -194,7 +182,9 @@ class CompileCache:
         devices = {t.device.type for t in flat_types((*leaf.input_types, *leaf.output_types))}
         is_native = not self._target and devices <= {"cpu"}
         runs: Literal["native", "python"] = "native" if is_native else "python"
-        found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel, runs))
+        found = self._load(
+            key, lambda data: codec.decode_kernels(data, leaf.name, self._kernel, runs)
+        )
         return found[0] if found else None
 
     def machine_code(
@@ -206,11 +196,11 @@ class CompileCache:
         keys = {
             k.content: self._facts and _digest(["code", self._facts, k.content]) for k in kernels
         }
-        loaded = {content: self._load(key, decode_value) for content, key in keys.items()}
+        loaded = {content: self._load(key, codec.decode_value) for content, key in keys.items()}
         missing = {k.content: k for k in kernels if loaded[k.content] is None}
         made = make(missing.values()) if missing else {}
         for content, code in made.items():
-            self._store(keys[content], partial(encode_value, code))
+            self._store(keys[content], partial(codec.encode_value, code))
         return {content: found[0] for content, found in loaded.items() if found} | made
 
     def keep_kernels(
@@ -218,7 +208,7 @@ class CompileCache:
     ) -> None:
         """Stores the launches of an ATen leaf."""
         key = self._key("kernels", leaf, sorted(unaligned))
-        self._store(key, partial(encode_kernels, kernels, self._object))
+        self._store(key, partial(codec.encode_kernels, kernels, self._object))
 
     # ---- what a file holds of them -------------------------------------------------------
 
@@ -243,11 +233,11 @@ class CompileCache:
             objects[reference[0]] = path.read_bytes()
             return reference
 
-        return encode_kernels(kernels, object_of), objects
+        return codec.encode_kernels(kernels, object_of), objects
 
     def unpacked(self, data: Any, name: str, size_of: Callable[[str], Any]) -> KernelList:
         """Returns launches whose objects are kept here by now; ``size_of`` reads their sizes."""
-        return decode_kernels(data, name, self._kernel, size_of=size_of)
+        return codec.decode_kernels(data, name, self._kernel, size_of=size_of)
 
     def plan(
         self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]
@@ -282,7 +272,7 @@ class CompileCache:
             built = torch_native.native_file()
             digest = self._disk.write_object(built) if self._disk and built else None
             if digest is None:
-                raise NotCacheableError("the native loop")
+                raise codec.NotCacheableError("the native loop")
             return digest
 
         found: torch_native.NativeLibrary = self._of(
@@ -307,11 +297,11 @@ class CompileCache:
         content = None
         try:
             if trace is None:
-                content = _digest(leaf_content(leaf))
+                content = _digest(codec.leaf_content(leaf))
             else:
                 traced, more = trace()
-                content = _digest([leaf_content(traced), more])
-        except NotCacheableError as reason:
+                content = _digest([codec.leaf_content(traced), more])
+        except codec.NotCacheableError as reason:
             self._use.not_kept.append(f"@{leaf.name} has {reason}")
         if trace is None:
             self._contents[leaf] = content
@@ -357,7 +347,7 @@ class CompileCache:
         self._use.num_made += 1
         try:
             self._disk.write(key, encode())
-        except NotCacheableError as reason:
+        except codec.NotCacheableError as reason:
             self._use.not_kept.append(str(reason))
 
     def _object(self, kernel: BuiltKernel) -> Any:

@@ -23,23 +23,12 @@ from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import module_state
 from ...reuse.evidence.root_evidence import RootEvidence
+from ...reuse.ir import program as ir
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.control import control_leaf
 from ...reuse.ir.costs import tensors_of
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
 from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Control,
-    Leaf,
-    ModelTensor,
-    Program,
-    RecomputeMark,
-    Source,
-    Value,
-)
 from ...reuse.torch_names import memory_id
 from ..effects.effects import find_fake
 from ..effects.kept import NOTHING_KEPT, Arguments, Kept
@@ -116,7 +105,7 @@ class OutputTree:
 class _Body:
     """A closure made of a region, and the outer nodes at its boundary."""
 
-    closure: Closure
+    closure: ir.Closure
     inputs: tuple[torch.fx.Node, ...]
     outputs: tuple[torch.fx.Node, ...]
     changed: tuple[int, ...]  # inputs whose new state is returned after the outputs
@@ -131,7 +120,7 @@ class _Unit:
     site: CallSite | None = None
 
     @property
-    def place(self) -> tuple[str, RecomputeMark]:
+    def place(self) -> tuple[str, ir.RecomputeMark]:
         """The module path, and how the user wants it recomputed."""
         instance = self.site or self.region
         return (instance.path, instance.recompute) if instance is not None else ("", "")
@@ -183,20 +172,20 @@ def _can_be_watched(module: nn.Module) -> bool:
     return not is_scripted and "training" in state and find_fake([state]) is None
 
 
-def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
+def _root_evidence(recording: Recording, program: ir.Program, met: list[nn.Module]) -> RootEvidence:
     """Returns the reads of the run, without those that the guard compares itself in each module."""
     attributes = recording.tensors.attributes_read(recording.reads.names())
     for held in (*attributes, *recording.given):
         recording.reads.contents.look_into(held)
-    placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
+    placed = {id(s.tensor) for s in program.sources if isinstance(s, ir.ModelTensor)}
     evidence = RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
     recording.refuse_unreadable()
     return evidence
 
 
 def _sharing(
-    recording: Recording, program: Program, closures: Mapping[Region, Closure]
-) -> tuple[Program, Mapping[Region | None, Shared]]:
+    recording: Recording, program: ir.Program, closures: Mapping[Region, ir.Closure]
+) -> tuple[ir.Program, Mapping[Region | None, Shared]]:
     """Shares what differs in constants alone; returns what each region's closure became, too."""
     if isinstance(recording.blocks, NoBlocks):
         return program, {}
@@ -232,8 +221,11 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
 
 
 def assemble(
-    root: Region, results: Sequence[Any], tree: ResultTree, sources: Mapping[torch.fx.Node, Source]
-) -> tuple[Program, Mapping[Region, Closure]]:
+    root: Region,
+    results: Sequence[Any],
+    tree: ResultTree,
+    sources: Mapping[torch.fx.Node, ir.Source],
+) -> tuple[ir.Program, Mapping[Region, ir.Closure]]:
     """Builds the program of a captured model; returns the closure of each traced region too.
 
     Args:
@@ -249,7 +241,7 @@ def assemble(
     assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
     used = {n for node in root.nodes() for n in node.all_input_nodes} | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
-    env = {n: Value(node_type(n), sources[n].name) for n in inputs}
+    env = {n: ir.Value(node_type(n), sources[n].name) for n in inputs}
     start = dict(env)
     calls = assembler.build(root.items, env, outputs, root.path)
     # A new value in the place of an input: it is written back into the tensor after a run.
@@ -259,7 +251,7 @@ def assemble(
         ("output", outputs.index(r)) if isinstance(r, torch.fx.Node) else ("constant", r)
         for r in results
     )
-    program = Program(
+    program = ir.Program(
         tuple(start[n] for n in inputs),
         tuple(calls),
         tuple(values),
@@ -280,9 +272,9 @@ class Assembler:
     def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
         self._returned = returned
         self._bodies: dict[Region, _Body] = {}
-        self._leaves: dict[Any, Leaf] = {}
+        self._leaves: dict[Any, ir.Leaf] = {}
 
-    def closures(self) -> dict[Region, Closure]:
+    def closures(self) -> dict[Region, ir.Closure]:
         """Returns the closure of each region that has been built."""
         return {region: body.closure for region, body in self._bodies.items()}
 
@@ -303,26 +295,26 @@ class Assembler:
         if not any(map(_stands_apart, region.items)) and len(_devices(operators)) <= 1:
             changed = _changed_inputs(operators, inputs, region.name)
             leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
-            leaf = Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
+            leaf = ir.Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
             return _Body(self._shared(leaf), tuple(inputs), outputs, changed)
-        env = {n: Value(node_type(n), name) for n, name in zip(inputs, names, strict=True)}
+        env = {n: ir.Value(node_type(n), name) for n, name in zip(inputs, names, strict=True)}
         start = dict(env)
         calls = self.build(region.items, env, outputs, region.path)
         changed = tuple(i for i, n in enumerate(inputs) if env[n] is not start[n])
         results = [env[n] for n in outputs] + [env[inputs[i]] for i in changed]
-        program = Program(tuple(start[n] for n in inputs), tuple(calls), tuple(results))
-        return _Body(Composite(region.name, program, names), tuple(inputs), outputs, changed)
+        program = ir.Program(tuple(start[n] for n in inputs), tuple(calls), tuple(results))
+        return _Body(ir.Composite(region.name, program, names), tuple(inputs), outputs, changed)
 
-    def _shared(self, leaf: Leaf) -> Leaf:
+    def _shared(self, leaf: ir.Leaf) -> ir.Leaf:
         return self._leaves.setdefault(FullKey(leaf_key(leaf)), leaf)
 
     def build(
         self,
         items: Sequence[torch.fx.Node | Region],
-        env: dict[torch.fx.Node, Value],
+        env: dict[torch.fx.Node, ir.Value],
         outputs: Sequence[torch.fx.Node],
         path: str,
-    ) -> list[Call]:
+    ) -> list[ir.Call]:
         """Turns the items of one region into calls; ``env`` gains a value per result node."""
         units = _units(items)
         last_use: dict[torch.fx.Node, int] = {}
@@ -339,14 +331,14 @@ class Assembler:
             operands: Sequence[Any] = unit.nodes[0].args if unit.site is not None else body.inputs
             types = body.closure.output_types
             values = [
-                Value(type_, node.name)
+                ir.Value(type_, node.name)
                 for type_, node in zip(
                     types, (*results, *(operands[i] for i in body.changed)), strict=True
                 )
             ]
             relative = place.removeprefix(path + ".") if path else place
             arguments = tuple(env[n] for n in operands)
-            calls.append(Call(body.closure, arguments, tuple(values), relative, mark))
+            calls.append(ir.Call(body.closure, arguments, tuple(values), relative, mark))
             env.update(zip(results, values, strict=False))
             for position, value in zip(body.changed, values[len(results) :], strict=True):
                 _check_aliases(operands[position], last_use, index, body.closure.name)
@@ -362,7 +354,7 @@ class Assembler:
         if unit.region is not None:
             body = self.body(unit.region)
             return body, body.outputs
-        if isinstance(unit.nodes[0].target, Control):
+        if isinstance(unit.nodes[0].target, ir.Control):
             return _control_body(unit.nodes)
         inside = set(unit.nodes)
         results = [n for n in unit.nodes if last_use.get(n, -1) > index]
@@ -381,7 +373,7 @@ def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch
     node, picked = nodes[0], nodes[1:]
     inputs: Any = node.args  # each an operand of its own, though two may be one node
     control = node.target
-    assert isinstance(control, Control)
+    assert isinstance(control, ir.Control)
     types = [list(map(node_type, some)) for some in (inputs, picked)]
     leaf = control_leaf(control.word, control, *types, [n.name for n in inputs], stamp_of(node))
     return _Body(leaf, tuple(inputs), tuple(picked), ()), picked
@@ -392,7 +384,7 @@ def _stands_apart(item: torch.fx.Node | Region) -> bool:
     return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _ALONE)
 
 
-_ALONE = (DerivativeMark, Control)
+_ALONE = (DerivativeMark, ir.Control)
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:

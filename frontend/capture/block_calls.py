@@ -37,23 +37,10 @@ from ..checks.refusals import refuse_recurrent
 from ..checks.torch_state import modes_now
 from ..marks import only_copies, recompute_mark
 from ..tracing.torch_tracing import WRITES, Tracer, is_fake, written_by
+from . import regions
 from .blocks import dissolve
 from .outside_tensors import OutsideTensors
 from .recording import Recording
-from .regions import (
-    CallKey,
-    CallSignature,
-    CallSite,
-    InitKey,
-    InitKeys,
-    OutputLeaf,
-    Region,
-    Template,
-    bind_arguments,
-    forward_signature,
-    freeze_arguments,
-    shared_call,
-)
 
 
 class TemplateMaker:
@@ -70,7 +57,7 @@ class TemplateMaker:
 
     def make(
         self,
-        region: Region,
+        region: regions.Region,
         evidence: Evidence,
         names: Sequence[str],
         leaves: Sequence[Any],
@@ -78,7 +65,7 @@ class TemplateMaker:
         flat_result: tuple[list[Any], torch_pytree.TreeSpec],
         result_nodes: Sequence[torch.fx.Node | None],
         slots: SlotEvidence | None,
-    ) -> tuple[Template | None, str]:
+    ) -> tuple[regions.Template | None, str]:
         """Settles a region's inputs and outputs; returns its template, or why it has none."""
         inside = set(region.nodes())
         results, spec = flat_result
@@ -110,7 +97,7 @@ class TemplateMaker:
         if any(not _is_plain(leaf.constant) for leaf in output_leaves):
             reason = reason or "it returns an object that is neither a tensor nor plain data"
         changes = (written, grown)
-        template = Template(
+        template = regions.Template(
             region, evidence, tuple(bindings), tuple(output_leaves), spec, *changes, slots
         )
         return (None if reason else template), reason
@@ -137,18 +124,20 @@ class TemplateMaker:
             self._tensors.fakes.get(id(source.tensor)) if isinstance(source, ModelTensor) else None
         )
 
-    def _output_leaf(self, region: Region, value: Any, node: torch.fx.Node | None) -> OutputLeaf:
+    def _output_leaf(
+        self, region: regions.Region, value: Any, node: torch.fx.Node | None
+    ) -> regions.OutputLeaf:
         if node is None:
-            return OutputLeaf("constant", constant=value)
+            return regions.OutputLeaf("constant", constant=value)
         if node in region.inputs:
-            return OutputLeaf("input", region.inputs.index(node))
+            return regions.OutputLeaf("input", region.inputs.index(node))
         storages = [memory_id(n.meta["val"]) for n in region.inputs]
         with self._tracer.untraced():
             prototype = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             ).requires_grad_(value.requires_grad)
         storage = memory_id(node.meta["val"])
-        return OutputLeaf(
+        return regions.OutputLeaf(
             "new",
             region.outputs.index(node),
             type=TensorType.of(value),
@@ -159,7 +148,7 @@ class TemplateMaker:
         )
 
     def call(
-        self, template: Template, module: nn.Module, leaves: Sequence[Any], path: str
+        self, template: regions.Template, module: nn.Module, leaves: Sequence[Any], path: str
     ) -> tuple[Any, list[Any]]:
         """Adds one call node for an instance that agrees with a template.
 
@@ -168,8 +157,8 @@ class TemplateMaker:
         """
         operands = [self._operand(b, module, leaves) for b in template.bindings]
         template.region.num_calls += 1
-        node = self._tracer.call(shared_call, operands)
-        node.meta["call"] = CallSite(template.region, path, recompute_mark(module))
+        node = self._tracer.call(regions.shared_call, operands)
+        node.meta["call"] = regions.CallSite(template.region, path, recompute_mark(module))
         node.meta[WRITES] = [operands[i] for i in template.written]
         history = self._history(operands, leaves)
         for i in template.grown:
@@ -229,8 +218,8 @@ class TemplateMaker:
 
     def _new_result(
         self,
-        template: Template,
-        leaf: OutputLeaf,
+        template: regions.Template,
+        leaf: regions.OutputLeaf,
         node: torch.fx.Node,
         module: nn.Module,
         leaves: Sequence[Any],
@@ -285,8 +274,8 @@ class BlockCall:
     leaves: Sequence[Any]
     spec: torch_pytree.TreeSpec
     places: Places
-    key: CallKey
-    init_key: InitKey
+    key: regions.CallKey
+    init_key: regions.InitKey
 
     @property
     def names(self) -> list[str]:
@@ -300,10 +289,10 @@ class BlockCall:
 def trace_block(
     recording: Recording,
     templating: TemplateMaker,
-    region: Region,
+    region: regions.Region,
     call: BlockCall,
     proceed: Callable[..., Any],
-) -> tuple[Template | None, str, Any]:
+) -> tuple[regions.Template | None, str, Any]:
     """Runs a block's forward as a region.
 
     Returns:
@@ -311,7 +300,7 @@ def trace_block(
     """
     tensors, slots = recording.tensors, region.reads.slots
     with recording.bookkeeping():
-        before = freeze_arguments(call.leaves, call.spec)
+        before = regions.freeze_arguments(call.leaves, call.spec)
         arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
         # An operator that returns its operand takes over its name: for code after the block,
@@ -364,7 +353,7 @@ def _hindrance(
         return "a tensor that it is given or returns has attributes"
     if isinstance(tree, torch_pytree.Nested):
         return "it returns an object that holds tensors"
-    after = freeze_arguments(*recording.objects.flatten(call.arguments))
+    after = regions.freeze_arguments(*recording.objects.flatten(call.arguments))
     if evidence.side_effect or before != after:
         return evidence.side_effect or "its forward changes an argument"
     if slots is not None and slots.unseen:
@@ -385,11 +374,11 @@ class BlockCalls:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._blocks = recording.blocks
-        self._init_keys = InitKeys()
+        self._init_keys = regions.InitKeys()
         self._templating = TemplateMaker(recording.tracer, recording.tensors)
-        self._templates: dict[CallKey, list[Template]] = {}
+        self._templates: dict[regions.CallKey, list[regions.Template]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
-        self._traced: dict[type, tuple[CallKey, str]] = {}
+        self._traced: dict[type, tuple[regions.CallKey, str]] = {}
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Runs a module's forward, or puts a call node in its place where evidence allows it."""
@@ -454,17 +443,17 @@ class BlockCalls:
             arguments = self._bind(module, args, kwargs)
             leaves, spec = flatten(arguments)
         places = walk_modules(module)
-        signature = CallSignature(module, leaves, self._recording.tensors.real_ids)
+        signature = regions.CallSignature(module, leaves, self._recording.tensors.real_ids)
         key = (type(module), spec, signature, modes_now(), _recompute_marks(places))
         init_key = self._init_keys.key(module)
         return BlockCall(module, args, kwargs, arguments, leaves, spec, places, key, init_key)
 
     def _bind(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         if "forward" in module_state(module):
-            return bind_arguments(forward_signature(module), args, kwargs)
+            return regions.bind_arguments(regions.forward_signature(module), args, kwargs)
         if type(module) not in self._signatures:
-            self._signatures[type(module)] = forward_signature(module)
-        return bind_arguments(self._signatures[type(module)], args, kwargs)
+            self._signatures[type(module)] = regions.forward_signature(module)
+        return regions.bind_arguments(self._signatures[type(module)], args, kwargs)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache stays the one it is
@@ -476,8 +465,8 @@ class BlockCalls:
     # ---- shared, or traced ---------------------------------------------------------------
 
     def _agreeing(
-        self, call: BlockCall, known: Sequence[Template]
-    ) -> tuple[Template | None, str, str, FoundSlots | None]:
+        self, call: BlockCall, known: Sequence[regions.Template]
+    ) -> tuple[regions.Template | None, str, str, FoundSlots | None]:
         """Finds what a call can share.
 
         Returns:
@@ -502,7 +491,7 @@ class BlockCalls:
         return None, reason, compared, None
 
     def _call_shared(
-        self, template: Template, call: BlockCall, found: FoundSlots | None
+        self, template: regions.Template, call: BlockCall, found: FoundSlots | None
     ) -> tuple[Any, list[Any]]:
         """Replaces an instance that agrees with a template by one call node."""
         recording, module = self._recording, call.module
@@ -512,13 +501,13 @@ class BlockCalls:
         recording.reads.like(template.evidence.plain_reads, dict(call.places))
         return result
 
-    def _new_region(self, call: BlockCall) -> Region:
+    def _new_region(self, call: BlockCall) -> regions.Region:
         recording, module = self._recording, call.module
         # Reads of its own, which are its evidence; the region around absorbs them at its end.
         reads = recording.reads.of_block()
         with recording.bookkeeping():
             reads.slots = recording.objects.reads_of(call.leaves)
-        return Region(
+        return regions.Region(
             module,
             recording.path(module),
             type(module).__name__,
@@ -529,7 +518,9 @@ class BlockCalls:
         )
 
 
-def _likeliest_first(known: Sequence[Template], init_key: InitKey) -> list[Template]:
+def _likeliest_first(
+    known: Sequence[regions.Template], init_key: regions.InitKey
+) -> list[regions.Template]:
     """Orders what a block may share with: made with equal arguments first, then the newest."""
     # The sort is stable, so among equals the newest stays first.
     return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
@@ -541,7 +532,7 @@ def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
     return tuple((path, mark) for path, mark in marks if mark)
 
 
-def _other_call(key: CallKey, earlier: CallKey, names: Sequence[str]) -> str:
+def _other_call(key: regions.CallKey, earlier: regions.CallKey, names: Sequence[str]) -> str:
     """Says in which way a call differs from an earlier one of the class."""
     detail = key[2].difference(earlier[2], names)
     if key[1] != earlier[1]:

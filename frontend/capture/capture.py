@@ -25,19 +25,7 @@ from ...reuse.evidence.module_state import walk_modules
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ...reuse.torch_pytree import cache_classes, numbered
-from ..checks.refusals import (
-    CANNOT,
-    DIFFERENTIATES,
-    SETS_FOR_BACKWARDS,
-    RaisedError,
-    WrongCallError,
-    check_memory,
-    check_operand_types,
-    refuse_backward_hooks,
-    refuse_read_attributes,
-    refuse_uncapturable,
-    refuse_unlike_constants,
-)
+from ..checks import refusals
 from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched
 from ..effects.kept import NOTHING_KEPT, GivenContainers, Kept, OnContents, Place
@@ -121,16 +109,16 @@ def capture_model(
             of the model is more or other than what its memory holds.
     """
     with one_at_a_time():
-        refuse_uncapturable(subject.model)
+        refusals.refuse_uncapturable(subject.model)
         if train:
-            refuse_backward_hooks(subject.model)
+            refusals.refuse_backward_hooks(subject.model)
         request = _Request(subject, train, for_gpu)
         if reuse == "auto":
             captured = _capture_repeated(request)
         else:
             captured = _capture_chosen(request, reuse)
-        check_memory(captured.program)
-        check_operand_types(captured.program, model_name(subject.model))
+        refusals.check_memory(captured.program)
+        refusals.check_operand_types(captured.program, model_name(subject.model))
         return captured
 
 
@@ -151,7 +139,7 @@ def _capture_repeated(request: _Request) -> CapturedModel:
     except EffectError:
         raise
     except CaptureError as error:
-        if isinstance(error, RaisedError) and not error.after_sharing:
+        if isinstance(error, refusals.RaisedError) and not error.after_sharing:
             raise
         # What nobody marked may be what stands in the way: a shared block did not run its Python.
         try:
@@ -220,7 +208,7 @@ def _told(recording: Recording) -> Iterator[None]:
         raise _also_differentiates(error, recording) from error.__cause__
     except Exception as error:
         made = _capture_error(recording.model, error, has_symbols=recording.sizes is not None)
-        if isinstance(made, RaisedError):
+        if isinstance(made, refusals.RaisedError):
             made.after_sharing = any(one.shared for one in recording.decisions)
         raise _also_differentiates(made, recording) from error
 
@@ -251,13 +239,13 @@ def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> 
             "operator with torch.library.custom_op."
         )
     if isinstance(error, RecursionError):
-        return WrongCallError(
-            f"{name} {CANNOT}: its calls are nested so deep that a capture, which adds frames "
-            f"to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
+        return refusals.WrongCallError(
+            f"{name} {refusals.CANNOT}: its calls are nested so deep that a capture, which adds "
+            f"frames to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
         )
     is_ours = has_symbols or isinstance(error, NotImplementedError)  # no rule for fake tensors
-    kind = RaisedError if is_ours else WrongCallError
-    return kind(f"{name} {CANNOT}{where}: {type(error).__name__}: {text}")
+    kind = refusals.RaisedError if is_ours else refusals.WrongCallError
+    return kind(f"{name} {refusals.CANNOT}{where}: {type(error).__name__}: {text}")
 
 
 def _user_line(error: Exception) -> str:
@@ -267,9 +255,9 @@ def _user_line(error: Exception) -> str:
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
     """Returns why the model runs eagerly; one that takes gradients keeps its parts uncompiled."""
-    if not recording.differentiates or DIFFERENTIATES in str(error):
+    if not recording.differentiates or refusals.DIFFERENTIATES in str(error):
         return error
-    error.args = (f"{error} It {DIFFERENTIATES}, too.",)
+    error.args = (f"{error} It {refusals.DIFFERENTIATES}, too.",)
     return error
 
 
@@ -393,14 +381,14 @@ def _outcome(
     flat, tree = torch_pytree.flatten(result, known)
     held = (read.value for read in recording.reads.attributes.values())
     recording.effects.check_containers(bool(given), held, flat)
-    refuse_unlike_constants(flat)
+    refusals.refuse_unlike_constants(flat)
     recording.tensors.refuse_lost_gradients(flat)
     num_left = len(torch_pytree.flatten(contents)[0])
     recording.tensors.refuse_changed(flat[: len(flat) - num_left], flat[len(flat) - num_left :])
     node_of = recording.tensors.node_of
     nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
     given_tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    refuse_read_attributes(given_tensors, recording.reads.names())
+    refusals.refuse_read_attributes(given_tensors, recording.reads.names())
     return nodes, (tree, updates, left)
 
 
@@ -428,7 +416,7 @@ def _refuse_changes(recording: Recording) -> None:
         )
     if error is not None:
         if recording.ran_backwards and " changes " in str(error):
-            error.args = (f"{error} It {SETS_FOR_BACKWARDS}.",)
+            error.args = (f"{error} It {refusals.SETS_FOR_BACKWARDS}.",)
         raise error
 
 

@@ -26,15 +26,7 @@ from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
-from ..checks.refusals import (
-    WrongCallError,
-    backward_hooked,
-    check_runnable,
-    check_writes,
-    model_inside,
-    watching_input,
-    watching_tensor,
-)
+from ..checks import refusals
 from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram, Relinking
 from ..compiler import Compiler
@@ -410,7 +402,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Compiles for the layout of a call, and runs nothing."""
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_eager(leaves)):
-            check_runnable(self.model, self.options.target)
+            refusals.check_runnable(self.model, self.options.target)
             self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
 
     @property
@@ -486,7 +478,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
         """Returns a program for a call with new inputs, or why it runs eagerly."""
-        if not watching_input(self.model, leaves):
+        if not refusals.watching_input(self.model, leaves):
             # What a guard accepts but for sizes is asked no more than a call of seen sizes is.
             linked = self._linked_for(Inputs.of(leaves, tree))
             if linked is not None:
@@ -499,14 +491,14 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if reason:
             return RunEagerly(reason)
         try:
-            check_runnable(self.model, self.options.target)
+            refusals.check_runnable(self.model, self.options.target)
             entry = self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
         except EffectError as effect:
             return RunEagerly(self._effects.note(self._state(), str(effect)))
         except LazyInlineError as error:
             if not self._may_run_eagerly(error):
                 raise
-            raised = error.raised if isinstance(error, WrongCallError) else ""
+            raised = error.raised if isinstance(error, refusals.WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
             return RunEagerly(str(error), call, self._is_lasting(error), raised)
         if self._effects:  # a warning that comes once, or a cache that is filled since
@@ -531,9 +523,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
         """Returns why a call of the model cannot be a program, or an empty text."""
-        if watching := watching_tensor(self.model, leaves):
+        if watching := refusals.watching_tensor(self.model, leaves):
             return watching
-        hooked = backward_hooked(self.model) if torch.is_grad_enabled() else ""
+        hooked = refusals.backward_hooked(self.model) if torch.is_grad_enabled() else ""
         if hooked:
             return f"{hooked} has a backward hook, which no compiled program calls"
         return self._effects.why_eager(self._state()) if self._effects else ""
@@ -566,7 +558,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             self._eager = CompileReport(train, backend, reuse, ran_eagerly=reason)
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
-        check_writes(made.compiled.captured.program)
+        refusals.check_writes(made.compiled.captured.program)
         return ModuleEntry(made, leaves)
 
 
@@ -586,7 +578,7 @@ def dispatcher_of(module: Any) -> ModuleDispatcher | None:
         return None
     held = module_state(module).get(DISPATCHER_ATTRIBUTE, in_slot(module))
     if held is None:
-        inside = model_inside(module)
+        inside = refusals.model_inside(module)
         return None if inside is None else dispatcher_of(inside)
     return held if isinstance(held, ModuleDispatcher) else None
 

@@ -37,15 +37,8 @@ from ..passes.state import Compilation, Pass
 from ..report import CompileReport, PartRecord
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import user_frame
+from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
-from .torch_slot import (
-    asks_slot,
-    call_past_slot,
-    call_with_hooks_around,
-    fill_slot,
-    in_slot,
-    slots_empty,
-)
 
 MIN_NODES = 3
 """Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
@@ -155,7 +148,7 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
 def unchanged(model: nn.Module, reason: str) -> AbstractContextManager[None]:
     """Leaves nothing of ours on the modules of a model whose forward looks at all they hold."""
     # A forward that looks at all attributes of a module would find our dispatcher among them.
-    return slots_empty(model) if TELLS_APART in reason else nullcontext()
+    return torch_slot.slots_empty(model) if TELLS_APART in reason else nullcontext()
 
 
 def why_alone(reason: str) -> str:
@@ -201,7 +194,7 @@ class Parts:
             id(module): (path, module)
             # Backwards, so that a module with several paths is named by the first of them.
             for path, module in reversed(places)
-            if module is not self._model and in_slot(module) is None and _may_pay(module)
+            if module is not self._model and torch_slot.in_slot(module) is None and _may_pay(module)
         }
         if any(id_ not in self._calls for id_ in wanted):
             self._make(list(wanted.values()))
@@ -246,7 +239,7 @@ _SMALL = "it has only"
 
 def _may_pay(module: nn.Module) -> bool:
     """Whether a module's calls are looked at: one of PyTorch's own layers is an operator or two."""
-    if not asks_slot(module) or isinstance(module, torch.jit.ScriptModule):
+    if not torch_slot.asks_slot(module) or isinstance(module, torch.jit.ScriptModule):
         return False
     is_library = type(module).__module__.startswith(("torch.nn", "torch.ao"))
     has_children = any(module_state(module)["_modules"].values())
@@ -278,7 +271,9 @@ class Routes:
         with self._lock:
             # A slot is the model's, not a thread's: the first thread fills it, the last empties it.
             if not self._num_running:
-                self._taken = [(calls, fill_slot(calls.model, calls)) for calls in self._find()]
+                self._taken = [
+                    (calls, torch_slot.fill_slot(calls.model, calls)) for calls in self._find()
+                ]
             self._num_running += 1
         try:
             yield
@@ -290,7 +285,9 @@ class Routes:
 
     def _close(self) -> None:
         for calls, put_back in self._taken:
-            if in_slot(calls.model) is calls:  # else the model's Python has filled it anew
+            if (
+                torch_slot.in_slot(calls.model) is calls
+            ):  # else the model's Python has filled it anew
                 put_back()
         self._taken = []
 
@@ -360,7 +357,7 @@ class ModelDispatcher(ModuleDispatcher):
     def look_for_generating(self) -> ModelDispatcher | None:
         """Returns the dispatcher of the model that generates, if this one only calls that."""
         inside = model_that_generates(self.model)
-        if inside is None or not asks_slot(inside):
+        if inside is None or not torch_slot.asks_slot(inside):
             return None
         if self._generating is None or self._generating.model is not inside:
             self._generating = ModelDispatcher(inside, self.options, self.dynamic)
@@ -376,7 +373,7 @@ class ModelDispatcher(ModuleDispatcher):
             Why they do not; "" where they do.
         """
         inside = model_that_generates(self.model) or self.model
-        if asks_slot(inside) or not hasattr(inside, "generate"):
+        if torch_slot.asks_slot(inside) or not hasattr(inside, "generate"):
             return ""
         name = type(inside).__name__
         reason = f"generate() goes past it: {name} has a __call__ of its own"
@@ -402,7 +399,7 @@ class ModelDispatcher(ModuleDispatcher):
         if self._wrapped:
             return self._run_around_wrapped
         if self._has_hooks_around:
-            return partial(call_with_hooks_around, self.model, self._run)
+            return partial(torch_slot.call_with_hooks_around, self.model, self._run)
         return self._run
 
     def _why_never(self) -> str:
@@ -455,7 +452,7 @@ class ModelDispatcher(ModuleDispatcher):
 
     def _run_around_wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._to_wrapped.opened():
-            return call_past_slot(self.model, args, kwargs)
+            return torch_slot.call_past_slot(self.model, args, kwargs)
 
     def _run_eagerly(
         self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""

@@ -15,22 +15,7 @@ from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
-from .sections import (
-    Measured,
-    arena_section,
-    compile_rows,
-    depth_section,
-    mesh_section,
-    passes_section,
-    pipeline_section,
-    plan_rows,
-    predicted_section,
-    program_section,
-    recompute_rows,
-    recompute_section,
-    reuse_section,
-    steps_section,
-)
+from . import sections
 from .write import PageData, about, count_text, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
@@ -83,8 +68,8 @@ def measured_page(
             "notes": [*found["notes"], *notes(late)],
         },
         **compile_sections(late, sides),
-        "depth": depth_section([(row["layers"] or 0, records) for row, records in rows]),
-        "steps": steps_section(found),
+        "depth": sections.depth_section([(row["layers"] or 0, records) for row, records in rows]),
+        "steps": sections.steps_section(found),
     }
 
 
@@ -93,12 +78,12 @@ def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) 
     made = record.made  # None where the model ran eagerly
     memory = made.memory if made is not None else None
     return {
-        "program": program_section(made) if made is not None else None,
-        "reuse": reuse_section(record.decisions, record.nothing_shared),
-        "passes": passes_section(sides),
-        "arena": arena_section(memory) if memory is not None else None,
-        "recompute": recompute_section(record.recompute, made.frontiers() if made else ()),
-        "predicted": predicted_section(compile_rows(record)),
+        "program": sections.program_section(made) if made is not None else None,
+        "reuse": sections.reuse_section(record.decisions, record.nothing_shared),
+        "passes": sections.passes_section(sides),
+        "arena": sections.arena_section(memory) if memory is not None else None,
+        "recompute": sections.recompute_section(record.recompute, made.frontiers() if made else ()),
+        "predicted": sections.predicted_section(sections.compile_rows(record)),
         "about": about(),
     }
 
@@ -337,7 +322,9 @@ class ShownPlan(PipelinePlan):
         moved = [f"stage {n}, {traffic_text(one)}" for n, one in self.traffic.items()]
         return "\n".join([str(self.layouts), *moved])
 
-    def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
+    def save_html(
+        self, path: str | os.PathLike[str], measured_s: sections.Measured | None = None
+    ) -> None:
         """Writes a page with the schedule in time, the memory of each rank, and the program.
 
         Args:
@@ -351,7 +338,7 @@ class ShownPlan(PipelinePlan):
         pathlib.Path(path).write_text(write_page(plan_page(self, measured_s)), encoding="utf-8")
 
 
-def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
+def plan_page(plan: ShownPlan, measured_s: sections.Measured | None = None) -> PageData:
     """Returns the data of a pipeline's page."""
     table, record = plan.table, plan.compiled
     step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
@@ -363,13 +350,13 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         tile("Bubble, predicted", bubble, "of all ranks' time they wait"),
         tile("Fullest rank", fullest, f"the emptiest has {emptiest}"),
     ]
-    rows, said, sections = [*plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
+    rows, said, compiled = [*sections.plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
     if record is not None:
         tiles += program_tiles(record)
         held = f"memory held by a step of rank {plan.rank}"
-        rows += [(held, "bytes", record.held_bytes, None), *recompute_rows(record)]
+        rows += [(held, "bytes", record.held_bytes, None), *sections.recompute_rows(record)]
         said = [_OF_A_RANK.format(plan.rank), *notes(record)]
-        sections = compile_sections(record, {f"rank {plan.rank}": record})
+        compiled = compile_sections(record, {f"rank {plan.rank}": record})
     # A rank has several stages in some schedules, so each is named in its rows.
     traffic = {f"stage {number}": moved for number, moved in plan.traffic.items()}
     sentence = (
@@ -381,8 +368,8 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         "subtitle": f"{stages} on {ranks}, {table.num_micro_batches} micro-batches",
         "verdict": {"sentence": sentence, "tiles": tiles, "notes": said},
         "about": about(),
-        **sections,
-        "pipeline": pipeline_section(plan),
-        "mesh": plan.layouts and mesh_section(plan.layouts, traffic),
-        "predicted": predicted_section(rows, _LEAD),
+        **compiled,
+        "pipeline": sections.pipeline_section(plan),
+        "mesh": plan.layouts and sections.mesh_section(plan.layouts, traffic),
+        "predicted": sections.predicted_section(rows, _LEAD),
     }

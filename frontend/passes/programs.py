@@ -21,18 +21,9 @@ from ...autodiff.training_program import (
     with_updates,
 )
 from ...reuse.errors import CaptureError, ExportError, NotDifferentiatedError, PlanError
+from ...reuse.ir import program as ir
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.masks import Masks, has_masks
-from ...reuse.ir.program import (
-    Composite,
-    Leaf,
-    ModelTensor,
-    Program,
-    UserInput,
-    tensor_type,
-    walk_closures,
-    wants_gradient,
-)
 from ...reuse.ir.rotate import rotate, seams_of
 from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.assemble import OutputTree
@@ -48,16 +39,16 @@ RUN: tuple[GoalKind, ...] = ("module", "step", "rank")
 WITH_KERNELS: tuple[GoalKind, ...] = ("module", "step", "rank", "gradients")
 
 
-def programs_of(derivative: Derivative) -> dict[str, Program]:
+def programs_of(derivative: Derivative) -> dict[str, ir.Program]:
     """Returns the programs that run, by name."""
-    assert isinstance(derivative.forward, Composite)
-    assert isinstance(derivative.backward, Composite)
+    assert isinstance(derivative.forward, ir.Composite)
+    assert isinstance(derivative.backward, ir.Composite)
     programs = (derivative.forward.program, derivative.backward.program)
     return dict(zip(PARTS, programs, strict=True))
 
 
 def returned_of(
-    program: Program, derivative: Derivative | None
+    program: ir.Program, derivative: Derivative | None
 ) -> tuple[list[int], list[tuple[str, Any]]]:
     """Returns how many outputs of each part the user gets, and the sources of a backward."""
     num_results = len(program.outputs)
@@ -85,8 +76,8 @@ def capture(state: State) -> State:
     )
     # Kernels compute sizes in an order of their own, so no float may depend on one.
     if subject.sizes and state.goal.kind != "file":
-        for closure in walk_closures(seen.program):
-            if isinstance(closure, Leaf):
+        for closure in ir.walk_closures(seen.program):
+            if isinstance(closure, ir.Leaf):
                 refuse_inexact(closure.module)
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
@@ -248,12 +239,12 @@ def reduce_to_primitives(state: State) -> State:
 # ---- requests: which derivative of a captured program, and with respect to which inputs ---------
 
 
-def differentiable_inputs(program: Program) -> list[int]:
+def differentiable_inputs(program: ir.Program) -> list[int]:
     """Returns the positions of inputs that want a gradient: parameters and user inputs."""
-    return [index for index, source in enumerate(program.sources) if wants_gradient(source)]
+    return [index for index, source in enumerate(program.sources) if ir.wants_gradient(source)]
 
 
-def differentiation(program: Program) -> Request:
+def differentiation(program: ir.Program) -> Request:
     """Asks for the derivative of a captured model, with respect to all that wants one."""
     written = {output for output, _ in program.writes}
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
@@ -261,10 +252,10 @@ def differentiation(program: Program) -> Request:
     return Request(_unbound("main", program), inputs, outputs)
 
 
-def loss_differentiation(program: Program) -> Request:
+def loss_differentiation(program: ir.Program) -> Request:
     """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
     wanted = [
-        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
+        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ir.ModelTensor)
     ]
     return Request(_unbound("micro_batch", program), tuple(wanted), (0,))
 
@@ -274,16 +265,16 @@ def tensor_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _unbound(name: str, program: Program) -> Composite:
+def _unbound(name: str, program: ir.Program) -> ir.Composite:
     """Returns a program as a closure, which does not hold the model's tensors."""
-    return Composite(name, replace(program, sources=()))
+    return ir.Composite(name, replace(program, sources=()))
 
 
 @compile_pass("data", goals=("file",))
 def require_data(state: Compilation) -> Compilation:
     """Refuses parameters on the meta device: a file needs their values."""
     for source in state.programs[PARTS[0]].sources:
-        if isinstance(source, ModelTensor) and source.tensor.is_meta:
+        if isinstance(source, ir.ModelTensor) and source.tensor.is_meta:
             raise ExportError(
                 f"{source.name} is on the meta device and has no data to write. Materialize the "
                 "model first: model.to_empty(device=...) and load a state_dict."
@@ -300,24 +291,26 @@ def add_gradients(state: Compilation) -> Compilation:
     loss = loss_output(program)
     table = exact_decompositions(state.goal.opset)
 
-    def recipe(leaf: Leaf) -> Recipe:
+    def recipe(leaf: ir.Leaf) -> Recipe:
         return Recipe(table)
 
     wanted = differentiable_inputs(program)
     with exact_attention():
-        derivative = Differentiator(recipe).vjp(Composite("main", program), wanted, [loss])
+        derivative = Differentiator(recipe).vjp(ir.Composite("main", program), wanted, [loss])
     if derivative is None:
         raise ExportError(
             "train=True: the loss depends on no parameter that requires grad. (A program has to "
             "be captured with train=True.)"
         )
-    type_ = tensor_type(program.outputs[loss])
-    seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
+    type_ = ir.tensor_type(program.outputs[loss])
+    seed = ir.ModelTensor(
+        "loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device)
+    )
     programs = {PARTS[0]: training_program(program, derivative, [seed])}
     return replace(state, programs=programs, derivative=derivative)
 
 
-def loss_output(program: Program) -> int:
+def loss_output(program: ir.Program) -> int:
     """Returns which output of a program is its loss.
 
     Raises:
@@ -328,7 +321,7 @@ def loss_output(program: Program) -> int:
     leaves = zip(tree.names, tree.leaves, strict=True)
     outputs = [(name, i) for name, (kind, i) in leaves if kind == "output"]
     found = [i for name, i in outputs if name == "loss"] or [i for _, i in outputs][:1]
-    types = [tensor_type(output) for output in program.outputs]
+    types = [ir.tensor_type(output) for output in program.outputs]
     if not found or types[found[0]].num_bytes != types[found[0]].dtype.itemsize:
         returned = ", ".join(f"{n}: {program.outputs[i].type}" for n, i in outputs)
         raise ExportError(
@@ -353,10 +346,10 @@ def take_gradients(state: Compilation) -> Compilation:
         )
     wanted = differentiable_inputs(program)
     sources = [
-        UserInput(i, f"input_{i}", requires_grad=i in wanted) for i in range(len(program.inputs))
+        ir.UserInput(i, f"input_{i}", requires_grad=i in wanted) for i in range(len(program.inputs))
     ]
     sources += [
-        UserInput(len(sources), f"cotangent_{o}", requires_grad=o in request.moving)
+        ir.UserInput(len(sources), f"cotangent_{o}", requires_grad=o in request.moving)
         for o in request.outputs
     ]
     made = state.context.gradient_programs.of(program, request.inputs, request.outputs, sources)
@@ -373,7 +366,7 @@ def take_gradients(state: Compilation) -> Compilation:
     return replace(state, seen=seen, gradients=made, programs={PARTS[0]: made.program})
 
 
-def _require_same_draws(program: Program, gradients: Program) -> None:
+def _require_same_draws(program: ir.Program, gradients: ir.Program) -> None:
     """Checks that a forward run again for gradients draws the same numbers.
 
     Raises:

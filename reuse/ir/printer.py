@@ -28,20 +28,8 @@ import torch
 import torch.fx
 
 from ..torch_names import OPERATOR_TYPES
+from . import program as ir
 from .leaf import stamp_of
-from .program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Pack,
-    Program,
-    Source,
-    Unpack,
-    UserInput,
-    Value,
-    count_calls,
-)
 from .torch_symbols import SizeLiteral
 from .types import StructType, TensorType, Type, contiguous_stride, dtype_name, flatten_type
 
@@ -120,15 +108,17 @@ class UniqueNames:
         return name
 
 
-def closure_names(program: Program) -> dict[Closure, str]:
+def closure_names(program: ir.Program) -> dict[ir.Closure, str]:
     """Returns a unique printed name for each closure, callees first."""
     names = UniqueNames()
     return {
-        c: names.take(_plain(c.name)) for c in program.closures if not isinstance(c, (Pack, Unpack))
+        c: names.take(_plain(c.name))
+        for c in program.closures
+        if not isinstance(c, (ir.Pack, ir.Unpack))
     }
 
 
-def format_program(program: Program, *, source: Shown = "hide", width: int = WIDTH) -> str:
+def format_program(program: ir.Program, *, source: Shown = "hide", width: int = WIDTH) -> str:
     """Returns the text of a program, for people: it fits a screen.
 
     Args:
@@ -140,21 +130,21 @@ def format_program(program: Program, *, source: Shown = "hide", width: int = WID
     return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, width))
 
 
-def text_to_compare(program: Program) -> str:
+def text_to_compare(program: ir.Program) -> str:
     """Returns the text of a program, a line for each call: a name's length breaks none."""
     return _text(program, "hide")
 
 
-def _text(program: Program, source: Shown) -> str:
+def _text(program: ir.Program, source: Shown) -> str:
     names = closure_names(program)
-    counts = count_calls(program)
+    counts = ir.count_calls(program)
     structs = _Structs()
     parts = []
     for closure, name in names.items():
         note = f"{counted(closure.num_nodes, 'node')}, {counted(counts[closure], 'call')}"
-        if isinstance(closure, Leaf):
+        if isinstance(closure, ir.Leaf):
             parts.append(_format_leaf(closure, name, note, structs, source, names))
-        elif isinstance(closure, Composite):
+        elif isinstance(closure, ir.Composite):
             head = f"composite closure @{name}"
             parts.append(
                 _format_body(head, closure.program, note, names, structs, closure.input_names)
@@ -164,15 +154,15 @@ def _text(program: Program, source: Shown) -> str:
     return "\n".join([*structs.definitions(), *parts])
 
 
-def closure_to_compare(closure: Closure) -> str:
+def closure_to_compare(closure: ir.Closure) -> str:
     """Returns the text of one closure, and of those it calls; call counts are left out."""
-    if isinstance(closure, Leaf):
+    if isinstance(closure, ir.Leaf):
         structs = _Structs()
-        names: dict[Closure, str] = {body: body.name for body in closure.bodies}
+        names: dict[ir.Closure, str] = {body: body.name for body in closure.bodies}
         text = _format_leaf(closure, closure.name, "", structs, "hide", names)
         bodies = map(closure_to_compare, closure.bodies)
         return "\n".join([*structs.definitions(), *bodies, text])
-    if isinstance(closure, Composite):
+    if isinstance(closure, ir.Composite):
         return text_to_compare(closure.program)
     return f"{closure.name}({closure.type})"
 
@@ -247,9 +237,9 @@ def _in_quotes(text: str) -> str:
 
 def _format_body(
     head: str,
-    program: Program,
+    program: ir.Program,
     note: str,
-    closures: Mapping[Closure, str],
+    closures: Mapping[ir.Closure, str],
     structs: _Structs,
     input_names: Sequence[str] = (),
 ) -> str:
@@ -275,27 +265,29 @@ def _format_body(
     return "\n".join(lines)
 
 
-def _source_text(source: Source | None, printed: str) -> str:
+def _source_text(source: ir.Source | None, printed: str) -> str:
     """Returns what an input of the entry program is bound to; the name, if it is another."""
     if source is None:
         return ""
-    if isinstance(source, UserInput):
+    if isinstance(source, ir.UserInput):
         kind, words, grad = "input", [str(source.index)], source.requires_grad
     else:
         kind, words, grad = source.kind, [], source.tensor.requires_grad
     if "%" + source.name != printed:
         words.append(_in_quotes(source.name))
     words += ["grad"] * grad
-    words += ["switched"] * (isinstance(source, UserInput) and source.is_switched)
-    words += ["back"] * (isinstance(source, UserInput) and source.is_switched_back)
+    words += ["switched"] * (isinstance(source, ir.UserInput) and source.is_switched)
+    words += ["back"] * (isinstance(source, ir.UserInput) and source.is_switched_back)
     return f" = {kind}({', '.join(words)})"
 
 
-def _format_call(call: Call, values: Mapping[Value, str], closures: Mapping[Closure, str]) -> str:
+def _format_call(
+    call: ir.Call, values: Mapping[ir.Value, str], closures: Mapping[ir.Closure, str]
+) -> str:
     args = [values.get(v, "%undefined") for v in call.args]
     results = ", ".join(values[v] for v in call.results)
     head = f"  {results} = " if results else "  "
-    if isinstance(call.closure, (Pack, Unpack)):
+    if isinstance(call.closure, (ir.Pack, ir.Unpack)):
         return f"{head}{call.closure.name}({', '.join(args)})"
     args += [f"at={_in_quotes(call.path)}"] if call.path else []
     args += [f"recompute={call.recompute!r}"] if call.recompute else []
@@ -307,12 +299,12 @@ def _format_return(returned: Iterable[str]) -> str:
 
 
 def _format_leaf(
-    leaf: Leaf,
+    leaf: ir.Leaf,
     name: str,
     note: str,
     structs: _Structs,
     source: Shown,
-    closures: Mapping[Closure, str],
+    closures: Mapping[ir.Closure, str],
 ) -> str:
     values: dict[torch.fx.Node, str] = {}
     header = list(_input_texts(leaf, values, structs))
@@ -340,7 +332,9 @@ def _format_leaf(
     return "\n".join(lines)
 
 
-def _input_texts(leaf: Leaf, values: dict[torch.fx.Node, str], structs: _Structs) -> Iterator[str]:
+def _input_texts(
+    leaf: ir.Leaf, values: dict[torch.fx.Node, str], structs: _Structs
+) -> Iterator[str]:
     """Yields the inputs of a leaf, and names their tensors; those in struct 0 are %s0.0, %s0.1."""
     entries = leaf.entries
     hints = leaf.input_names if len(leaf.input_names) == len(entries) else ()
@@ -376,7 +370,7 @@ def _modes(node: torch.fx.Node) -> list[str]:
     return notes + [f"autocast_{kind}_{dtype_name(dtype)}" for kind, _, dtype in stamp.autocast]
 
 
-def _shared_modes(leaf: Leaf) -> list[str]:
+def _shared_modes(leaf: ir.Leaf) -> list[str]:
     """Returns the modes of all nodes, which the header then says once; none if they differ."""
     found = {tuple(_modes(node)) for node in leaf.nodes}
     return list(found.pop()) if len(found) == 1 else []
