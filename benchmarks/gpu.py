@@ -29,7 +29,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -45,7 +44,6 @@ from decoders import Decoder, DecoderBlock, llama  # noqa: E402
 
 import lazyinline  # noqa: E402
 from lazyinline.backend.gpu.targets import CONTEXT_BYTES  # noqa: E402
-from lazyinline.backend.run import planned as planned_program  # noqa: E402
 
 TOLERANCE = 1e-4  # products in float32; what adds up in another order differs by less
 NUM_FAMILIES = 10
@@ -357,11 +355,10 @@ def ways(sizes: Mapping[str, int], device: torch.device) -> dict[str, Callable[[
         model, args = made()
         return Way(eager_step(model, compiled(model), args))
 
-    def planned_step(streams: str = "one") -> Way:
+    def planned_step() -> Way:
         model, args = made()
         step = lazyinline.compile_step(model)
-        with mock.patch.object(planned_program, "STREAMS", streams):
-            step(*args)
+        step(*args)
 
         def planned() -> int | None:
             stats = step.stats
@@ -382,7 +379,6 @@ def ways(sizes: Mapping[str, int], device: torch.device) -> dict[str, Callable[[
         ),
         "per block": functools.partial(through, per_block),
         "lazyinline.compile": functools.partial(through, lazyinline.compile),
-        "lazyinline.compile_step, two streams": functools.partial(planned_step, "two"),
         "lazyinline.compile_step": planned_step,
         # Last: it measures ways to multiply, which may take what is left of the part's time.
         "max-autotune": functools.partial(

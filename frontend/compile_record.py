@@ -354,9 +354,8 @@ class GpuRecord:
         arena_bytes: activations, gradients and scratch, as planned.
         outside_bytes: most bytes at one time in what launches allocate themselves.
         result_bytes: of results and gradients that the user gets in memory of their own.
-        workspace_bytes: what cuBLAS works in: one place for each stream with products.
+        workspace_bytes: what cuBLAS works in.
         allocating: names of those launches, each once.
-        num_beside: launches on a second stream.
         prediction: of one run.
     """
 
@@ -370,7 +369,6 @@ class GpuRecord:
     result_bytes: int
     workspace_bytes: int
     allocating: Sequence[str]
-    num_beside: int
     prediction: Prediction
 
     @property
@@ -394,8 +392,6 @@ class GpuRecord:
             f"  {predicted.num_launches} launches: {predicted.num_triton} of {self.num_kernels} "
             f"Triton kernels, {others} of PyTorch's"
         )
-        if self.num_beside:
-            yield f"  {self.num_beside} launches on a second stream, in parallel with others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
         yield (
@@ -443,6 +439,5 @@ def gpu_record(
         result_bytes=program.result_bytes,
         workspace_bytes=program.workspace_bytes,
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
-        num_beside=program.num_beside,
         prediction=predict(lists, backend.target),
     )

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import decoders as models
@@ -22,16 +21,14 @@ import pytest
 import torch
 import triton_on_cpu
 from arena_proof import check_no_overlap
-from stream_orders import an_order, assert_unordered_uses_share_nothing, move_to, reordered, traced
+from programs import move_to
 from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.gpu import targets
-from lazyinline.backend.gpu.roofline import may_move, on_two_streams
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
-from lazyinline.backend.launches.kernel_list import KernelList, Launch, View
-from lazyinline.backend.run import planned
+from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.run.planned import PlannedProgram
 
 TARGET = "cuda:sm_90"
@@ -109,10 +106,8 @@ def main() -> None:
         torch.manual_seed(0)
         model, kwargs = CASES[name]()
         begin = time.process_time()
-        train = trained_on_two_streams if name == "own decoder" else trained
-        # Offloading comes first: from the second case on, launches are on two streams.
         ways = {"offloading": offloading} if name == "own decoder" else {}
-        ways |= {"training": train, "inference": inferred}
+        ways |= {"training": trained, "inference": inferred}
         ways |= {"updates": updated} if name == "own decoder" else {}
         ways |= {"on a GPU": as_on_a_gpu} if name in ("own decoder", "llama", "gpt2") else {}
         for how, run in ways.items():
@@ -149,7 +144,7 @@ def as_on_a_gpu(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, 
 def launched(launch: Launch) -> tuple[Any, ...]:
     function = launch.function
     text = function.content if isinstance(function, TritonKernel) else str(function)
-    return text, launch.stream, [(v.dtype, v.shape, v.stride) for v in launch.views()]
+    return text, [(v.dtype, v.shape, v.stride) for v in launch.views()]
 
 
 def offloading(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -263,41 +258,6 @@ def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
             return run()
 
     return replay
-
-
-def trained_on_two_streams(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Two steps, in the two extreme orders that the events allow, with an update between."""
-    model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(planned, "STREAMS", "two")
-    patch.setattr(planned, "with_streams", lambda kernels, target: every_other(kernels))
-    step, program = step_on_cpu_memory(model, kwargs)
-    (part,) = program.layout.parts
-    streams = [placed.launch.stream for placed in part.launches]
-    as_planned = list(part.launches)
-    errors: list[float] = []
-    moved: list[int] = []
-
-    def rested(call: Callable[[], Any]) -> Any:
-        step._entries.first.rest()
-        return call()
-
-    # What the events promise is found without computing anything.
-    before, _ = traced(program, lambda: rested(lambda: step(**kwargs)), patch, does="allocations")
-    assert_unordered_uses_share_nothing(program, before, "own decoder")
-    for seed, prefer in enumerate(("main", "second")):
-        part.launches[:] = as_planned
-        order = an_order(before, streams, prefer)
-        moved.append(sum(place != number for place, number in enumerate(order)))
-        reordered(program, order)
-        run = partial(step_error, lambda: step(**kwargs), model, reference, kwargs, seed)
-        errors.append(rested(run))
-    beside = streams.count("second")
-    return {"error": max(errors), "beside": beside, "moved": min(moved), **memory(program)}
-
-
-def every_other(kernels: KernelList) -> KernelList:
-    return on_two_streams(kernels, may_move(kernels)[::2])
 
 
 def inferred(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:

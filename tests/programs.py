@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from lazyinline.backend.link.placement import Place
+from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from lazyinline.reuse.ir.types import StructType, TensorType, Type, contiguous_stride
@@ -339,3 +341,9 @@ class _Expansion:
             self._fields[results[0]] = args
         self.calls.append(Call(closure, args, results, path if isinstance(closure, Leaf) else ""))
         return results
+
+
+def move_to(program: PlannedProgram, place: Place) -> None:
+    """Runs a program somewhere else from now on: one for a GPU on CPU memory, kernel by kernel."""
+    program.rest()
+    program._tools = replace(program._tools, place=place)

@@ -17,7 +17,7 @@ import pytest
 import test_on_gpu
 import torch
 from models import Around
-from stream_orders import move_to
+from programs import move_to
 from torch import nn
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -1,4 +1,4 @@
-"""Adapter: streams of a GPU, and what is launched as one CUDA graph.
+"""Adapter: what is launched as one CUDA graph.
 
 A capture that fails leaves the stream, the generator of random numbers and the allocator as they
 were: PyTorch's own context puts none of them back if the end of the capture raises.
@@ -10,9 +10,8 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from functools import partial
-from typing import Any, TypeAlias
+from contextlib import suppress
+from typing import TypeAlias
 
 import torch
 
@@ -111,30 +110,3 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
             with suppress(RuntimeError):  # done, if the capture failed after it
                 give_back(device, pool)
         raise
-
-
-def streams_on(device: torch.device) -> dict[str, Any]:
-    """Returns what a generated function calls for two streams; a CPU has one, which is both."""
-    if device.type == "cpu":
-        return {"current_stream": _InOrder, "second": _InOrder(), "beside": nullcontext}
-    return {
-        "current_stream": partial(torch.cuda.current_stream, device),
-        "second": _second_stream(device),
-        "beside": torch.cuda.stream,
-    }
-
-
-@functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns one stream for all programs: for each PyTorch keeps memory that cuBLAS works in."""
-    return torch.cuda.Stream(device)
-
-
-class _InOrder:
-    """Stands for a stream where launches run as they are called."""
-
-    def record_event(self) -> None:
-        """Does nothing: all that was launched has run."""
-
-    def wait_event(self, event: None) -> None:
-        """Does nothing: there is nothing to wait for."""

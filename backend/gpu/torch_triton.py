@@ -121,12 +121,6 @@ class TritonKernel:
         raise PlanError(f"The GPU kernel {self.name} was compiled, and is not loaded here.")
 
     @property
-    def read_only_arguments(self) -> frozenset[int]:
-        """Which parameters it only reads: what it writes is ``out_ptr0`` or ``in_out_ptr0``."""
-        names = enumerate(self.argument_names)
-        return frozenset(position for position, name in names if name.startswith("in_ptr"))
-
-    @property
     def argument_names(self) -> list[str]:
         """The names of its parameters, in order; what Inductor calls them says what they are."""
         found = re.search(rf"\bdef {re.escape(self.name)}\(([^)]*)\)", self.source)

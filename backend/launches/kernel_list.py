@@ -49,11 +49,6 @@ class View:
 ClosureBuffer: TypeAlias = Literal["input", "private", "foreign"]
 Returned: TypeAlias = Literal["nothing", "tensor", "tuple"]
 OperandForm: TypeAlias = Literal["tensors", "addresses"]
-Stream: TypeAlias = Literal["main", "second"]
-"""Launches of one stream follow one another; those of two run in parallel if none waits."""
-ENTRY = -1
-"""Stands for all that ran before a closure, among the launches that one of its launches waits for.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +82,7 @@ class Launch:
     ``results`` are what the function returns if it makes foreign buffers; ``returns`` says
     whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
     kernel that only takes the operands' first addresses, so that their shapes do not matter.
-    ``native`` is the same launch for the native loop, where it has a form for it. ``waits_for`` are
-    launches of the closure on the other stream, by number, that end before this one begins.
+    ``native`` is the same launch for the native loop, where it has a form for it.
     """
 
     name: str
@@ -99,8 +93,6 @@ class Launch:
     returns: Returned = "nothing"
     operands: OperandForm = "tensors"
     native: NativeOp | None = None
-    stream: Stream = "main"
-    waits_for: tuple[int, ...] = ()
 
     def views(self) -> Iterator[View]:
         """Yields every view among operands and results."""
@@ -112,9 +104,7 @@ class KernelList:
     """Launches of one leaf closure, its buffers and what it returns.
 
     Buffers ``0 .. num_inputs-1`` are the inputs, in order. ``in_place`` pairs a private buffer with
-    an input whose memory it may take over, if nobody needs that input any more. Where launches are
-    on two streams, ``first`` and ``last`` of a buffer say from when till when it is in use on the
-    main one, and what runs on the second ends with the closure.
+    an input whose memory it may take over, if nobody needs that input any more.
     """
 
     name: str

@@ -93,15 +93,13 @@ def buffers_of(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> Buffe
 class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
-    ``of`` is that call; none where the link itself adds a launch. ``call`` is the moment at which
-    it begins: the launches that this one waits for count from there.
+    ``of`` is that call; none where the link itself adds a launch.
     """
 
     launch: Launch
     bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
     time: int
     of: ClosureCall | None = None
-    call: int = 0
 
     @property
     def block(self) -> str:
@@ -133,7 +131,7 @@ class Layout:
 
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
     plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
-    has besides, one for each stream that runs products. ``runs`` says who may run the launches that
+    has besides, if it runs products. ``runs`` says who may run the launches that
     are added here. ``others`` are devices beside the one that is planned for. ``givens`` are what
     the caller passes: the whole, also to a part that takes a view of it that an earlier part saved.
     """
@@ -190,7 +188,7 @@ class Layout:
             bases = self._bases(kernels, [slots[s] for s in call.operands])
             bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
             launches += [
-                PlacedLaunch(launch, bases, self.time + index, call, self.time)
+                PlacedLaunch(launch, bases, self.time + index, call)
                 for index, launch in enumerate(kernels.launches)
             ]
             self.time += len(kernels.launches)
@@ -230,7 +228,7 @@ class Layout:
             instance = self.instances[placed.instance]
             instance.death = max(instance.death, self.time + 1)
         self.time += 1
-        return PlacedLaunch(launch, bases, self.time - 1, call=self.time - 1)
+        return PlacedLaunch(launch, bases, self.time - 1)
 
     def method(self, name: str, views: tuple[Any, ...]) -> Launch:
         """Returns a launch of a method of tensors."""
@@ -346,9 +344,8 @@ def most_bytes(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> int:
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:
-    """Adds what cuBLAS works in: one place for each stream with products, as long as it runs."""
-    launches = [placed.launch for part in layout.parts for placed in part.launches]
-    for _ in dict.fromkeys(launch.stream for launch in launches if is_product(launch)):
+    """Adds what cuBLAS works in, if the program has products, as long as it runs."""
+    if any(is_product(placed.launch) for part in layout.parts for placed in part.launches):
         # PyTorch hands it out, and has no public interface that takes memory of ours for it: the
         # plan knows its size and its life, and not its address.
         whole = Instance("workspace", target.workspace_bytes, 0, max(layout.time, 1), 0)

@@ -4,11 +4,6 @@ Launches that have a native form are words for the native loop, one call of it f
 follow one another; each of the others is one line of Python on bound names. Tensors in the arena
 and tensors of the model are bound before the first run; user inputs, results and foreign buffers
 are locals of the function.
-
-Where a part runs on two streams, each event is recorded on one stream after a launch, and the other
-stream waits for it before another launch. What runs on the second stream ends with the call of its
-closure: the main stream waits for it before the next call, and at the end of the function, so that
-a CUDA graph can be captured of it.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ...reuse.ir.size_tape import Size
-from ..launches.kernel_list import ENTRY, NativeOp, Stream, View
+from ..launches.kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
 from .placement import Overlay, aligned, loaded_wide
 from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout, view_of
@@ -28,10 +23,6 @@ from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
 """The ranges that a profiler sees: none; those of a second function, written if a profiler runs; or
 one for each call of a block and each launch."""
-
-
-BESIDE = "with beside(second): "
-"""Comes before a launch on the second stream."""
 
 
 class CodeWriter:
@@ -85,7 +76,6 @@ class CodeWriter:
         self._native_start = 0
         self._num_native = 0
         self._freed: list[str] = []
-        self._events = Events(part.launches)
 
     def write(self) -> GeneratedCode:
         """Returns the code."""
@@ -93,18 +83,14 @@ class CodeWriter:
         if self._ranges == "offered":
             self._lines.append(f"  if {IF_IT_RUNS}: return profiled(inputs)")
         self._take_inputs()
-        self._lines += self._events.begin()
         last_use = self._last_uses()
         for launch in self._part.launches:
-            self._write_events(self._events.before(launch))
             if self._ranges == "shown":
                 self._shown(launch)
             else:
                 self._add(launch)
-            self._write_events(self._events.after(launch))
             if launch.time in last_use:
                 self._free(last_use[launch.time])
-        self._write_events(self._events.end())
         self._flush()
         self._enter("")
         outputs = [self._handed_back.get(p) or self._name(p) for p in self._returned]
@@ -112,12 +98,6 @@ class CodeWriter:
         self._lines.append(f"  return [{', '.join(outputs)}]")
         self._code.source = "\n".join(self._lines) + "\n"
         return self._code
-
-    def _write_events(self, lines: Sequence[str]) -> None:
-        if lines:
-            self._flush()
-            self._lines += lines
-            self._drop_freed()
 
     def _add(self, launch: PlacedLaunch) -> None:
         if launch.launch.native is None:
@@ -170,7 +150,6 @@ class CodeWriter:
         for instance_index in self._extra[1]:
             if instance_index in self._overlay.hosts:
                 self._make_result(instance_index, self._handed_base(instance_index))
-        self._make_results_of_second()
 
     def _align_inputs(self, given: Sequence[Placed]) -> None:
         """Writes what copies inputs that begin where a GPU kernel cannot load them."""
@@ -185,15 +164,6 @@ class CodeWriter:
                     self._handed_back[placed] = handed = f"h{len(self._handed_back)}"
                     self._lines.append(f"  {handed} = {self._view(name, base, placed)}")
             self._lines.append(f"  {name} = {self._constant(aligned)}({name})")
-
-    def _make_results_of_second(self) -> None:
-        """Allocates first what launches on the second stream make for the user."""
-        # Later, PyTorch might hand out memory that the main stream still works in.
-        for launch in self._part.launches:
-            for view in launch.launch.views() if launch.launch.stream == "second" else ():
-                placed = launch.place(view)
-                if self._layout.instances[placed.instance].kind == "result":
-                    self._base(placed)
 
     def _handed_base(self, instance_index: int) -> Placed:
         if instance_index in self._overlay.hosts:
@@ -227,8 +197,7 @@ class CodeWriter:
             self._drop_freed()
 
     def _drop_freed(self) -> None:
-        # Memory goes back to the main stream, so not while the second may use it.
-        if self._freed and not self._events.is_open:
+        if self._freed:
             self._lines.append(f"  del {', '.join(self._freed)}")
             self._freed.clear()
 
@@ -310,9 +279,7 @@ class CodeWriter:
         args += [f"{k}={self._operand(v, placed)}" for k, v in launch.kwargs]
         call = f"{self._constant(launch.function)}({', '.join(args)})"
         if not launch.results:
-            is_beside = launch.stream == "second"
-            self._code.num_beside += is_beside
-            self._lines.append(f"  {BESIDE if is_beside else ''}{call}")
+            self._lines.append(f"  {call}")
             return
         targets = [self._new_local(v, placed) for v in launch.results]
         self._code.num_made_per_run += sum(t != "_" for t in targets)
@@ -460,63 +427,3 @@ def _result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
             return output
     count = whole_bytes // placed.dtype.itemsize
     return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
-
-
-class Events:
-    """Lines to write between the launches of a part; none where all are on one stream.
-
-    Args:
-        launches: of the part.
-
-    Attributes:
-        is_open: whether something may still run on the second stream, so far.
-    """
-
-    def __init__(self, launches: Sequence[PlacedLaunch]) -> None:
-        awaited = [(one.call, number) for one in launches for number in one.launch.waits_for]
-        self._entries = {call for call, number in awaited if number == ENTRY}
-        self._awaited = {call + number for call, number in awaited if number != ENTRY}
-        self._is_used = any(one.launch.stream == "second" for one in launches)
-        self._call = -1
-        self.is_open = False
-
-    def begin(self) -> list[str]:
-        """Returns what comes first."""
-        return ["  main = current_stream()"] if self._is_used else []
-
-    def before(self, placed: PlacedLaunch) -> list[str]:
-        """Returns what comes before a launch."""
-        if not self._is_used:
-            return []
-        lines = []
-        if placed.call != self._call:
-            lines += self.end()
-            self._call = placed.call
-            if placed.call in self._entries:
-                lines.append(f"  {_event(ENTRY)} = {_recorded('main')}")
-        stream = placed.launch.stream
-        return lines + [f"  {stream}.wait_event({_event(n)})" for n in placed.launch.waits_for]
-
-    def after(self, placed: PlacedLaunch) -> list[str]:
-        """Returns what comes after a launch."""
-        stream = placed.launch.stream
-        self.is_open = self.is_open or stream == "second"
-        if placed.time not in self._awaited:
-            return []
-        return [f"  {_event(placed.time - placed.call)} = {_recorded(stream)}"]
-
-    def end(self) -> list[str]:
-        """Returns what comes after the last launch of a call."""
-        if not self.is_open:
-            return []
-        self.is_open = False
-        return [f"  main.wait_event({_recorded('second')})"]
-
-
-def _recorded(stream: Stream) -> str:
-    return f"{stream}.record_event()"
-
-
-def _event(number: int) -> str:
-    """Returns the name of the event after a launch; the next call uses it again."""
-    return "entry" if number == ENTRY else f"event{number}"

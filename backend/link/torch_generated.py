@@ -24,7 +24,6 @@ from ...reuse.ir.size_tape import Numbers, Size
 from ...reuse.ir.types import TensorType, reach
 from ...reuse.torch_names import new_cpu_tensor
 from ..arena.live_ranges import IntArray
-from ..gpu.torch_graph import streams_on
 from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list, torch_native
 from ..launches.kernel_list import View
@@ -52,7 +51,6 @@ class GeneratedCode:
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
         arenas: further device -> slot of the arena that is there.
-        num_beside: launches on the second stream.
         num_slots: size of that table; what is known only in a run comes last.
     """
 
@@ -68,7 +66,6 @@ class GeneratedCode:
     regions: dict[int, int] = field(default_factory=dict)
     arenas: dict[torch.device, int] = field(default_factory=dict)
     num_slots: int = 1
-    num_beside: int = 0
 
     @cached_property
     def _views(self) -> list[dict[str, Placed]]:
@@ -151,8 +148,6 @@ class Memory:
             for name, value in code.constants.items()
         }
         scope.update(_bind_device(self.arena.device))
-        if code.num_beside:
-            scope.update(streams_on(self.arena.device))
         scope.update(self._bind_arenas(code.arena_views))
         scope.update(_bind_model(code.model_views, self.tensors))
         if code.words:

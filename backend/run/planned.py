@@ -24,7 +24,6 @@ from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
 from ..arena.arena import ALIGNMENT, ArenaPlan
-from ..gpu.roofline import with_streams
 from ..gpu.torch_graph import Capture, capture_graph, captured_once
 from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_native
@@ -53,9 +52,6 @@ from ..link.placement import (
 from ..link.program_writer import CodeWriter, host_base
 from ..link.torch_generated import Memory, Runner, as_predicted, launch_apart, profiled
 from .leases import Arena, Arenas, Lease, address_of, new_memory
-
-STREAMS: Literal["one", "two"] = "one"
-"""Of a program on a GPU: what a second one gains was predicted, and never measured."""
 
 
 class PlannedProgram:
@@ -99,9 +95,6 @@ class PlannedProgram:
     ) -> None:
         self._names = names
         target = tools.place.target
-        if target is not None and STREAMS == "two":
-            leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
-            kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = layout_of(
             flats,
             kernel_lists,
@@ -205,11 +198,6 @@ class PlannedProgram:
     def num_launches(self) -> int:
         """Kernel launches in one run of all parts."""
         return sum(len(part.launches) for part in self.layout.parts)
-
-    @property
-    def num_beside(self) -> int:
-        """Those of them that are on a second stream."""
-        return sum(p.launch.stream == "second" for x in self.layout.parts for p in x.launches)
 
     @functools.cached_property
     def is_native(self) -> bool:
