@@ -38,29 +38,12 @@ from .compiled import (
 )
 from .effects.kept import OnContents
 from .options import Options
-from .passes import stages
+from .passes import programs, stages
 from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
 from .passes.numbers import AtNumbers, TypesAt, results_at
-from .passes.programs import (
-    PARTS,
-    add_gradients,
-    capture,
-    decompose,
-    derive,
-    differentiate,
-    fuse_boundaries,
-    lower,
-    programs_of,
-    reduce_to_primitives,
-    repeat_micro_batches,
-    require_data,
-    take_gradients,
-    tell_masks,
-    update_parameters,
-)
 from .passes.recompute import choose_recompute
 from .passes.state import (
     Compilation,
@@ -77,28 +60,28 @@ from .passes.state import (
 from .report import CompileReport
 
 PASSES = (
-    capture,
-    tell_masks,
-    derive,
-    require_data,
-    fuse_boundaries,
+    programs.capture,
+    programs.tell_masks,
+    programs.derive,
+    programs.require_data,
+    programs.fuse_boundaries,
     plan_mesh,
     plan_stages,
     stages.split,
-    take_gradients,
-    differentiate,
+    programs.take_gradients,
+    programs.differentiate,
     stages.differentiate_stages,
-    add_gradients,
+    programs.add_gradients,
     choose_recompute,
     stages.choose_stage_recompute,
-    repeat_micro_batches,
-    update_parameters,
+    programs.repeat_micro_batches,
+    programs.update_parameters,
     stages.update_stages,
-    reduce_to_primitives,
-    decompose,
+    programs.reduce_to_primitives,
+    programs.decompose,
     shard,
     shard_stages,
-    lower,
+    programs.lower,
     link_program,
     stages.link_rank,
     describe_gpu,
@@ -251,7 +234,7 @@ class Linker:
         watched: tuple[int, ...] = ()
         if lowered.derivative is not None and state.goal.kind != "step":
             known = lowered.known.get("watched_inputs")
-            watched = saved_inputs(lowered.programs[PARTS[0]]) if known is None else known
+            watched = saved_inputs(lowered.programs[programs.PARTS[0]]) if known is None else known
         lowered = replace(
             lowered,
             subject=None,
@@ -368,13 +351,12 @@ class Linker:
 
     def _started(self, derivative: Derivative, report: CompileReport) -> Compilation:
         """Returns the state of another backward before it is lowered."""
-        programs = programs_of(derivative)
         return replace(
             self.lowered,
             report=report,
             request=None,
             derivative=derivative,
-            programs=programs,
+            programs=programs.programs_of(derivative),
             flats={},
         )
 
@@ -505,8 +487,8 @@ def _programs(state: Compilation) -> tuple[Program, Program | None]:
     """Returns the forward and the backward that run; of a step, those of its first micro-batch."""
     if state.goal.kind != "step":
         # A rank of a pipeline has parts of its own: what is shown is the whole model.
-        forward = state.programs.get(PARTS[0], state.captured.program)
-        return forward, state.programs.get(PARTS[1])
+        forward = state.programs.get(programs.PARTS[0], state.captured.program)
+        return forward, state.programs.get(programs.PARTS[1])
     (step,) = state.programs.values()
     # A step calls one forward closure and one backward closure, each first for one part.
     one = step.calls[0].closure

@@ -150,7 +150,7 @@ def _outside(layout: Layout) -> list[list[Any]]:
     rows = [
         ["made by an operator that allocates its own result", len(foreign), _most(foreign)],
         ["scratch inside one launch", len(scratch), _most(scratch)],
-        ["workspace of cuBLAS, per stream", len(work), sum(work)],
+        ["workspace of cuBLAS", len(work), sum(work)],
     ]
     return [row for row in rows if row[1]]
 
