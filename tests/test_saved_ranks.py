@@ -285,6 +285,9 @@ def go_on_over_mesh(rank: int, folder: pathlib.Path) -> list[str]:
     found = trained_over_mesh(step, optimizer, args, kwargs)
     wrong += different(found, torch.load(folder / f"further{rank}"))
     assert len(found[0]) > 50 and step.plan.num_bytes
+    report = step.last_report
+    if report.backend == "inductor" and report.num_kernels:
+        wrong.append(f"{report.num_kernels} kernels were made")
     return [*wrong, *refused_meshes(folder)]
 
 

@@ -89,7 +89,7 @@ def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
         inner = ".".join(p for p in (path, call.path) if p)
         if isinstance(closure, Composite):
             yield from _walk(closure.program, inner, closure.name)
-        elif isinstance(closure, Leaf) and closure.nodes and closure.nodes[0].target in COLLECTIVES:
+        elif isinstance(closure, Leaf) and closure.first_target in COLLECTIVES:  # reads no other
             (taken,), (given,) = closure.input_types, closure.output_types
             assert isinstance(taken, TensorType)
             assert isinstance(given, TensorType)
