@@ -10,6 +10,7 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import onnxruntime
@@ -180,6 +181,27 @@ def test_attention_with_a_bias_that_is_learned_is_saved(tmp_path: pathlib.Path) 
         assert torch.equal(loaded(x), compiled(x))
 
 
+class OfAnyName(nn.Module):
+    """Its tensors and modules are named as a model of a file might name its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor, self.class_name = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+        self.set_modes = nn.ParameterDict({"forward_tensor": torch.ones(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.class_name(x) * self.tensor + self.set_modes["forward_tensor"]
+
+
+def test_a_model_may_have_any_names(tmp_path: pathlib.Path) -> None:
+    compiled, x = compiled_for(OfAnyName(), batch(4, 2)), batch(4, 2)
+    loaded = reloaded(compiled, tmp_path)
+    (out, grads), (expected, expected_grads) = trained(loaded, x), trained(compiled, x)
+    assert torch.equal(out, expected)
+    assert grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+
+
 # ---- without source code -------------------------------------------------------------------------
 
 SOURCE = """
@@ -252,6 +274,58 @@ def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 "), "kernels that this machine has signed are taken"
+
+
+# ---- for a GPU that is not here ------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Causal attention between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(1, 16, 2, 32).transpose(1, 2) for part in self.up(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.down(F.gelu(attended.transpose(1, 2).flatten(2))).float().square().mean()
+
+
+@pytest.mark.parametrize("kind", ["module", "step"])
+def test_a_program_for_a_gpu_that_is_not_here_is_a_file_with_its_plan(
+    kind: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("triton")
+    model, x = Attends().bfloat16(), torch.randn(1, 16, 64, dtype=torch.bfloat16)
+    compiled: Any = (
+        lazyinline.compile(model, target="cuda:sm_90")
+        if kind == "module"
+        else lazyinline.compile_step(
+            model, optimizer=torch.optim.AdamW(model.parameters()), target="cuda:sm_90"
+        )
+    )
+    not_here = partial(
+        pytest.raises, lazyinline.PlanError, match="for cuda:sm_90, which is not here"
+    )
+    with not_here():
+        compiled(x)
+    loaded = reloaded(compiled, tmp_path)
+    assert (found := loaded.last_report.gpu) == compiled.last_report.gpu
+    assert found.num_built == found.num_kernels > 0
+    with not_here():
+        loaded(x)
+    assert main(["report", str(tmp_path / "model.lz")]) == 0
+    assert "(NVIDIA H100 SXM): compiled and planned, not run" in capsys.readouterr().out
+    # On another machine it is compiled again, of its text.
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "cache"))
+    again = lazyinline.load(tmp_path / "model.lz").last_report
+    assert again is not None
+    assert again.num_kernels > 0
+    assert again.gpu == found
 
 
 # ---- weights -------------------------------------------------------------------------------------

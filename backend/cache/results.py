@@ -237,7 +237,8 @@ class CompileCache:
 
     def unpacked(self, data: Any, name: str, size_of: Callable[[str], Any]) -> KernelList:
         """Returns launches whose objects are kept here by now; ``size_of`` reads their sizes."""
-        return codec.decode_kernels(data, name, self._kernel, size_of=size_of)
+        runs: Literal["native", "python"] = "python" if self._target else "native"
+        return codec.decode_kernels(data, name, self._kernel, runs, size_of)
 
     def plan(
         self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]

@@ -151,6 +151,7 @@ class Context:
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
         new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
         self._lower_leaves(new)
+        self._build(leaves)
         return new
 
     def _lower_leaves(self, new: Sequence[Leaf]) -> None:
@@ -164,8 +165,11 @@ class Context:
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
-        if isinstance(self.backend, InductorBackend):
-            lists = [self.recorded.get(c) or self.kernels[c].launches for c in new]
+
+    def _build(self, leaves: Iterable[Leaf]) -> None:
+        """Compiles the Triton kernels of leaves for a GPU that is not here."""
+        if isinstance(self.backend, InductorBackend) and self.options.target is not None:
+            lists = [self.recorded.get(c) or self.kernels[c].launches for c in leaves]
             self.backend.build(lists, self._cache.machine_code)
 
     def lower_unaligned(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
@@ -181,6 +185,7 @@ class Context:
             self._unaligned[leaf] = self._unaligned.get(leaf, frozenset()) | positions
             self.forget(leaf)
         self._lower_leaves(list(inputs))
+        self._build(inputs)
         return True
 
     def closures_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:

@@ -50,10 +50,10 @@ from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
 from .ranks import check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
-from .saved_model import SavedModel, TensorNames
+from .saved_model import SavedModel, TensorNames, class_name_of, set_modes, tensor_of
 from .trees import tree_of
 
-_LOWER, _LOWER_AND_LINK = between(PASSES, "lower", "lower"), between(PASSES, "lower", "link")
+_LOWER, _LOWER_AND_LINK = between(PASSES, "lower", "lower"), between(PASSES, "lower", "predict")
 
 
 @door
@@ -173,9 +173,9 @@ class _Opened:
     @property
     def options(self) -> Options:
         """Those that the programs were compiled with."""
-        backend, reuse, recompute = self._told["options"]
+        backend, reuse, recompute, target = self._told["options"]
         policy = Budget(**recompute) if isinstance(recompute, dict) else recompute
-        return Options(reuse, backend, policy, cache="disk", fallback="error")
+        return Options(reuse, backend, policy, cache="disk", fallback="error", target=target)
 
     def module(
         self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
@@ -254,7 +254,7 @@ class _Opened:
         for number in reversed(range(len(self._programs))):
             told, program = self._told["programs"][number], self._programs[number]
             with _modes(told["modes"]):
-                model.set_modes(*told["training"])
+                set_modes(model, *told["training"])
                 calls.subject.training = model.training
                 inputs = _inputs(told, program)
                 # Symbols of two captures are not the same, so each has a compiler of its own.
@@ -291,7 +291,7 @@ class _Opened:
             return state
 
         with _modes(told["modes"]):
-            model.set_modes(*told["training"])
+            set_modes(model, *told["training"])
             batch = Batch(
                 torch_pytree.unflatten(inputs.leaves, inputs.tree), table.num_micro_batches
             )
@@ -317,7 +317,7 @@ class _Opened:
             for s in self._bound(captured, model)
         )
         seen = _seen(replace(captured, sources=tuple(named)))
-        report.model, report.opened_from = model.class_name, "opened from a file"
+        report.model, report.opened_from = class_name_of(model), "opened from a file"
         report.describe(seen)
         return seen
 
@@ -353,7 +353,7 @@ class _Opened:
             self._part_types = {s.name: type_ for _, s, type_ in model_inputs(own)}
             self._parted = self._names.parameters
             model = self.module(path, None)
-            model.set_modes(*told["training"])
+            set_modes(model, *told["training"])
             place = self._own + _place(0)
             read = read_step(self._parts, place, own, layouts, batching, trusted=trusted)
             goal = replace(step_goal(batching), on_mesh=OnMesh(mesh, lambda *_: layouts.plan))
@@ -410,18 +410,19 @@ class _Opened:
         if self._told["optimizer"] is None:
             return None
         told, trusted = self._told["optimizer"], self._store is not None
-        made = StepOptimizer(optimizer_of(told, tensors, trusted=trusted))
+        target = self.options.target
+        made = StepOptimizer(optimizer_of(told, tensors, trusted=trusted), target=target)
         made.groups()
         return made
 
     def _optimizer_of(self, model: SavedModel) -> StepOptimizer | None:
         """Returns the optimizer, with its state."""
-        update = self._optimizer(model.tensor)
+        update = self._optimizer(partial(tensor_of, model))
         if update is None:
             return None
         for name, tensor in self._read(STATE).items():
             kind, _, own = name.partition("/")
-            parameter = model.tensor(own)
+            parameter = tensor_of(model, own)
             if kind != "step" and tensor.shape != parameter.shape:
                 raise FileError(f"{name} is of another shape than its parameter")
             like = parameter.detach()
@@ -438,7 +439,7 @@ class _Opened:
         if self._batching is not None:
             goal = step_goal(self._batching)
         report = context.report(train=goal.train)
-        report.model, report.opened_from = model.class_name, "opened from a file"
+        report.model, report.opened_from = class_name_of(model), "opened from a file"
         captured = replace(program.captured, sources=self._bound(program.captured, model))
         seen = _seen(captured, inputs.sizes)
         report.describe(seen)
@@ -474,7 +475,7 @@ class _Opened:
         found = list(captured.sources)
         for index, source, type_ in model_inputs(captured):
             name, is_constant = source.name, source.kind == "constant"
-            tensor = self._constants[name] if is_constant else model.tensor(name)
+            tensor = self._constants[name] if is_constant else tensor_of(model, name)
             has = type_ if name in self._absent else TensorType.of(tensor)
             if (has, tensor.requires_grad) != (type_, wants_gradient(source)):
                 raise FileError(f"{name} is another tensor than programs take")

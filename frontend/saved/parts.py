@@ -114,7 +114,8 @@ def program_parts(
         FileError: if a part of it is no data.
     """
     # What has symbols was compiled without a cache, which a file needs to find kernels' objects.
-    cache = CompileCache.of_user(kept.lowered.context.options.backend)
+    options = kept.lowered.context.options
+    cache = CompileCache.of_user(options.backend, options.target or "")
     runs = {name: _plainly_named(one) for name, one in texts.items() if name != CAPTURED}
     for name, one in {**texts, **runs}.items():
         yield f"{name}.txt", [_text(one, sizes, kept.own)]

@@ -41,7 +41,7 @@ from .parts import (
     used_parameters,
 )
 from .ranks import ranks_data, save_together, stage_parts
-from .saved_model import TensorNames
+from .saved_model import TensorNames, class_name_of
 from .trees import tree_data
 
 Weights = Literal["inside", "beside", "none"]
@@ -74,7 +74,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
 
     Raises:
         FileError: for what a file cannot say: a model that runs eagerly, operators of the user's
-            own, a GPU, effects besides a result. The message says which.
+            own, tensors on a GPU, effects besides a result. The message says which.
         OSError: if it cannot be written.
 
     Example:
@@ -245,13 +245,14 @@ class _Saved:
                 found[name if shared else f"programs/{number}/{name}"] = content
         recompute = self._options.recompute
         told = {
-            "class": getattr(self._model, "class_name", type(self._model).__name__),
+            "class": class_name_of(self._model),
             "weights": weights,
             # Of a budget its bounds.
             "options": [
                 self._options.backend,
                 self._options.reuse,
                 asdict(recompute) if isinstance(recompute, Budget) else recompute,
+                self._options.target,
             ],
             "batching": None if self._batching is None else astuple(self._batching),
             "optimizer": optimizer_data(self._optimizer, self._by_id),

@@ -66,7 +66,7 @@ class TensorNames:
 
 
 class SavedModel(nn.Module):
-    """Holds the tensors of a model that was saved.
+    """Holds the tensors of a model that was saved, whose own names may be any.
 
     Args:
         class_name: of the model.
@@ -78,41 +78,19 @@ class SavedModel(nn.Module):
         self, class_name: str, names: TensorNames, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__()
-        self.class_name = class_name
+        self._lazyinline_class_name = class_name
         frozen = set(names.frozen)
         for name in names.parameters:
             wants = name not in frozen
-            self._put(name, nn.Parameter(tensors[name], wants), nn.Module.register_parameter)
+            _put(self, name, nn.Parameter(tensors[name], wants), nn.Module.register_parameter)
         for name in names.buffers:
-            self._put(name, tensors[name], nn.Module.register_buffer)
+            _put(self, name, tensors[name], nn.Module.register_buffer)
         for name in names.unsaved:
-            self._put(name, tensors[name], nn.Module.register_buffer, persistent=False)
+            _put(self, name, tensors[name], nn.Module.register_buffer, persistent=False)
         for name, first in names.ties:
             is_parameter = first in set(names.parameters)
             register = nn.Module.register_parameter if is_parameter else nn.Module.register_buffer
-            self._put(name, self.tensor(first), register)
-
-    def _put(self, name: str, tensor: Any, register: Callable[..., None], **how: Any) -> None:
-        *path, own = name.split(".")
-        module: nn.Module = self
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module._modules[part]  # type: ignore[assignment]
-        register(module, own, tensor, **how)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor by its name."""
-        path, _, own = name.rpartition(".")
-        state = module_state(self.get_submodule(path))
-        found: torch.Tensor = (state["_parameters"] | state["_buffers"])[own]
-        return found
-
-    def set_modes(self, training: bool, others: Sequence[str]) -> None:
-        """Puts all modules into train mode, or eval mode, but for others."""
-        other = set(others)
-        for path, module in walk_modules(self):
-            module.training = (training is True) is not (path in other)
+            _put(self, name, tensor_of(self, first), register)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Says that there is no Python to run.
@@ -121,7 +99,40 @@ class SavedModel(nn.Module):
             FileError: always.
         """
         raise FileError(
-            f"This {self.class_name} was loaded from a file, which has programs and no Python: "
+            f"This {class_name_of(self)} was loaded from a file, which has programs and no Python: "
             "none of them is for a call like this (its sizes, dtypes, structure, train or eval "
             "mode, or grad mode). Call it as before it was saved, or save it after such a call."
         )
+
+
+def _put(
+    model: nn.Module, name: str, tensor: Any, register: Callable[..., None], **how: Any
+) -> None:
+    *path, own = name.split(".")
+    for part in path:
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model._modules[part]  # type: ignore[assignment]
+    register(model, own, tensor, **how)
+
+
+def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
+    """Returns a tensor of a model by its name."""
+    path, _, own = name.rpartition(".")
+    state = module_state(model.get_submodule(path))
+    tensors: dict[str, Any] = state["_parameters"]
+    found: torch.Tensor = tensors[own] if own in tensors else state["_buffers"][own]
+    return found
+
+
+def set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:
+    """Puts all modules of a model into train mode, or eval mode, but for others."""
+    other = set(others)
+    for path, module in walk_modules(model):
+        module.training = (training is True) is not (path in other)
+
+
+def class_name_of(model: nn.Module) -> str:
+    """Returns the name of a model's class, also of one that was saved."""
+    is_saved = isinstance(model, SavedModel)
+    return str(model._lazyinline_class_name) if is_saved else type(model).__name__
