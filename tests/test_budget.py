@@ -37,12 +37,12 @@ from link_tree import ROOT
 # new size that binds what differs (frontend +146, backend +111), pipelines as files (frontend +429,
 # pipeline_parallel +20, backend +2).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (29_477, 103),
+    "frontend": (29_496, 103),
     "reuse": (9_917, 34),
     "autodiff": (6_340, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_956, 25),
-    "backend": (12_728, 46),
+    "backend": (12_729, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
