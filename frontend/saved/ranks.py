@@ -15,7 +15,7 @@ from ...backend.files.torch_store import open_cache
 from ...pipeline_parallel.actions import ActionTable, schedule_name
 from ...pipeline_parallel.cut import Colors
 from ...pipeline_parallel.process_groups import DATA_DIM, PIPELINE_DIM, Ranks, ranks_of
-from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...reuse.errors import FileError
 from ...reuse.ir.program import Composite
 from ..passes.programs import PARTS
@@ -49,13 +49,7 @@ def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
 
 
 def ranks_data(table: ActionTable, ranks: Ranks, colors: Colors | None) -> Any:
-    """Returns what ranks do, and the stage of each call, as JSON holds it.
-
-    Raises:
-        FileError: if they split backwards.
-    """
-    if table.splits_backward:
-        raise FileError(f"A schedule that splits backwards ({table.schedule}) cannot be saved.")
+    """Returns what ranks do, and the stage of each call, as JSON holds it."""
     sizes = table.num_stages, ranks.num_ranks, table.num_micro_batches, len(ranks.rows)
     return [table.schedule, sizes, ranks.timeout.total_seconds(), colors]
 
@@ -82,9 +76,11 @@ def stage_parts(
     """Yields the parts of a stage."""
     place = f"{_PROGRAM}stages/{one.stage.index}/"
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
-    runs = dict(
-        zip(PARTS, (state.programs[part_name(one, k)] for k in parts_of(one)), strict=False)
-    )
+    own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
+    if one.halves is not None and one.derivative is not None:  # it is split again when it is read
+        assert isinstance(one.derivative.backward, Composite)
+        own[1:] = [state.context.decomposed(one.derivative.backward.program)]
+    runs = dict(zip(PARTS, own, strict=False))
     for name, content in program_parts(kept, runs, state.context.recorded, None):
         yield name if name.startswith("objects/") else place + name, content
 
@@ -117,8 +113,6 @@ def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
     if not whole or stages * micro_batches > _MAX_ACTIONS or not 0 < timeout_s < 1e9:
         raise FileError(f"there is no pipeline of such sizes: {str(sizes)[:80]}")
     table = action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
-    if table.splits_backward:
-        raise FileError(f"{schedule} splits backwards, which no file has in two")
     what = f"a pipeline of {ranks} rank(s) in {replicas} replica(s)"
     check_number(ranks * replicas, what)
     if replicas == 1:
@@ -147,6 +141,7 @@ def read_stages(state: RankCompilation, parts: Parts, *, trusted: bool) -> list[
     What runs on other ranks is not looked into: only what it sends and sums.
     """
     found: list[StageDerivative] = []
+    splitter = Splitter() if state.table.splits_backward else None
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
@@ -165,7 +160,10 @@ def read_stages(state: RankCompilation, parts: Parts, *, trusted: bool) -> list[
         if not are_sent or list(gradients) != sorted(set(gradients)):
             raise FileError(f"stage {stage.index} has gradients of what nobody sends")
         sent = tuple(i for i in gradients if i < stage.num_received)
+        halves = None
+        if splitter is not None and derivative is not None:
+            halves = splitter.split(derivative.backward, range(len(sent)))
         request = Request(Composite("stage", stage.program), (), ())
-        found.insert(0, StageDerivative(stage, derivative, request, None, sent, arriving))
+        found.insert(0, StageDerivative(stage, derivative, request, halves, sent, arriving))
         arriving = sent
     return found
