@@ -17,7 +17,7 @@ from ...pipeline_parallel.cut import Colors
 from ...pipeline_parallel.process_groups import DATA_DIM, PIPELINE_DIM, Ranks, ranks_of
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...reuse.errors import FileError
-from ...reuse.ir.program import Composite
+from ...reuse.ir.program import Composite, walk_closures
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
 from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
@@ -77,11 +77,14 @@ def stage_parts(
     place = f"{_PROGRAM}stages/{one.stage.index}/"
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
     own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
+    launches = state.context.recorded
     if one.halves is not None and one.derivative is not None:  # it is split again when it is read
         assert isinstance(one.derivative.backward, Composite)
         own[1:] = [state.context.decomposed(one.derivative.backward.program)]
+        forward = set(walk_closures(own[0]))  # of the whole, each process knows others
+        launches = {leaf: known for leaf, known in launches.items() if leaf in forward}
     runs = dict(zip(PARTS, own, strict=False))
-    for name, content in program_parts(kept, runs, state.context.recorded, None):
+    for name, content in program_parts(kept, runs, launches, None):
         yield name if name.startswith("objects/") else place + name, content
 
 
