@@ -37,7 +37,7 @@ from link_tree import ROOT
 # new size that binds what differs (frontend +146, backend +111), pipelines as files (frontend +429,
 # pipeline_parallel +20, backend +2).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (29_496, 103),
+    "frontend": (29_497, 103),
     "reuse": (9_917, 34),
     "autodiff": (6_340, 21),
     "recompute": (1_181, 4),
