@@ -2,15 +2,21 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.fx
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lazyinline.backend.kernels import torch_corrections
 
 CONTRACTS: set[str] = set()
 Test = Callable[..., None]
@@ -127,3 +133,41 @@ def passing(backward: Callable[[Tensor], Tensor]) -> type[torch.autograd.Functio
             return backward(gradient)
 
     return Passing
+
+
+@contextmanager
+def values_compared() -> Iterator[list[bool]]:
+    """Compares the values of graphs with those that Inductor finds; builds nothing of them.
+
+    Yields, of each graph, whether its values would have been taken as they are.
+    """
+    from torch._inductor import compile_fx
+
+    find, taken, differing = compile_fx.fake_tensor_prop, list[bool](), list[str]()
+
+    def layouts(module: torch.fx.GraphModule) -> dict[str, Any]:
+        values = {n.name: n.meta.get("val") for n in module.graph.nodes if n.op == "call_function"}
+        return pytree.tree_map_only(torch.Tensor, layout, values)  # type: ignore[no-any-return]
+
+    def layout(value: Tensor) -> str:
+        strides = f"{value.stride()} from {value.storage_offset()}"
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {strides}"
+
+    def compared(module: torch.fx.GraphModule, inputs: Any) -> None:
+        mode = compile_fx.detect_fake_mode(inputs)
+        known = torch_corrections._has_its_value
+        taken.append(all(known(node, mode) for node in module.graph.nodes))
+        before = layouts(module)
+        find(module, inputs)
+        after = layouts(module) if taken[-1] else before
+        differing.extend(f"{n}: {before[n]} is {after[n]}" for n in before if before[n] != after[n])
+        raise NotImplementedError("compared")  # the leaf runs eagerly, and says so in a warning
+
+    with (
+        mock.patch.object(torch_corrections, "values_as_traced", nullcontext),
+        mock.patch.object(compile_fx, "fake_tensor_prop", compared),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UserWarning)
+        yield taken
+    assert not differing

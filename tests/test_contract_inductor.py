@@ -17,19 +17,31 @@ import pytest
 import sympy
 import torch
 import torch.fx
-from contracts import contract, fake_mode, resolve, targets, traced, traced_on_fakes
+from contracts import (
+    contract,
+    fake_mode,
+    resolve,
+    targets,
+    traced,
+    traced_on_fakes,
+    values_compared,
+)
+from hugging_face import example
 from torch import Tensor
 
+import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.torch_corrections import (
     NOT_FROM_THE_END,
     decompositions,
+    dtype_rules_made_once,
     home_of_strides,
     offsets_added_once,
     polynomials_expanded,
     quotients_checked,
+    values_as_traced,
 )
 from lazyinline.backend.kernels.torch_inductor import (
     NotCompiled,
@@ -296,6 +308,54 @@ def test_inductor_expands_the_indices_that_it_would_simplify() -> None:
     assert home.sympy is original
 
 
+@contract(f"{INDUCTOR}.dtype_propagation.DtypePropagationOpsHandler.__init__")
+def test_inductors_rules_of_dtypes_are_one_object_that_is_filled_once() -> None:
+    rules = resolve(f"{INDUCTOR}.dtype_propagation.DtypePropagationOpsHandler")
+    with dtype_rules_made_once():
+        add = rules().add
+        assert rules().add is add and add(torch.zeros(1, device="cpu"), 2) == torch.float32
+    assert rules() is rules() and rules().add is not add, "it is filled once without us"
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("gpt2", None), ("gpt2", True), ("t5-encoder", None), ("vit", None)]
+)
+def test_values_of_a_trace_are_those_that_inductor_finds(name: str, dynamic: bool | None) -> None:
+    model, inputs = example(name)
+    with values_compared() as taken:
+        compiled = lazyinline.compile(model.train(), dynamic=dynamic)
+        results = compiled(**inputs)
+        sum(x.sum() for x in results.values() if isinstance(x, Tensor)).backward()
+    assert taken.count(True) >= len(taken) - 1 and len(taken) > 3
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@contract(f"{INDUCTOR}.compile_fx.fake_tensor_prop", "torch._guards.detect_fake_mode")
+def test_inductor_finds_values_that_are_unknown_or_may_lie_elsewhere() -> None:
+    from torch._inductor import compile_fx
+
+    find = compile_fx.fake_tensor_prop
+    module = traced_on_fakes(lambda x: (aten.copy(x, x.sin()) * 2,), torch.ones(3))
+    given, node = next(iter(module.graph.nodes)), module.graph.output_node().args[0][0]
+    value, inputs = node.meta["val"], [given.meta["val"]]
+    with values_as_traced():
+        assert compile_fx.fake_tensor_prop(module, inputs) is value.fake_mode
+        assert node.meta["val"] is not value, "the offset of a copy was taken as it was noted"
+        for copy in module.graph.find_nodes(op="call_function", target=aten.copy.default):
+            copy.replace_all_uses_with(copy.args[1])
+            module.graph.erase_node(copy)
+        value = node.meta["val"]
+        assert compile_fx.fake_tensor_prop(module, inputs) is value.fake_mode
+        assert node.meta["val"] is value
+        given.meta["unaligned"] = True
+        compile_fx.fake_tensor_prop(module, inputs)
+        assert node.meta["val"] is not value
+        del given.meta["unaligned"], node.meta["val"]
+        compile_fx.fake_tensor_prop(module, inputs)
+        assert node.meta["val"].shape == (3,)
+    assert compile_fx.fake_tensor_prop is find
+
+
 @contract(f"{INDUCTOR}.codegen.cpp: CppOverrides.truncdiv CppVecOverrides.truncdiv")
 def test_a_quotient_of_integers_is_written_as_a_division() -> None:
     cpp = torch._inductor.codegen.cpp
@@ -407,6 +467,7 @@ def test_unasked_inductor_takes_the_first_good_instruction_set() -> None:
     f"{INDUCTOR}.codecache.pick_vec_isa",
     f"{INDUCTOR}.cpu_vec_isa.VecISA._probe_load?",
     f"{INDUCTOR}.config.cpp_cache_precompile_headers",
+    "torch.cpu: _is_avx512_bf16_supported _is_amx_fp16_supported",
 )
 def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> None:
     from torch._inductor import codecache, config

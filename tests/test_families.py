@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from comparing import assert_close, gradients, relative_error, twin
+from contracts import values_compared
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -135,3 +136,15 @@ def test_generate_gives_eagers_tokens_past_the_window(name: str, prompt: int) ->
     found, expected = (run.eval().generate(ids(prompt), **more) for run in runs)
     assert torch.equal(found, expected)
     assert not compiled.last_report.ran_eagerly
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("family", [*zoo.ASKED, *zoo.FURTHER], ids=lambda family: family.name)
+def test_values_of_a_trace_are_those_that_inductor_finds(
+    family: zoo.Family, dynamic: bool | None
+) -> None:
+    model, inputs = family.build()
+    with values_compared() as taken:
+        compiled = lazyinline.compile(model.train(), dynamic=dynamic)
+        zoo.scalar(compiled(**inputs)).backward()
+    assert any(taken)

@@ -42,7 +42,7 @@ from .bundles import HEADER, BuiltKernels, Bundles, Promise, guarded, kept, kern
 from .torch_corrections import (
     drawn_in_order,
     offsets_added_once,
-    polynomials_expanded,
+    quicker_writing,
     quotients_checked,
     settings,
 )
@@ -228,7 +228,7 @@ def _why_not(error: Exception) -> NotCompiled:
 @contextmanager
 def _corrections() -> Iterator[None]:
     """Holds what is not left to Inductor while it writes C++ kernels."""
-    with polynomials_expanded(), offsets_added_once(), drawn_in_order(), quotients_checked():
+    with quicker_writing(), offsets_added_once(), drawn_in_order(), quotients_checked():
         yield
 
 
@@ -255,7 +255,7 @@ def write_gpu_leaves(
     # that reuses what a launch allocated would have to be copied to its place.
     off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
     plain = config.patch({"compile_threads": 1, **off})
-    with settings(), plain, kernels_as_text(), drawn_in_order(), polynomials_expanded():
+    with settings(), plain, kernels_as_text(), drawn_in_order(), quicker_writing():
         for module in modules:
             written.append(_compiled_or_why_not(_changeable(module)))
             on_written()
@@ -461,10 +461,25 @@ def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any,
                 # With the header of kernels, which is precompiled, before it a probe costs less. Of
                 # code without vectors in it Inductor builds a file for no instruction set.
                 is_short = config.cpp_cache_precompile_headers and "at::vec::" in code
-                return _builds(isa, code) if is_short else check_build(isa, code)
+                return (is_short and _builds(isa, code)) or check_build(isa, code)
         return False
 
     return check
+
+
+def _further_instructions(isa: Any) -> ExitStack:
+    """Returns a context in which an instruction set has the flags that Inductor adds later."""
+    # It asks for these when the set itself is found good. With other flags than kernels have, the
+    # probe had a header precompiled for itself alone: as long as building twenty kernels.
+    has = {
+        "_is_avx512_bf16_supported": torch.cpu._is_avx512_bf16_supported,
+        "_is_amx_fp16_supported": torch.cpu._is_amx_fp16_supported,
+    }
+    stack = ExitStack()
+    for name, is_supported in has.items():
+        if hasattr(isa, name):
+            stack.enter_context(mock.patch.object(isa, name, is_supported()))
+    return stack
 
 
 def _builds(isa: Any, code: str) -> bool:
@@ -475,7 +490,8 @@ def _builds(isa: Any, code: str) -> bool:
     """
     from torch._inductor import codecache
 
-    with mock.patch.object(codecache, "pick_vec_isa", lambda: isa):
+    picked = mock.patch.object(codecache, "pick_vec_isa", lambda: isa)
+    with picked, _further_instructions(isa):
         try:
             build_file(f"{HEADER}\n{for_this_cpu(code)}")
         except DamagedObjectError:
