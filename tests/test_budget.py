@@ -42,7 +42,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_340, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_956, 25),
-    "backend": (12_729, 46),
+    "backend": (12_807, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
