@@ -95,11 +95,8 @@ class MeshParameters:
         for key, tensor in tensors.items():
             layout = plan.parameters[names[key]]
             # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
-            whole = (
-                distribute_tensor(tensor.detach(), mesh, layout)
-                if read is None
-                else read[names[key]]
-            )
+            given = None if read is None else read[names[key]]
+            whole = distribute_tensor(tensor.detach(), mesh, layout) if given is None else given
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
             _put(held.tables, own)
@@ -154,17 +151,9 @@ def _stand_in(tensor: Tensor) -> nn.Parameter:
 
 def gradient_of(parameter: Any, local: Tensor) -> Tensor:
     """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
-    from torch.distributed.tensor import DTensor
+    from ..pipeline_parallel.mesh.torch_parts import distributed
 
-    made: Tensor = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
+    return distributed(local, parameter.device_mesh, parameter.placements, parameter)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ from link_tree import ROOT
 # autodiff +28, reuse +11), masks that are causal and sums in float32 (frontend +31, reuse +263,
 # autodiff +34, backend +33), sizes that vary in files (frontend +409, reuse +174, backend +85), a
 # new size that binds what differs (frontend +146, backend +111), pipelines as files (frontend +429,
-# pipeline_parallel +20, backend +2), steps over a mesh, GPU targets and zero-bubble schedules as files
-# (frontend +411, reuse +34, pipeline_parallel +44), values taken as traced (backend +81).
+# pipeline_parallel +20, backend +2), steps over a mesh, GPU targets and zero-bubble schedules as
+# files (frontend +411, reuse +34, pipeline_parallel +44), values taken as traced (backend +81).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (29_497, 103),
     "reuse": (9_917, 34),

@@ -24,19 +24,12 @@ import torch.fx
 from ..errors import ParseError
 from ..torch_names import OPERATOR_TYPES, module_of, operator_as_printed
 from . import program as ir
+from . import read_leaves as reading
 from .control import OPERATORS, checked, control_leaf
 from .leaf import Stamp, flat_types
 from .printer import node_type
-from .read_leaves import LeafLater, ReadValues, are_equal, is_as_said
 from .torch_symbols import SIZE_FUNCTIONS, ReadSizes, degree
-from .types import (
-    DTYPES,
-    StructType,
-    TensorType,
-    Type,
-    contiguous_stride,
-    flatten_type,
-)
+from .types import DTYPES, StructType, TensorType, Type, contiguous_stride
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
 _MAX_NUMBER = 2**64  # in what computes one
@@ -322,7 +315,7 @@ class _Reader:
 
     def _outputs(self, tree: ast.FunctionDef) -> list[Type] | None:
         """Returns the result types in a header, if there are any."""
-        return None if tree.returns is None else list(map(self._type, _parts(tree.returns)))
+        return None if tree.returns is None else list(map(self._type, reading.parts(tree.returns)))
 
     def _body(self, tree: ast.FunctionDef) -> ir.Program:
         inputs = self._inputs(tree)
@@ -332,7 +325,7 @@ class _Reader:
         writes: list[tuple[int, int]] = []
         for line in tree.body:
             if isinstance(line, ast.Return):
-                outputs = [self._used(part, values) for part in _parts(line.value)]
+                outputs = [self._used(part, values) for part in reading.parts(line.value)]
             elif outputs is None:
                 calls.append(self._call(line, values))
             else:
@@ -361,11 +354,11 @@ class _Reader:
 
     def _call(self, line: Any, values: dict[str, ir.Value]) -> ir.Call:
         call = getattr(line, "value", None)
-        is_line = _is_plain(line) or isinstance(line, ast.Expr)
+        is_line = reading.is_assignment(line) or isinstance(line, ast.Expr)
         if not is_line or not isinstance(call, ast.Call):
             self._fail(line, "expected %name, ... = call @name(...)")
         names: dict[str, None] = {}
-        for target in _parts(line.targets[0]) if isinstance(line, ast.Assign) else []:
+        for target in reading.parts(line.targets[0]) if isinstance(line, ast.Assign) else []:
             names[self._defined(target, values, names)] = None
         args = tuple(self._used(arg, values) for arg in call.args)
         closure = self._called(call.func, args)
@@ -434,12 +427,14 @@ class _Reader:
         if name in self._left_out:
             num_nodes = len(_LINE.findall(self._text, *self._left_out[name])) - 1
             read = partial(self._leaf_at, *self._left_out[name], words)
-        leaf = LeafLater.__new__(LeafLater)
+        leaf = reading.LeafLater.__new__(reading.LeafLater)
         vars(leaf).update(
             name=name,
             input_types=tuple(type_ for _, type_, _ in inputs),
             output_types=tuple(outputs),
-            input_names=tuple(own for name, type_, _ in inputs for own in _flat_names(name, type_)),
+            input_names=tuple(
+                own for name, type_, _ in inputs for own in reading.flat_names(name, type_)
+            ),
             **self._said(words),
             num_nodes=num_nodes,
             first_target=self._first_target(tree.body[0]),
@@ -457,7 +452,7 @@ class _Reader:
 
     def _first_target(self, line: Any) -> Any:
         """Returns the operator of a line; None of what has none."""
-        _, call = _without_modes(getattr(line, "value", None))
+        _, call = reading.without_modes(getattr(line, "value", None))
         return self._operator(call.func) if isinstance(call, ast.Call) else None
 
     def _is_sum(self, tree: ast.FunctionDef) -> bool:
@@ -479,7 +474,7 @@ class _Reader:
         nodes: dict[str, torch.fx.Node] = {}
         types = []
         for name, type_, _ in self._inputs(tree):
-            for own in _flat_names(name, type_):
+            for own in reading.flat_names(name, type_):
                 nodes[own] = graph.placeholder(f"a{len(nodes)}")
             types.append(type_)
         names = tuple(nodes)
@@ -487,8 +482,9 @@ class _Reader:
         lines: dict[Any, Any] = {}
         body: list[Any] = tree.body
         for line in body[:-1]:
-            (target,) = line.targets if _is_plain(line) else [getattr(line, "target", line)]
-            if not _is_plain(line) and (type(line) is not ast.AnnAssign or line.value is None):
+            is_plain = reading.is_assignment(line)
+            (target,) = line.targets if is_plain else [getattr(line, "target", line)]
+            if not is_plain and (type(line) is not ast.AnnAssign or line.value is None):
                 self._fail(line, "expected %name: type = operator(...)")
             name = self._defined(target, nodes)
             nodes[name] = self._node(graph, nodes, line.value, shared)
@@ -496,7 +492,7 @@ class _Reader:
         last = body[-1]
         if not isinstance(last, ast.Return):
             self._fail(last, "expected return")
-        graph.output(tuple(self._operand(part, nodes) for part in _parts(last.value)))
+        graph.output(tuple(self._operand(part, nodes) for part in reading.parts(last.value)))
         module = module_of(graph)
         self._run(module, flat_types(types), lines, last)
         given = [getattr(one, "meta", {}).get("val") for one in ir.outputs_of(module)]
@@ -504,7 +500,7 @@ class _Reader:
         if len(found) < len(given):
             self._fail(last, "expected tensors")
         outputs = self._outputs(tree) or found
-        if not are_equal(
+        if not reading.are_equal(
             flat_types(outputs), found, self._sizes
         ):  # a kernel writes as much as they give
             self._fail(tree, "the header has other results than the operators give")
@@ -520,7 +516,7 @@ class _Reader:
     def _node(
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
     ) -> torch.fx.Node:
-        own, tree = _without_modes(tree)
+        own, tree = reading.without_modes(tree)
         if not isinstance(tree, ast.Call):
             self._fail(tree, "expected an operator")
         args = tuple(self._operand(arg, nodes) for arg in tree.args)
@@ -581,7 +577,7 @@ class _Reader:
         last: Any,
     ) -> None:
         """Gives each node the fake value that its operator gives, whose type must be the text's."""
-        values = ReadValues(module, self._bodies, lines)
+        values = reading.ReadValues(module, self._bodies, lines)
         try:
             with self._sizes.running():
                 values.run_flat([self._sizes.fake(type_) for type_ in types])
@@ -591,34 +587,5 @@ class _Reader:
             line = lines.get(values.node, last)
             self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
         for node, line in lines.items():
-            if not is_as_said(node, line):
+            if not reading.is_as_said(node, line):
                 self._fail(line.annotation, f"the operator gives {node_type(node)}")
-
-
-def _without_modes(tree: Any) -> tuple[list[str], Any]:
-    """Returns the modes that the printer writes as calls around an operator, and what is inside."""
-    modes: list[str] = []
-    while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
-        if mode != "no_grad" and not mode.startswith("autocast_"):
-            break
-        modes.insert(0, mode)
-        tree = tree.args[0]
-    return modes, tree
-
-
-def _flat_names(name: str, type_: Type) -> list[str]:
-    """Returns the names of the tensors of one input."""
-    is_struct = isinstance(type_, StructType)
-    return [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))] if is_struct else [name]
-
-
-def _is_plain(line: Any) -> bool:
-    """Whether a line is an assignment with one equals sign."""
-    return isinstance(line, ast.Assign) and len(line.targets) == 1
-
-
-def _parts(tree: Any) -> list[Any]:
-    """Returns what stands between commas."""
-    if tree is None:
-        return []
-    return tree.elts if isinstance(tree, ast.Tuple) else [tree]

@@ -23,10 +23,39 @@ from .masks import ATTENTION
 from .printer import node_type
 from .program import Leaf
 from .torch_symbols import ReadSizes
-from .types import TensorType, Type, reach, strides_that_matter
+from .types import StructType, TensorType, Type, flatten_type, reach, strides_that_matter
 
 _STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
+
+
+def without_modes(tree: Any) -> tuple[list[str], Any]:
+    """Returns the modes that the printer writes as calls around an operator, and what is inside."""
+    modes: list[str] = []
+    while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
+        if mode != "no_grad" and not mode.startswith("autocast_"):
+            break
+        modes.insert(0, mode)
+        tree = tree.args[0]
+    return modes, tree
+
+
+def flat_names(name: str, type_: Type) -> list[str]:
+    """Returns the names of the tensors of one input."""
+    is_struct = isinstance(type_, StructType)
+    return [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))] if is_struct else [name]
+
+
+def is_assignment(line: Any) -> bool:
+    """Whether a line is an assignment with one equals sign."""
+    return isinstance(line, ast.Assign) and len(line.targets) == 1
+
+
+def parts(tree: Any) -> list[Any]:
+    """Returns what stands between commas."""
+    if tree is None:
+        return []
+    return tree.elts if isinstance(tree, ast.Tuple) else [tree]
 
 
 class LeafLater(Leaf):
