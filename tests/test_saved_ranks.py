@@ -198,7 +198,7 @@ def test_each_process_loads_its_part_and_goes_on_with_the_same_bits(
     (tmp_path / "case").write_text(case)
     world = 4 if "replicas" in case else 2
     assert run_ranks(tmp_path, f"{HERE}.save", world) == [[]] * world
-    (tmp_path / "store").unlink()
+    (tmp_path / "store").unlink(missing_ok=True)  # before torch 2.14 it goes with its last user
     assert run_ranks(tmp_path, f"{HERE}.go_on", world) == [[]] * world
     # The same is compiled, and written, where none of the ranks is.
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "cache"))
@@ -321,7 +321,7 @@ def test_each_rank_of_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
 ) -> None:
     (tmp_path / "case").write_text(case)
     assert run_ranks(tmp_path, f"{HERE}.save_on_mesh", 4) == [[]] * 4
-    (tmp_path / "store").unlink()
+    (tmp_path / "store").unlink(missing_ok=True)  # before torch 2.14 it goes with its last user
     # One file is of this machine, and one of another: its operators are checked, one by one.
     cache = tmp_path / ("cache" if case == "llama" else "another")
     assert run_ranks(tmp_path, f"{HERE}.go_on_over_mesh", 4, cache) == [[]] * 4
