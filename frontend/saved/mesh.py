@@ -83,6 +83,7 @@ class SavedLayouts:
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
         sound = all(type(n) is str and n for n in names) and len(set(names)) == len(names) > 0
+        # Bounded, so that their product stays a number that can be listed.
         sound = sound and all(type(size) is int and 0 < size < 2**20 for size in sizes)
         if not sound or sorted(row) != list(range(math.prod(sizes))):
             raise FileError(f"there is no mesh of such dimensions and ranks: {str(axes)[:80]}")
@@ -99,6 +100,7 @@ class SavedLayouts:
         if (found, given.device_type) != (plan.axes, "cpu"):
             text = f"{MeshPlan(found).mesh_text} on {given.device_type}"
             raise FileError(f"it is for a mesh of {plan.mesh_text} on cpu, and mesh= is {text}")
+        # Its ranks may be in another order: parts go by the position in a mesh.
         return cls(plan, given.mesh.flatten().tolist())
 
     def mesh(self) -> DeviceMesh:
@@ -115,6 +117,7 @@ class SavedLayouts:
         """
         inputs, whole = [], replicated(mesh)
         for source, value in zip(program.sources, program.inputs, strict=True):
+            # A tensor that the plan does not name is whole on each rank.
             layout = whole
             if isinstance(source, ModelTensor):
                 layout = self.plan.parameters.get(source.name, whole)
@@ -158,6 +161,7 @@ def _layout(text: Any, number: int) -> Placements:
 def _check_split(layout: Placements, sizes: Iterable[int], shape: Sequence[int]) -> None:
     left = list(shape)
     for one, size in zip(map(layout_of, layout), sizes, strict=True):
+        # Two dimensions of a mesh may split the same one: the second takes of what the first left.
         if one is None or not one.is_split:
             continue
         if one.dim >= len(left) or not one.factor or left[one.dim] % (size * one.factor):
@@ -180,6 +184,7 @@ def read_step(
         FileError: if it is none, or has a collective that its mesh cannot run.
     """
     programs, sizes = read_texts(parts, place, [STEP], own=OWN, trusted=trusted), layouts.plan.axes
+    # What this machine has signed came from a compile, which made its collectives itself.
     for closure in () if trusted else walk_closures(programs[STEP]):
         for node in closure.nodes if isinstance(closure, Leaf) else ():
             if node.target in COLLECTIVES:
