@@ -26,7 +26,7 @@ from .inspection import FORM, load_target, pass_lists, show_after, show_captured
 from .measure import MeasureReport, measure
 from .onnx.export import export_onnx
 from .options import Options
-from .page.page import measured_page
+from .page.page import compile_page
 from .page.write import about, error_text, write_page
 from .saved.load import captured_programs, load, parts_text
 from .tracing.frames import is_library_frame, is_standard_frame
@@ -135,10 +135,11 @@ def run_bench(options: argparse.Namespace) -> None:
         layers = layers or DEFAULT_LAYERS
     else:
         make = partial(load_target, options.model)
+    said = list[str]()
     reports = bench(
         make,
         layers,
-        _say,
+        lambda line: _say(line, said),
         train=not options.infer,
         micro_batches=micro_batches,
         backend=options.backend,
@@ -147,12 +148,13 @@ def run_bench(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(to_json(reports), encoding="utf-8")
     if options.html is not None:
-        page = measured_page([(one.to_dict(), one.sides) for one in reports], reports[-1].title())
+        page = compile_page(reports[-1].late, reports[-1].title(), ["\n".join(said)])
         options.html.write_text(write_page(page), encoding="utf-8")
 
 
-def _say(line: str) -> None:
-    print(folded(line), flush=True)
+def _say(line: str, said: list[str]) -> None:
+    said.append(folded(line))
+    print(said[-1], flush=True)
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -251,10 +253,9 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> None:
-    """Runs ``advise``: prints which classes to mark."""
+    """Runs ``advise``: prints what keeps blocks apart."""
     model, args, kwargs = load_target(options.target)
-    train = not options.infer
-    print(advise(model, args, kwargs, train=train, backend=options.backend))
+    print(advise(model, args, kwargs, train=not options.infer))
 
 
 def run_fit(options: argparse.Namespace) -> None:
