@@ -29,7 +29,8 @@ from lazyinline.frontend.compiled import CompiledStep
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Batching, Options
-from lazyinline.frontend.page.page import compile_page
+from lazyinline.frontend.page.page import compile_page, gpu_tiles
+from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData, write_page
 from lazyinline.frontend.passes.state import step_goal
 from lazyinline.frontend.report import CompileReport
@@ -38,6 +39,7 @@ from lazyinline.recompute.planner import Budget, Policy
 Report = TypeVar("Report")
 
 GIB = 2**30
+WAYS = ("recompute nothing", "recompute each block")
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,13 @@ def large_page(reports: Sequence[LargeReport]) -> PageData:
     Args:
         reports: the step without and with recompute; the first is drawn.
     """
-    first = reports[0]
-    return compile_page(first.compiled, title_of(first), list(map(str, reports)))
+    first, second = reports
+    gpu = second.compiled.gpu
+    ways = WAYS if gpu is None else (WAYS[0], "recompute what does not fit")
+    sides = {way: report.compiled for way, report in zip(ways, reports, strict=True)}
+    page = compile_page(first.compiled, title_of(first))
+    page["verdict"]["tiles"] += gpu_tiles(gpu, ways[1])
+    return page | {"passes": passes_section(sides)}
 
 
 def title_of(report: Any) -> str:

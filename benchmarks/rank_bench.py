@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import decoders
 import torch
-from large_models import GIB, LargeModel, title_of, with_and_without_recompute
+from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recompute
 
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.backend.run.rank_program import RankProgram
@@ -22,6 +23,7 @@ from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.page import ShownPlan, plan_page
+from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
@@ -241,5 +243,9 @@ def rank_page(reports: Sequence[RankReport]) -> PageData:
         reports: of each rank, without and with recompute; the first is drawn.
     """
     first = reports[0]
+    sides = {
+        f"rank {report.rank}, {way}": report.compiled
+        for report, way in zip(reports, cycle(WAYS), strict=False)
+    }
     page = plan_page(ShownPlan.of(first.plan, first.compiled, rank=first.rank))
-    return page | {"title": title_of(first), "texts": [*map(str, reports), *page["texts"]]}
+    return page | {"title": title_of(first), "passes": passes_section(sides)}

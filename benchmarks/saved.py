@@ -25,8 +25,10 @@ def page_data(text: str) -> dict[str, Any]:
 
 def page_lines(page: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a page says before its pictures."""
-    yield from (f"{page['title']}: {page['subtitle']}", "", *page["texts"])
-    yield from machine_lines(page["about"])
+    verdict = page["verdict"]
+    yield from (f"{page['title']}: {page['subtitle']}", "", verdict["sentence"], "")
+    yield from (f"  {t['label']:<30}{t['value']:<16}{t['note']}" for t in verdict["tiles"])
+    yield from ("", *verdict["notes"], *machine_lines(page["about"]))
 
 
 def row_lines(row: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What memory costs: peaks that recompute reaches, and what each computes again for it.
 
     python examples/recompute_budget.py
-    python examples/recompute_budget.py --html budget.html  # the frontier of a block
+    python examples/recompute_budget.py --html budget.html  # the frontier of a block, as a chart
 
 What it prints:
 

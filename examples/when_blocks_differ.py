@@ -84,7 +84,7 @@ def main() -> None:
         program = lazyinline.capture(model, (x,), train=True)
         held, inlined = program.num_nodes(), program.num_nodes_if_inlined()
         print(f"{layer.__name__}: {held} nodes held, {inlined} if inlined")
-        advice = lazyinline.advise(model, (x,))  # print(advice) shows all of it
+        advice = lazyinline.advise(model, (x,), backend="eager")  # print(advice) shows all of it
         for apart in advice.kept_apart[:1]:
             print(f"  {' and '.join(apart.paths)} are apart: {apart.cause}")
             print(textwrap.fill(apart.change, 96, initial_indent="  ", subsequent_indent="  "))

@@ -1,26 +1,68 @@
-"""``advise(model)``: what is shared, and what keeps near-identical blocks apart."""
+"""``advise(model)``: which classes to mark, and what keeps near-identical blocks apart."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..backend.kernels.lower import BackendName
 from ..reuse.errors import door
 from ..reuse.ir.printer import folded
+from ..reuse.ir.program import count_calls, inlined_sizes
 from .capture.regions import SharingDecision
 from .checks.refusals import check_example
 from .compiler import Compiler
+from .marks import is_marked
+from .measure import generators_kept, warm_up_compiler
 from .options import Options
-from .passes.programs import capture
-from .passes.state import Goal, Subject, run
-from .reuse_table import alike, shared_classes
+from .passes.state import Goal
+from .report import CompileReport
+from .reuse_table import alike
 
 _REASONS_INDENT = 15
 """Where the reasons begin, below a pair of blocks that were kept apart."""
+
+
+@dataclass(frozen=True)
+class ClassAdvice:
+    """Holds what sharing one class saves.
+
+    Attributes:
+        name: of the class.
+        place: file and line of the class.
+        is_marked: says if it is marked already.
+        instances: paths of its instances, in the order they run; one per call.
+        num_closures: different closures that its calls need.
+        num_nodes: graph nodes of the largest of these, calls inside expanded.
+        nodes_saved: graph nodes that sharing takes away.
+        seconds_saved: CPU-seconds of compile that go with them, estimated.
+    """
+
+    name: str
+    place: str
+    is_marked: bool
+    instances: tuple[str, ...]
+    num_closures: int
+    num_nodes: int
+    nodes_saved: int
+    seconds_saved: float
+
+    def __str__(self) -> str:
+        first, last = self.instances[0], self.instances[-1]
+        places = first if first == last else f"{first} ... {last}"
+        mark = "marked" if self.is_marked else f"lazy_inline({self.name})"
+        return (
+            f"  {self.name:<28}{len(self.instances):>6}{self.num_closures:>10}{self.num_nodes:>8}"
+            f"{self.nodes_saved:>8}{self.seconds_saved:>10.2f}\n"
+            f"      {mark}   {self.place}   {places}"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,26 +100,40 @@ class Advice:
     Attributes:
         model: class of the model.
         train: whether it was captured for training.
+        backend: whose compile the seconds are of.
         num_nodes: graph nodes held with ``reuse="auto"``.
         num_nodes_if_inlined: graph nodes without sharing.
-        shared: the classes that share, as the report names them.
+        seconds_per_node: CPU-seconds of compile per node held, measured on this model.
+        classes: what to mark; the most saving first.
         kept_apart: blocks that nearly share.
     """
 
     model: str
     train: bool
+    backend: BackendName
     num_nodes: int
     num_nodes_if_inlined: int
-    shared: tuple[str, ...]
+    seconds_per_node: float
+    classes: tuple[ClassAdvice, ...]
     kept_apart: tuple[KeptApart, ...]
 
     def __str__(self) -> str:
         kind = "training" if self.train else "inference"
-        shared = ", ".join(self.shared) or "nothing repeats that would pay as a closure"
         lines = [
             f"{self.model}, {kind}: {self.num_nodes_if_inlined} graph nodes if inlined, "
-            f"{self.num_nodes} with what repeats shared: {shared}"
+            f"{self.num_nodes} with what repeats shared"
         ]
+        if self.classes:
+            heads = ("calls", "closures", "nodes", "saved", "seconds")
+            widths = (6, 10, 8, 8, 10)
+            head = "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
+            lines += ["", f"  {'mark, or use reuse=auto':<28}{head}", *map(str, self.classes)]
+            lines.append(
+                f"  seconds: nodes saved x {1000 * self.seconds_per_node:.1f} ms, what a node of "
+                f"this model costs backend {self.backend} here"
+            )
+        else:
+            lines.append("  nothing repeats that would pay as a closure")
         if self.kept_apart:
             lines += ["", "kept apart", *map(str, self.kept_apart)]
         return folded("\n".join(lines))
@@ -107,17 +163,19 @@ def advise(
     kwargs: Mapping[str, Any] | None = None,
     *,
     train: bool = True,
+    backend: BackendName = "inductor",
 ) -> Advice:
-    """Says what is shared, what keeps near-identical blocks apart, and what to change.
+    """Says which classes to mark, what each saves, and what keeps near-identical blocks apart.
 
-    The model is captured with ``reuse="auto"``. Nothing is compiled or run, and no mark is left
-    behind.
+    The model is captured with ``reuse="auto"`` and compiled once with the backend; what a node
+    costs there is the scale for the seconds. Nothing is run, and no mark is left behind.
 
     Args:
-        model: any ``nn.Module``; its parameters may be on the meta device.
+        model: any ``nn.Module``. On the meta device, use ``backend="eager"``.
         args: example positional inputs; only layouts matter.
         kwargs: example keyword inputs.
         train: look at a training step; otherwise at a forward without gradients.
+        backend: whose seconds: ``"inductor"`` or ``"eager"``.
 
     Returns:
         The advice; ``print(advice)`` shows it.
@@ -130,17 +188,47 @@ def advise(
         >>> print(lazyinline.advise(model, (ids,)))
     """
     check_example("advise", model, args)
-    compiler = Compiler(Options(reuse="auto", backend="eager"))
-    subject = Subject(model, args, dict(kwargs or {}), effects="undo")
-    report = run((capture,), compiler.started(subject, Goal(train=train))).report
+    options = Options(reuse="auto", backend=backend)
+    warm_up_compiler(backend=backend, train=train)
+    with generators_kept(), torch.set_grad_enabled(train):
+        _, report = Compiler(options).compile(model, args, dict(kwargs or {}), Goal(train=train))
+    seconds_per_node = report.cpu_s / max(report.num_nodes, 1)
+    classes = _classes(model, report, seconds_per_node)
     return Advice(
-        type(model).__name__,
-        train,
-        report.num_nodes,
-        report.num_nodes_if_inlined,
-        tuple(shared_classes(report.decisions)),
-        tuple(_kept_apart(report.decisions)),
+        model=type(model).__name__,
+        train=train,
+        backend=backend,
+        num_nodes=report.num_nodes,
+        num_nodes_if_inlined=report.num_nodes_if_inlined,
+        seconds_per_node=seconds_per_node,
+        classes=tuple(sorted(classes, key=lambda c: (-c.nodes_saved, c.name))),
+        kept_apart=tuple(_kept_apart(report.decisions)),
     )
+
+
+def _classes(
+    model: nn.Module, report: CompileReport, seconds_per_node: float
+) -> Iterator[ClassAdvice]:
+    assert report.made is not None
+    program = report.made.captured
+    sizes, sites = inlined_sizes(program), count_calls(program)
+    for own in alike(report.decisions, lambda d: d.class_name):
+        name, paths = own[0].class_name, tuple(d.path for d in own)
+        closures = [c for c in sizes if c.name == name]
+        saved = sum((sites[c] - 1) * sizes[c] for c in closures)
+        if saved <= 0:
+            continue
+        cls = type(model.get_submodule(paths[0]))
+        yield ClassAdvice(
+            name=name,
+            place=_class_place(cls),
+            is_marked=is_marked(cls),
+            instances=paths,
+            num_closures=sum(not (d.shared or d.shares) for d in own) or 1,
+            num_nodes=max(sizes[c] for c in closures),
+            nodes_saved=saved,
+            seconds_saved=saved * seconds_per_node,
+        )
 
 
 def _kept_apart(decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
@@ -161,3 +249,12 @@ def _change(decision: SharingDecision) -> str:
             return change
     attribute = _ATTRIBUTE.match(decision.reason)
     return "" if attribute is None else _OF_ATTRIBUTE.format(path=attribute["path"])
+
+
+def _class_place(cls: type) -> str:
+    """Returns ``file.py:31`` of a class statement, or an empty text."""
+    try:
+        _, line = inspect.getsourcelines(cls)
+        return f"{os.path.basename(inspect.getsourcefile(cls) or '')}:{line}"
+    except (OSError, TypeError):
+        return ""

@@ -26,7 +26,7 @@ from .inspection import FORM, load_target, pass_lists, show_after, show_captured
 from .measure import MeasureReport, measure
 from .onnx.export import export_onnx
 from .options import Options
-from .page.page import compile_page
+from .page.page import measured_page
 from .page.write import about, error_text, write_page
 from .saved.load import captured_programs, load, parts_text
 from .tracing.frames import is_library_frame, is_standard_frame
@@ -135,11 +135,10 @@ def run_bench(options: argparse.Namespace) -> None:
         layers = layers or DEFAULT_LAYERS
     else:
         make = partial(load_target, options.model)
-    said = list[str]()
     reports = bench(
         make,
         layers,
-        lambda line: _say(line, said),
+        _say,
         train=not options.infer,
         micro_batches=micro_batches,
         backend=options.backend,
@@ -148,13 +147,12 @@ def run_bench(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(to_json(reports), encoding="utf-8")
     if options.html is not None:
-        page = compile_page(reports[-1].late, reports[-1].title(), ["\n".join(said)])
+        page = measured_page([(one.to_dict(), one.sides) for one in reports], reports[-1].title())
         options.html.write_text(write_page(page), encoding="utf-8")
 
 
-def _say(line: str, said: list[str]) -> None:
-    said.append(folded(line))
-    print(said[-1], flush=True)
+def _say(line: str) -> None:
+    print(folded(line), flush=True)
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -253,9 +251,10 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> None:
-    """Runs ``advise``: prints what keeps blocks apart."""
+    """Runs ``advise``: prints which classes to mark."""
     model, args, kwargs = load_target(options.target)
-    print(advise(model, args, kwargs, train=not options.infer))
+    train = not options.infer
+    print(advise(model, args, kwargs, train=train, backend=options.backend))
 
 
 def run_fit(options: argparse.Namespace) -> None:

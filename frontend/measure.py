@@ -34,7 +34,7 @@ from .compiled_module import CompiledModule
 from .compiler import Compiler
 from .onnx.check import copied, gap
 from .options import Batching, Options
-from .page.page import compile_page
+from .page.page import measured_page
 from .page.write import error_text, write_page
 from .passes.state import Goal, step_goal
 from .report import CompileReport, cpu_seconds
@@ -191,8 +191,8 @@ class MeasureReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: the report, and the program of the late side."""
-        page = compile_page(self.late, self.title(), [str(self)])
+        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena."""
+        page = measured_page([(self.to_dict(), self.sides)], self.title())
         pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
 
     def __str__(self) -> str:

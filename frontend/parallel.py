@@ -42,6 +42,7 @@ from .guards.guard import Guard
 from .mesh_planner import AskedPlan, stage_dimension
 from .options import Batching, Options
 from .page.page import compile_page
+from .page.sections import mesh_section
 from .page.write import write_page
 from .passes.context import Context
 from .passes.mesh import sharded_step
@@ -442,7 +443,9 @@ class ParallelStep:
         Example:
             >>> parallel.save_html("parallel.html")
         """
-        page = compile_page(self.last_report, texts=[str(self.plan)])
+        plan, page = self.plan, compile_page(self.last_report)
+        memory = {} if plan.memory is None else vars(plan.memory)
+        page["mesh"] = mesh_section(plan.layouts, {"": plan.collectives}, memory)
         pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
 
     def _take(self, parts: Sequence[Sequence[Any]]) -> None:

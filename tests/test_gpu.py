@@ -272,9 +272,14 @@ def test_a_page_shows_what_a_gpu_will_hold() -> None:
         for how in (None, "full")
     ]
     page = large_page(reports)
+    labels = [tile["label"] for tile in page["verdict"]["tiles"]]
+    assert "Memory on cuda:sm_90" in labels
+    assert "Memory on cuda:sm_90, recompute what does not fit" in labels
     gpu = reports[0].compiled.gpu
-    assert page["texts"][:2] == list(map(str, reports))
-    assert all(line in page["texts"][2] for line in gpu.lines())
+    rows = {row[0]: row[2:] for row in page["predicted"]["rows"]}
+    assert rows["time on cuda:sm_90, at least"] == (gpu.prediction.cost.seconds, None)
+    assert rows["all memory on cuda:sm_90, parameters too"] == (gpu.peak_bytes, None)
+    assert rows["time on cuda:sm_90, expected"] == (gpu.prediction.expected_s, None)
     assert gpu.prediction.expected_s > 1.2 * gpu.prediction.cost.seconds
 
 

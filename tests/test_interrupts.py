@@ -244,7 +244,7 @@ ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "step": lambda m, x: lazyinline.compile_step(m, loss_fn=torch.sum, backend="eager")(x),
     "capture": lambda m, x: lazyinline.capture(m, (x,)),
     "export": lambda m, x: lazyinline.export_onnx(m, (x,), "unwritten.onnx"),
-    "advise": lambda m, x: lazyinline.advise(m, (x,)),
+    "advise": lambda m, x: lazyinline.advise(m, (x,), backend="eager"),
     "pipeline": lambda m, x: lazyinline.pipeline(m, (x,), num_stages=2, micro_batches=2),
 }
 

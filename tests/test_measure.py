@@ -16,6 +16,7 @@ from torch.utils.benchmark import Measurement
 import lazyinline
 from lazyinline.frontend import measure
 from lazyinline.frontend.measure import Workload, difference, errors
+from lazyinline.frontend.page.page import measured_page
 
 
 class Net(nn.Module):
@@ -106,6 +107,11 @@ def test_torch_compile_is_measured_beside_and_its_refusal_is_part_of_the_report(
     # Not its gradients: the true one of this norm's bias is zero, so all of it is rounding.
     assert all(off.output < 1e-5 for off in found.errors.values())
     assert "per-block:" in str(found) and "of which late takes" in str(found)
+    labels = [
+        tile["label"]
+        for tile in measured_page([(found.to_dict(), found.sides)], "")["verdict"]["tiles"]
+    ]
+    assert labels[:2] == ["Compile against torch.compile", "Step against torch.compile"]
 
 
 class Force(nn.Module):

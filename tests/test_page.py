@@ -1,9 +1,12 @@
 """What a report's page shows, as data: every number from the report, each closure once."""
 
+import itertools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,19 +14,22 @@ from decoders import llama
 from large_models import compile_large, large_page
 from saved import page_data
 from torch import nn
+from torch.utils.benchmark import Measurement
 
 import lazyinline
 from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory
+from lazyinline.frontend.measure import Errors
 from lazyinline.frontend.page import sections, write
-from lazyinline.frontend.page.page import compile_page
+from lazyinline.frontend.page.page import compile_page, measured_page
 from lazyinline.frontend.page.sections import arena_section, runs
-from lazyinline.frontend.page.write import PageData, as_json, write_page
+from lazyinline.frontend.page.write import PageData, as_json, ratio_range, times_less, write_page
 from lazyinline.frontend.reuse_table import reuse_table
 from lazyinline.reuse.ir.printer import bytes_text, flops_text, seconds_text
 
 ASSETS = pathlib.Path(write.__file__).parent / "assets"
+SHOWN = ("lanes", "keys", "instances", "passes", "choices", "frontiers")
 
 
 @lazyinline.lazy_inline
@@ -94,20 +100,23 @@ def test_a_page_is_one_file_with_nothing_to_fetch(
 
 def test_no_text_of_the_model_is_markup() -> None:
     text = "</script><script>alert(1)</script>"
-    about = {"rows": [[text, text]]}
-    hostile = {"title": text, "texts": [text, text], "about": about, "gone": None}
+    verdict = {"sentence": text, "tiles": [{"label": text, "value": text}], "notes": [text]}
+    hostile = {"title": text, "verdict": verdict, "about": {"rows": [[text, text]]}, "gone": None}
     assert "</script" not in as_json(hostile)
     assert json.loads(as_json(hostile)) == hostile
     page = write_page(hostile)
-    assert "<script>alert" not in page and page.count("&lt;script&gt;alert(1)") == 6
-    assert page_data(page) == {name: hostile[name] for name in ("title", "texts", "about")}
+    assert "<script>alert" not in page and page.count("&lt;script&gt;alert(1)") == 8
+    assert page_data(page) == {name: hostile[name] for name in ("title", "verdict", "about")}
 
 
 def test_numbers_are_written_as_people_read_them() -> None:
     assert [
+        *(times_less(*pair) for pair in ((1, 2.4), (3, 1), (1, 1.01), (0, 5))),
+        *(ratio_range([1.02, 1.02]), ratio_range([1.1, 0.9])),
         *(flops_text(82_000), flops_text(2.5e12), bytes_text(512), bytes_text(32_640_448)),
         seconds_text(0.0121),
     ] == [
+        *("2.4\u00d7 less", "3\u00d7 more", "equal", "-", "1.02\u00d7", "0.90\u20131.10\u00d7"),
         *("82 kFLOP", "2.5 TFLOP", "512 B", "31.1 MiB", "12.1 ms"),
     ]
 
@@ -117,12 +126,15 @@ def test_numbers_are_written_as_people_read_them() -> None:
 
 def as_lines(data: PageData) -> Iterator[str]:
     """Yields what a page says of the model, but for what PyTorch's decompositions decide."""
+    yield re.sub(r"\d[\d.,]*", "#", as_json(data["verdict"]))
     for closure in data["program"]["closures"]:
         named = {name: closure[name] for name in ("name", "calls", "is_block", "inputs")}
         if any(line for *_, line in closure["operators"]):
             named["operators"] = closure["operators"]
         yield re.sub(r"test_page.py:\d+", "test_page.py:*", as_json(named))
-    yield from (f"program.lanes {as_json(lane)}" for lane in data["program"]["lanes"])
+    for section, name in itertools.product(("program", "reuse", "passes", "recompute"), SHOWN):
+        for entry in data[section].get(name, ()):
+            yield f"{section}.{name} " + re.sub(r'("extra_s"):[-.e\d]+', r"\1:*", as_json(entry))
     yield from (f"arena.names {name}" for name in data["arena"]["names"])
 
 
@@ -131,21 +143,31 @@ def test_a_page_shows_each_call_closure_reason_and_buffer(
 ) -> None:
     data = compile_page(step)
     golden("page", "\n".join(as_lines(data)))
-    report, again = data["texts"]
-    assert report == str(step)
-    assert all(str(record) in again for record in step.recompute)
-    assert again.count("could save") == len(step.made.frontiers()) > 0
+    (held, again) = data["predicted"]["rows"]  # nothing here was measured
+    assert held == ("memory held by a step", "bytes", step.held_bytes, None)
+    assert again[1] == "s" and again[2] > 0 and again[3] is None
 
 
-def test_a_measurement_shows_both_sides(
-    measured: lazyinline.MeasureReport, tmp_path: pathlib.Path
+def page_of(*reports: lazyinline.MeasureReport) -> PageData:
+    return measured_page([(one.to_dict(), one.sides) for one in reports], "what was measured")
+
+
+def test_a_measurement_shows_both_sides_and_each_depth(
+    measured: lazyinline.MeasureReport, golden: Callable[[str, str], None]
 ) -> None:
-    path = tmp_path / "measured.html"
-    measured.save_html(path)
-    found = page_data(path.read_text(encoding="utf-8"))
-    assert found["texts"][:2] == [str(measured), str(measured.late)]
-    assert found["title"] == measured.title() and found["program"]["lanes"]
-    assert "arena" not in found  # eager plans no memory
+    data = page_of(*(replace(measured, layers=n) for n in (4, 8)))
+    late, early = data["passes"]["sides"]
+    assert (late["cpu_s"], early["cpu_s"]) == (measured.late.cpu_s, measured.early.cpu_s)
+    shown = {n: data[n] for n in ("title", "subtitle", "passes", "depth", "steps")}
+    errors = [(row[0], len(row)) for row in data["steps"]["errors"]]
+    shown["steps"] = data["steps"] | {"noise": "", "errors": errors}
+    absent = [name for name, section in data.items() if section is None]  # eager plans no memory
+    labels = [tile["label"] for tile in data["verdict"]["tiles"]]
+    lines = [as_json(shown[name]) for name in shown]
+    masked = re.sub(r"\d[\d.]*(e[-+]?\d+)?", "#", "\n".join(lines))
+    golden("measured_page", "\n".join([*labels, masked, f"absent: {absent}"]))
+    alone = page_of(replace(measured, steps={}, errors={}))
+    assert alone["steps"] is None and alone["depth"] is None
 
 
 @pytest.mark.parametrize(
@@ -231,9 +253,33 @@ def test_memory_of_gradients_lies_behind_the_arena() -> None:
     assert max(b[2] + b[3] for b in section["boxes"]) <= found.peak_bytes
 
 
+# ---- measurements ------------------------------------------------------------------------------
+
+
+def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None:
+    def tiles(late_s: list[float], **errors: object) -> dict[str, dict[str, str]]:
+        task = measured.steps["late"].task_spec
+        quiet, late = (Measurement(1, times, task) for times in ([0.01] * 9, late_s))
+        found = replace(
+            measured,
+            steps={"eager": quiet, "late": late, "early": quiet},
+            errors={"late": Errors(0.0, **{"gradient": 0.0} | errors), "early": Errors(0.0, 0.0)},
+        )
+        return {tile["label"]: tile for tile in page_of(found)["verdict"]["tiles"]}
+
+    label = "Step time against eager's"
+    quiet, loud = tiles([0.01] * 9)[label], tiles([0.01, 0.01, 0.03, 0.04, 0.09])[label]
+    assert quiet["state"] == "good" and quiet["value"] == "1.00\u00d7"
+    assert loud["state"] == "warn" and loud["note"].startswith("noisy")
+    label = "Largest difference from eager"
+    wrong = tiles([0.01], gradient=math.inf, worst="w")[label]
+    assert (wrong["value"], wrong["state"]) == ("inf", "warn") and "gradient: w" in wrong["note"]
+
+
 @pytest.mark.sweep
 def test_a_large_model_is_shown_with_and_without_recompute() -> None:
     sizes = {"layers": 2, "micro_batches": 2, "backend": "eager"}
     data = large_page([compile_large("llama-13b", recompute=r, **sizes) for r in (None, "full")])
-    assert [text.startswith("llama-13b") for text in data["texts"]][:2] == [True, True]
+    sides = [s["name"] for s in data["passes"]["sides"]]
+    assert sides == ["recompute nothing", "recompute each block"]
     assert data["title"].startswith("llama-13b: ") and data["program"]["micro_batches"] == 2

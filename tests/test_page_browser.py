@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from test_pipeline_plan import plan
 
 import lazyinline
 from lazyinline.frontend import measure
-from lazyinline.frontend.page.page import ShownPlan
+from lazyinline.frontend.page.page import ShownPlan, measured_page
 from lazyinline.frontend.page.write import write_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -116,13 +117,14 @@ def used(path: pathlib.Path, folder: pathlib.Path, scheme: str, width: int) -> d
 
 
 def decoder(path: pathlib.Path) -> None:
-    """The project's own decoder, late against early."""
+    """The project's own decoder, late against early, with a second depth."""
     lazyinline.lazy_inline(DecoderBlock)
     model, args = llama(6, hidden=32, num_heads=2, vocab=64, seq=16, batch=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "ROUND_S", 0.001)
         found = lazyinline.measure(model, args, backend="eager", micro_batches=2)
-    found.save_html(path)
+    rows = [(replace(found, layers=n).to_dict(), found.sides) for n in (3, 6)]
+    path.write_text(write_page(measured_page(rows, found.title())), encoding="utf-8")
 
 
 def t5(path: pathlib.Path) -> None:
@@ -226,12 +228,10 @@ def page_is_read_aloud(found: dict[str, Any]) -> None:
 def test_hostile_names_are_text(tmp_path: pathlib.Path) -> None:
     hostile = "</script><img src=x onerror='problems.push(1)'>"
     path = tmp_path / "page.html"
-    closure = {"name": hostile, "nodes": 1, "calls": 1, "is_block": True, "inputs": 1}
-    closure |= {"operators": [[hostile] * 3], "num_operators": 1, "saved_bytes": 0}
-    lane = {"name": hostile, "items": [{"times": 1, "calls": [{"closure": 0, "paths": [hostile]}]}]}
-    program = {"lanes": [lane], "micro_batches": 1, "nodes": 1, "nodes_if_inlined": 1}
-    program |= {"closures": [closure]}
-    data = {"title": hostile, "subtitle": hostile, "texts": [hostile], "program": program}
+    verdict = {"sentence": hostile, "tiles": [], "notes": [hostile]}
+    keys = [{"key": hostile, "calls": 1, "note": hostile}]
+    reuse = {"keys": keys, "instances": [], "nothing_shared": hostile}
+    data = {"title": hostile, "subtitle": hostile, "verdict": verdict, "reuse": reuse}
     path.write_text(write_page(data), encoding="utf-8")
     found = used(path, tmp_path, "light", 900)
     assert found["title"].startswith(hostile) and found["problems"] == found["fetched"] == []

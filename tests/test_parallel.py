@@ -155,10 +155,11 @@ def test_a_plan_is_found_for_dimensions_of_any_name_and_shown_on_a_page(
         step = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh, plan="auto", **options)
         assert "mesh: x 2" in str(step.plan)
         step.save_html(tmp_path / "step.html")
-        shown = page_data((tmp_path / "step.html").read_text(encoding="utf-8"))["texts"]
-        assert shown[:2] == [str(step.plan), str(step.last_report)]
-        assert f"{step.plan.num_bytes:,} bytes per step" in shown[0] and step.plan.num_bytes > 0
-        assert "embed.weight" in shown[0]
+        shown = page_data((tmp_path / "step.html").read_text(encoding="utf-8"))["mesh"]
+        assert shown["mesh"] == "x 2" and shown["moved_bytes"] == step.plan.num_bytes
+        moved = [row["num_calls"] * row["num_bytes"] for row in shown["moved"]]
+        assert sum(moved) == step.plan.num_bytes > 0
+        assert "embed.weight" in str(shown["layouts"]) and shown["table"] in str(step.plan)
         with pytest.raises(lazyinline.PlanError, match="says what it is for"):
             lazyinline.parallelize(tiny(1), tokens(), mesh=mesh)
 

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
 from lazyinline.frontend.page.page import plan_page
-from lazyinline.reuse.ir.printer import seconds_text
 
 MICRO_BATCHES = 4
 BATCH = 8
@@ -177,12 +176,13 @@ def test_marks_decide_the_stage(alone: None) -> None:
     assert set(measured) == {(s, k) for s in (0, 1) for k in "FIW"}
     assert pipe.plan.simulated(measured).step_s >= 4 * sum(measured.values()) * 0.99
     page = plan_page(pipe.plan, measured)
-    plan, beside, report, *_ = page["texts"]
-    assert plan == str(pipe.plan) and report == str(pipe.last_report)
-    seconds = [line.split()[-2:] for line in beside.splitlines() if line.startswith("stage ")]
-    assert [" ".join(s) for s in seconds] == [seconds_text(measured[k]) for k in sorted(measured)]
+    rows = page["predicted"]["rows"]
+    seconds = [row[3] for row in rows if row[0].startswith("stage ")]
+    assert seconds == [measured[k] for k in sorted(measured)]
+    assert {row[0] for row in rows} >= {"step", "bubble"}
     assert page["program"]["nodes"] == pipe.last_report.num_nodes
-    assert all(page[name] for name in ("pipeline", "about"))
+    assert sum(i["count"] for i in page["reuse"]["instances"]) == 4
+    assert all(page[name] for name in ("passes", "pipeline", "about"))
 
 
 def test_a_mode_that_sees_each_operator_is_refused(alone: None) -> None:

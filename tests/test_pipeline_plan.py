@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -20,8 +19,8 @@ from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.batch import LossModel
 from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.page import ShownPlan, measured_lines, plan_page
-from lazyinline.frontend.page.sections import arena_section
+from lazyinline.frontend.page.page import ShownPlan, plan_page
+from lazyinline.frontend.page.sections import arena_section, plan_rows
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import Splitting, started
@@ -42,7 +41,6 @@ from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
 from lazyinline.pipeline_parallel.steps import Progress
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
-from lazyinline.reuse.ir.printer import seconds_text
 from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)
@@ -152,24 +150,14 @@ def test_the_plan_names_layers_and_fits_a_screen_with_long_names_and_large_numbe
         assert ("model.h.0 .. 11" in text) == (name is names[0])
 
 
-def held_bytes(found: PipelinePlan, rank: int) -> Iterator[int]:
-    """Yields what a rank holds after each action: a micro-batch's bytes until its last backward."""
-    own = {s.index: s for s in found.stages if s.rank == rank}
-    held = sum(s.parameter_bytes + s.gradient_bytes for s in own.values())
-    slots = (s for s in found.timeline.slots if s.rank == rank)
-    for action in (s.action for s in sorted(slots, key=lambda s: s.start_s)):
-        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * own[action.stage].flight_bytes
-        yield held
-
-
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_its_page_has_every_action_and_the_memory_of_each_rank(schedule: str) -> None:
     found = plan(schedule)
     section = plan_page(ShownPlan.of(found))["pipeline"]
     assert len(section["slots"]) == len(found.timeline.slots)
-    for rank in range(len(section["ranks"])):
-        most = max(held_bytes(found, rank))
-        assert most == found.peak_bytes(rank)
+    for rank, drawn in enumerate(section["ranks"]):
+        most = max(held for _, held in drawn["held"])
+        assert most == found.peak_bytes(rank) == drawn["peak_bytes"]
     waits = [drawn["bubble"] for drawn in section["ranks"]]
     assert sum(waits) / len(waits) == pytest.approx(found.bubble)
 
@@ -177,15 +165,12 @@ def test_its_page_has_every_action_and_the_memory_of_each_rank(schedule: str) ->
 def test_its_page_has_predicted_beside_measured() -> None:
     found = plan("1F1B")
     measured = {(s.index, kind): 0.25 for s in found.stages for kind in "FB"}
-    (text,) = measured_lines(found, measured)
-    _, *actions, step, bubble = text.splitlines()
-    assert [line.endswith(seconds_text(0.25)) for line in actions] == [True] * 4
-    assert seconds_text(found.stages[0].backward_s) in actions[0]  # sorted: B before F
-    whole = found.simulated(measured)
-    assert [seconds_text(t.step_s) in step for t in (found, whole)] == [True] * 2
-    assert bubble.split() == ["bubble", f"{found.bubble:.1%}", f"{whole.bubble:.1%}"]
-    assert not list(measured_lines(found, None))
-    assert plan_page(ShownPlan.of(found), measured)["texts"] == [str(found), text]
+    *actions, step, bubble = plan_rows(found, measured)
+    assert [row[3] for row in actions] == [0.25] * 4
+    assert actions[0][2] == found.stages[0].backward_s  # sorted: B before F
+    assert step[2:] == (found.step_s, found.simulated(measured).step_s)
+    assert [row[3] for row in plan_rows(found, None)] == [None, None]
+    assert plan_page(ShownPlan.of(found))["predicted"]["rows"][1] == (*bubble[:3], None)
 
 
 def test_costs_count_the_products_of_a_layer() -> None:

@@ -174,12 +174,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what repeats in a model and is shared, and which argument, attribute or constant "
-        "keeps near-identical blocks apart."
+        "Finds what repeats in a model without any mark: what sharing each class saves, and which "
+        "argument, attribute or constant keeps near-identical blocks apart."
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
     add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=_BACKENDS, default="inductor", help="whose seconds")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +259,7 @@ _COMMANDS = {
     "bench": ("late against early inlining, side by side", _add_bench),
     "inspect": ("print the program of a model", _add_inspect),
     "export": ("write a model as an ONNX file", _add_export),
-    "advise": ("what is shared, and what keeps blocks apart", _add_advise),
+    "advise": ("which classes to mark, and what is in the way", _add_advise),
     "fit": ("what each rank of a mesh would hold, and whether it fits", _add_fit),
     "report": ("a page on how a model is compiled", _add_report),
     "cache": ("what earlier compiles left on disk", _add_cache),

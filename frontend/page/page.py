@@ -1,4 +1,4 @@
-"""The pages of a compile, a measurement and a pipeline: reports as text, and what a picture shows.
+"""The pages of a compile and of a measurement: a verdict, compared figures, and sections.
 
 The plan of a pipeline shows itself as text and as a page.
 """
@@ -11,59 +11,277 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
-from ..compile_record import CompileRecord
+from ..compile_record import CompileRecord, GpuRecord, part_lines
 from . import sections
-from .write import PageData, about, write_page
+from .write import PageData, about, count_text, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory
 
-Measured: TypeAlias = Mapping[tuple[int, str], float]
-"""Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
+
+Tile: TypeAlias = dict[str, str]
+Numbers = Mapping[str, Any]
+"""The result of :meth:`lazyinline.MeasureReport.to_dict`."""
+_EXACT = 1e-4
+"""Relative errors above this are not rounding of 32-bit numbers."""
 
 
-def compile_page(record: CompileRecord, title: str = "", texts: Sequence[str] = ()) -> PageData:
+def compile_page(record: CompileRecord, title: str = "") -> PageData:
     """Returns the data of a compile's page.
 
     Args:
         record: what the compile did.
         title: names what was compiled.
-        texts: what stands before its own report.
     """
     kind = "training" if record.train else "inference"
-    made = record.made  # None where the model ran eagerly
-    memory = made.memory if made is not None else None
+    tiles = () if record.ran_eagerly else _compile_tiles(record)
     return {
         "title": title or record.model or "Compiled model",
         "subtitle": f"{kind}, backend {record.backend}, reuse {record.reuse}",
-        "texts": [*texts, str(record), *filter(None, [recompute_text(record)])],
+        "verdict": {"sentence": _outcome(record), "tiles": [*tiles], "notes": notes(record)},
+        **compile_sections(record, {"compile": record}),
+    }
+
+
+def measured_page(
+    rows: Sequence[tuple[Numbers, Mapping[str, CompileRecord]]], subtitle: str
+) -> PageData:
+    """Returns the data of a page that sets late inlining against early, and both against eager.
+
+    Args:
+        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers, and
+            the compiles late and early.
+        subtitle: names what was measured.
+    """
+    # The deepest model is where late and early differ most, and what people care about.
+    found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
+    late, early = sides["late"], sides["early"]
+    return {
+        "title": f"{found['model']}: late against early inlining",
+        "subtitle": subtitle,
+        "verdict": {
+            "sentence": _comparison(found, late, early),
+            "tiles": [*_measured_tiles(found, late, early)],
+            "notes": [*found["notes"], *notes(late)],
+        },
+        **compile_sections(late, sides),
+        "depth": sections.depth_section([(row["layers"] or 0, records) for row, records in rows]),
+        "steps": sections.steps_section(found),
+    }
+
+
+def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) -> PageData:
+    """Returns the sections of a compile; the times of ``sides`` are shown side by side."""
+    made = record.made  # None where the model ran eagerly
+    memory = made.memory if made is not None else None
+    return {
         "program": sections.program_section(made) if made is not None else None,
+        "reuse": sections.reuse_section(record.decisions, record.nothing_shared),
+        "passes": sections.passes_section(sides),
         "arena": sections.arena_section(memory) if memory is not None else None,
+        "recompute": sections.recompute_section(record.recompute, made.frontiers() if made else ()),
+        "predicted": sections.predicted_section(sections.compile_rows(record)),
         "about": about(),
     }
 
 
-def recompute_text(record: CompileRecord) -> str:
-    """Says what is saved and computed again, and what else one call of a closure could save."""
-    if not any(r.saved_bytes or r.recomputed_flops for r in record.recompute):
-        return ""
-    lines = ["saved for the backward, and computed again in it, per closure:"]
-    lines += map(str, record.recompute)
-    for frontier in record.made.frontiers() if record.made is not None else ():
-        lines.append(f"one call of {frontier['closure']} could save")
-        lines += [
-            f"  {bytes_text(p['saved_bytes']):>10}, and compute {flops_text(p['extra_flops'])} "
-            f"again, predicted to take {seconds_text(p['extra_s'])}"
-            for p in frontier["points"]
-        ]
-    return "\n".join(lines)
+def notes(record: CompileRecord) -> list[str]:
+    """Returns what a reader should know, in sentences."""
+    found = []
+    if record.ran_eagerly:
+        found.append(f"The model ran eagerly: {record.ran_eagerly}")
+        found += part_lines(part for part in record.parts if not part.is_small)
+    if record.unplanned:
+        found.append(f"Memory is not planned: {record.unplanned}.")
+    found += [f"{note[0].upper()}{note[1:]}." for note in record.notes()]
+    if record.cache.directory:
+        found.append(" ".join(str(record.cache).split()))
+    return found
+
+
+# ---- sentences -------------------------------------------------------------------------------
+
+
+def _outcome(record: CompileRecord) -> str:
+    if record.ran_eagerly:
+        return "This model is not compiled as a whole: it runs its own Python."
+    if record.nothing_shared:
+        return record.nothing_shared
+    shared = record.num_shared_calls
+    if not shared:
+        return f"No block is shared; compiled in {record.cpu_s:.1f} CPU s."
+    return (
+        f"{count_text(record.num_block_calls, 'block call')} needed "
+        f"{count_text(record.num_block_calls - shared, 'trace')}: the compiler worked on "
+        f"{record.num_nodes:,} graph nodes in place of {record.num_nodes_if_inlined:,}, for "
+        f"{record.cpu_s:.1f} CPU s."
+    )
+
+
+def _comparison(found: Numbers, late: CompileRecord, early: CompileRecord) -> str:
+    text = (
+        f"Inlining late, the compiler spent {times_less(late.cpu_s, early.cpu_s)} CPU time than "
+        f"inlining early ({late.cpu_s:.1f} against {early.cpu_s:.1f} s)"
+    ).replace("equal CPU time than", "the same CPU time as")
+    if late.num_nodes < late.num_nodes_if_inlined:
+        text += f", and held {late.num_nodes:,} graph nodes of {late.num_nodes_if_inlined:,}"
+    if not found["step_ms"]:
+        return f"{text}."
+    end = " on a busy machine, which is not to be trusted." if found["noise"] else "."
+    return f"{text}. A step takes {ratio_range(_against_eager(found))} the time of eager{end}"
+
+
+def _against_eager(found: Numbers) -> list[float]:
+    """Returns late over eager, by the fastest step and by the median."""
+    # Both, as a range: on a busy machine they disagree, and one number would hide it.
+    return [found[time]["late"] / found[time]["eager"] for time in ("step_min_ms", "step_ms")]
+
+
+# ---- figures ---------------------------------------------------------------------------------
+
+
+def tile(
+    label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
+) -> Tile:
+    """Returns a figure as the head of a page shows it.
+
+    Args:
+        label: names it.
+        value: the figure.
+        note: says what it is compared with.
+        good: whether it is as one wishes.
+        otherwise: its state if not: ``"plain"`` or ``"warn"``.
+    """
+    return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
+
+
+def program_tiles(record: CompileRecord) -> Iterator[Tile]:
+    """Yields how many graph nodes are held, and how near the arena is to its lower bound."""
+    held, inlined = record.num_nodes, record.num_nodes_if_inlined
+    note = f"{held:,} of {inlined:,} if inlined"
+    yield tile("Graph nodes held", times_less(held, inlined), note, good=held < inlined)
+    if record.peak_bytes is not None and record.lower_bound_bytes:
+        over = record.peak_bytes / record.lower_bound_bytes - 1
+        size = bytes_text(record.peak_bytes)
+        yield tile("Planned memory", size, f"lower bound +{over:.1%}", good=over <= 0.01)
+
+
+def _compile_tiles(record: CompileRecord) -> Iterator[Tile]:
+    nodes, *arena = program_tiles(record)
+    launches = f"{record.num_launches:,} launches in a run"
+    yield nodes
+    yield tile("Compile", f"{record.cpu_s:.2f} CPU s", f"{record.wall_s:.2f} s on the clock")
+    yield tile("Operators compiled", f"{record.num_operators:,}", launches)
+    yield from arena
+    if record.saved_bytes is not None:
+        again = record.recomputed_flops
+        note = f"{flops_text(again)} computed again" if again else "nothing computed again"
+        yield tile("Saved for backward", bytes_text(record.saved_bytes), note)
+    yield from gpu_tiles(record.gpu)
+
+
+def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
+    """Yields the predicted memory and time of a program for a GPU that is not here, if any.
+
+    ``variant`` distinguishes the program where there are several.
+    """
+    if gpu is None:
+        return
+    where = gpu.target.name + (f", {variant}" if variant else "")
+    fits = "fits in" if gpu.fits else "more than"
+    predicted = gpu.prediction
+    yield tile(
+        f"Memory on {where}",
+        bytes_text(gpu.peak_bytes),
+        f"{fits} {bytes_text(gpu.target.usable_bytes)}: parameters and inputs "
+        f"{bytes_text(gpu.given_bytes)}, arena {bytes_text(gpu.arena_bytes)}, "
+        f"outside {bytes_text(gpu.outside_bytes + gpu.result_bytes + gpu.workspace_bytes)}",
+        good=gpu.fits,
+        otherwise="warn",
+    )
+    # A roofline is a bound from below: no step of these launches can be faster.
+    yield tile(
+        f"Step on {where}",
+        f"\u2265 {seconds_text(predicted.cost.seconds)}",
+        f"predicted by the roofline, not measured: {flops_text(predicted.cost.flops)} "
+        f"in products, {bytes_text(predicted.cost.moved_bytes)} moved",
+    )
+    yield tile(
+        f"Kernels for {where}",
+        f"{gpu.num_built} as machine code",
+        f"of {gpu.num_kernels}; {predicted.num_triton:,} of {predicted.num_launches:,} launches",
+        good=gpu.num_built == gpu.num_kernels,
+        otherwise="warn",
+    )
+
+
+def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -> Iterator[Tile]:
+    """Yields the figures that matter most, each with what it is compared with."""
+    yield from _other_tiles(found, late)
+    cpu_s = f"{late.cpu_s:.2f} s late, {early.cpu_s:.2f} s early"
+    less = times_less(late.cpu_s, early.cpu_s)
+    yield tile("Compile, CPU time", less, cpu_s, good=late.cpu_s < early.cpu_s)
+    nodes, *arena = program_tiles(late)
+    yield nodes
+    operators = f"{late.num_operators:,} late, {early.num_operators:,} early"
+    fewer = times_less(late.num_operators, early.num_operators)
+    good = late.num_operators < early.num_operators
+    yield tile("Operators compiled", fewer, operators, good=good)
+    yield from arena
+    if found["step_ms"]:
+        yield from _run_tiles(found)
+
+
+def _other_tiles(found: Numbers, late: CompileRecord) -> Iterator[Tile]:
+    """Yields the figures against ``torch.compile``, where it was measured."""
+    for name, other in found["others"].items():
+        if other["refused"]:
+            yield tile(
+                f"Against {name}", "compiles", f"{name} refuses: {other['refused']}", good=True
+            )
+            continue
+        less, cpu_s = times_less(late.cpu_s, other["cpu_s"]), f"{other['cpu_s']:.2f} s {name}"
+        good = late.cpu_s < other["cpu_s"]
+        yield tile(f"Compile against {name}", less, f"{late.cpu_s:.2f} s late, {cpu_s}", good=good)
+        ratios = [found[time]["late"] / found[time][name] for time in ("step_min_ms", "step_ms")]
+        theirs = seconds_text(found["step_ms"][name] / 1e3)
+        good = max(ratios) <= 1 and not found["noise"]
+        yield tile(f"Step against {name}", ratio_range(ratios), f"{theirs} {name}", good=good)
+
+
+def _run_tiles(found: Numbers) -> Iterator[Tile]:
+    ratios, noisy = _against_eager(found), found["noise"]
+    late, eager = (seconds_text(found["step_ms"][name] / 1e3) for name in ("late", "eager"))
+    yield tile(
+        "Step time against eager's",
+        ratio_range(ratios),
+        f"{'noisy: ' if noisy else ''}{late} late, {eager} eager (medians)",
+        good=max(ratios) <= 1 and not noisy,
+        otherwise="warn" if noisy else "plain",
+    )
+    kind = "max_rel_grad_error" if found["train"] else "max_abs_error"
+    error, worst = found[kind]["late"], found["worst_gradient"]["late"]
+    note = f"relative, of a gradient: {worst}" if found["train"] else "absolute, of an output"
+    # Of outputs only infinity is wrong for sure: an absolute error has no scale.
+    exact = float(error) <= _EXACT if found["train"] else error != "inf"
+    label = "Largest difference from eager"
+    yield tile(label, error_text(error), note, good=exact, otherwise="warn")
 
 
 # ---- a pipeline's plan ---------------------------------------------------------------------------
+
+
+_LEAD = (
+    "Measured is the mean of all steps so far; step and bubble put these times into the schedule. "
+    "Memory held is the arena, and what launches allocate themselves."
+)
+_OF_A_RANK = (
+    "Passes and memory are those of rank {}. The arena is in the order of its schedule; parameters "
+    "and the sums of their gradients lie outside of it."
+)
 
 
 @dataclass(frozen=True)
@@ -104,8 +322,10 @@ class ShownPlan(PipelinePlan):
         moved = [f"stage {n}, {traffic_text(one)}" for n, one in self.traffic.items()]
         return "\n".join([str(self.layouts), *moved])
 
-    def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
-        """Writes a page with the schedule in time, the plan, and this rank's program and memory.
+    def save_html(
+        self, path: str | os.PathLike[str], measured_s: sections.Measured | None = None
+    ) -> None:
+        """Writes a page with the schedule in time, the memory of each rank, and the program.
 
         Args:
             path: the file to write.
@@ -118,32 +338,38 @@ class ShownPlan(PipelinePlan):
         pathlib.Path(path).write_text(write_page(plan_page(self, measured_s)), encoding="utf-8")
 
 
-def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
+def plan_page(plan: ShownPlan, measured_s: sections.Measured | None = None) -> PageData:
     """Returns the data of a pipeline's page."""
-    table, title = plan.table, f"Pipeline: {plan.table.schedule}"
-    texts = [str(plan), *measured_lines(plan, measured_s)]
-    page: PageData = {"title": title, "texts": texts, "about": about()}
-    if plan.compiled is not None:
-        page = compile_page(plan.compiled, title, texts)
-    ranks = f"{table.num_stages} stages on {len(table.ranks)} ranks"
-    subtitle = f"{ranks}, {table.num_micro_batches} micro-batches"
-    if plan.rank is not None:
-        subtitle += f"; the program and the arena are those of rank {plan.rank}"
-    return page | {"subtitle": subtitle, "pipeline": sections.pipeline_section(plan)}
-
-
-def measured_lines(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[str]:
-    """Yields what actions and the step that they make took, beside what was predicted."""
-    if not measured_s:
-        return
-    rows = [f"{'':<32}{'predicted':>12}{'measured':>12}"]
-    for (stage, kind), seconds in sorted(measured_s.items()):
-        own = plan.stages[stage]
-        whole = {FORWARD: own.forward_s, BACKWARD: own.backward_s}
-        predicted_s = whole.get(kind, own.backward_s / 2)
-        what = f"stage {stage}, {ACTION_TEXT[kind]}"
-        rows.append(f"{what:<32}{seconds_text(predicted_s):>12}{seconds_text(seconds):>12}")
-    found = plan.simulated(dict(measured_s))
-    rows.append(f"{'step':<32}{seconds_text(plan.step_s):>12}{seconds_text(found.step_s):>12}")
-    rows.append(f"{'bubble':<32}{plan.bubble:>12.1%}{found.bubble:>12.1%}")
-    yield "\n".join(rows)
+    table, record = plan.table, plan.compiled
+    step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
+    peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
+    fullest, emptiest = bytes_text(max(peaks)), bytes_text(min(peaks))
+    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
+    tiles = [
+        tile("Step, predicted", step, f"{table.num_micro_batches} micro-batches"),
+        tile("Bubble, predicted", bubble, "of all ranks' time they wait"),
+        tile("Fullest rank", fullest, f"the emptiest has {emptiest}"),
+    ]
+    rows, said, compiled = [*sections.plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
+    if record is not None:
+        tiles += program_tiles(record)
+        held = f"memory held by a step of rank {plan.rank}"
+        rows += [(held, "bytes", record.held_bytes, None), *sections.recompute_rows(record)]
+        said = [_OF_A_RANK.format(plan.rank), *notes(record)]
+        compiled = compile_sections(record, {f"rank {plan.rank}": record})
+    # A rank has several stages in some schedules, so each is named in its rows.
+    traffic = {f"stage {number}": moved for number, moved in plan.traffic.items()}
+    sentence = (
+        f"A step is predicted to take {step}; ranks wait for {bubble} of it. The fullest rank "
+        f"holds {fullest}."
+    )
+    return {
+        "title": f"Pipeline: {table.schedule}",
+        "subtitle": f"{stages} on {ranks}, {table.num_micro_batches} micro-batches",
+        "verdict": {"sentence": sentence, "tiles": tiles, "notes": said},
+        "about": about(),
+        **compiled,
+        "pipeline": sections.pipeline_section(plan),
+        "mesh": plan.layouts and sections.mesh_section(plan.layouts, traffic),
+        "predicted": sections.predicted_section(rows, _LEAD),
+    }

@@ -1,7 +1,7 @@
-"""The pictures of a page, each a function from what a compile made to plain values.
+"""The sections of a page, each a function from what a compile made to plain values.
 
-A section has the numbers that it draws, and no text but names; the script writes them. One that
-would show nothing is None. That on memory has each buffer of a plan as a box over time and
+A section has the numbers that it draws or lists, and no text but names; the script writes them. One
+that would show nothing is None. That on memory has each buffer of a plan as a box over time and
 address, and live bytes above.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,21 @@ from ...backend.arena.live_ranges import Buffers, lower_bound
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.layout import Instance, Layout, buffers_of
 from ...backend.run.rank_program import RankPlan
-from ...pipeline_parallel.actions import ACTION_TEXT, COMPUTE
+from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
+from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
+from ...recompute.planner import RecomputeRecord
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.printer import node_type, operator_name
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack
 from ...reuse.ir.types import StructType
-from ..compile_record import Made, Memory
+from ..capture.regions import SharingDecision
+from ..compile_record import CompileRecord, Made, Memory
+from ..reuse_table import alike, reuse_rows
+from .write import error_text
+
+if TYPE_CHECKING:
+    from ...pipeline_parallel.mesh.traffic import Collective
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -201,7 +209,7 @@ def _curve(buffers: Buffers) -> list[list[int]]:
     return np.column_stack([times, live]).tolist()
 
 
-# ---- The program and the schedule ----------------------------------------------------------------
+# ---- The other sections --------------------------------------------------------------------------
 
 
 _LONGEST_PERIOD = 12
@@ -210,6 +218,17 @@ _MOST_OPERATORS = 600
 """More operators of one closure than these are counted, and not listed."""
 _MOST_PATHS = 4
 """Module paths named of a group of calls: the first ones, then the last."""
+
+HELD = (
+    "Memory held is the arena, what the user receives, and what launches allocate themselves; "
+    "parameters and inputs are not in it."
+)
+
+Unit: TypeAlias = Literal["s", "bytes", "share"]
+Row: TypeAlias = tuple[str, Unit, float | None, float | None]
+"""Label, unit, predicted, measured; None where it was not predicted, or not measured."""
+Measured: TypeAlias = Mapping[tuple[int, str], float]
+"""Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
 
 
 def program_section(made: Made) -> dict[str, Any]:
@@ -326,11 +345,102 @@ def _twins(captured: Program, runs_as: Program) -> dict[Closure, Closure]:
     return {x.closure: y.closure for x, y in zip(a, b, strict=True)}
 
 
-def _paths(group: Sequence[Call]) -> list[str]:
+def _paths(group: Sequence[Call | SharingDecision]) -> list[str]:
     paths = [one.path for one in group]
     if len(paths) <= _MOST_PATHS:
         return paths
     return [*paths[: _MOST_PATHS - 1], "\u2026", paths[-1]]
+
+
+def reuse_section(
+    decisions: Sequence[SharingDecision], nothing_shared: str
+) -> dict[str, Any] | None:
+    """Returns calls per key, and what became of each instance; None if the model has no block."""
+    if not decisions and not nothing_shared:
+        return None
+    names = ("block", "state", "with", "why")
+    return {
+        "keys": [asdict(row) for row in reuse_rows(decisions)],
+        "instances": [
+            dict(zip(names, _fate(group[0]), strict=True))
+            | {"count": len(group), "paths": _paths(group)}
+            for group in alike(decisions, _fate)
+        ],
+        "nothing_shared": nothing_shared,
+    }
+
+
+def _fate(d: SharingDecision) -> tuple[str, str, str, str]:
+    state = "shared" if d.shared or d.shares else "kept apart" if d.reason else "traced"
+    return d.class_name, state, d.compared_with, d.shares or d.reason
+
+
+def passes_section(sides: Mapping[str, CompileRecord]) -> dict[str, Any] | None:
+    """Returns seconds and nodes of each pass, for each way of compiling; None without a pass."""
+    names = list(dict.fromkeys(p.name for record in sides.values() for p in record.passes))
+    if not names:
+        return None
+    found = [
+        {"name": way, **_totals(record), "rows": [_pass_row(record, name) for name in names]}
+        for way, record in sides.items()
+    ]
+    return {"passes": names, "sides": found}
+
+
+def _totals(record: CompileRecord) -> dict[str, Any]:
+    return {
+        "cpu_s": record.cpu_s,
+        "wall_s": record.wall_s,
+        "nodes": record.num_nodes,
+        "operators": record.num_operators,
+        "launches": record.num_launches,
+    }
+
+
+def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
+    """Returns one pass; where it ran several times, all of it."""
+    found = [p for p in record.passes if p.name == name]
+    cpu_s, wall_s = sum(p.cpu_s for p in found), sum(p.wall_s for p in found)
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}
+
+
+def depth_section(rows: Sequence[tuple[int, Mapping[str, CompileRecord]]]) -> dict[str, Any] | None:
+    """Returns what compiling costs for each number of layers; None of fewer than two."""
+    if len(rows) < 2:
+        return None
+    ways = [
+        {"name": way, "compiles": [_totals(records[way]) for _, records in rows]}
+        for way in rows[0][1]
+    ]
+    return {"layers": [layers for layers, _ in rows], "sides": ways}
+
+
+def steps_section(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the time of a step, and how far it is from eager; None if no step was run."""
+    if not found["step_ms"]:
+        return None
+    columns = ("step_min_ms", "step_ms", "step_max_ms", "rounds")
+    errors = ("max_abs_error", "max_rel_grad_error")
+    return {
+        "rows": [[n, *(found[column][n] for column in columns)] for n in found["step_ms"]],
+        "errors": [
+            [n, *(error_text(found[kind][n]) for kind in errors), found["worst_gradient"][n]]
+            for n in found["max_abs_error"]
+        ],
+        "noise": found["noise"],
+    }
+
+
+def recompute_section(
+    records: Sequence[RecomputeRecord], frontiers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Returns what is saved and what else could be; None if nothing is saved or computed again."""
+    if not any(r.saved_bytes or r.recomputed_flops for r in records):
+        return None
+    return {
+        "choices": [vars(record) | {"saved": len(record.saved)} for record in records],
+        "frontiers": [*frontiers],
+    }
 
 
 def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
@@ -352,5 +462,108 @@ def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
 
 
 def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
-    busy = sum(s.end_s - s.start_s for s in plan.timeline.slots if s.rank == rank)
-    return {"bubble": 1.0 - busy / plan.step_s if plan.step_s else 0.0}
+    own = [s for s in plan.stages if s.rank == rank]
+    parameters, gradients = (
+        sum(s.parameter_bytes for s in own),
+        sum(s.gradient_bytes for s in own),
+    )
+    slots = sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s)
+    busy = sum(s.end_s - s.start_s for s in slots)
+    # A micro-batch holds what a stage saves from its forward to its last backward.
+    sizes = {s.index: s.flight_bytes for s in own}
+    held = parameters + gradients
+    points = {0.0: held}
+    for slot in slots:
+        if slot.action.kind == FORWARD:
+            held += sizes[slot.action.stage]
+            points[slot.start_s] = held
+        elif slot.action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            held -= sizes[slot.action.stage]
+            points[slot.end_s] = held
+    return {
+        "stages": [s.index for s in own],
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "peak_bytes": plan.peak_bytes(rank),
+        "bubble": 1.0 - busy / plan.step_s if plan.step_s else 0.0,
+        "held": [*points.items(), (plan.step_s, held)],
+    }
+
+
+def mesh_section(
+    layouts: MeshPlan,
+    traffic: Mapping[str, Sequence[Collective]],
+    memory: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Returns what lies where on a mesh, and what one rank moves in a step.
+
+    Args:
+        layouts: the plan.
+        traffic: the collectives of each stage, by its name; of a step without stages one.
+        memory: bytes that a rank holds, by what they are for.
+    """
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ...pipeline_parallel.mesh.traffic import traffic_rows
+
+    return {
+        "mesh": layouts.mesh_text,
+        "num_collectives": sum(map(len, traffic.values())),
+        "moved_bytes": sum(one.num_bytes for moved in traffic.values() for one in moved),
+        "batch": list(dict.fromkeys(map(layouts.layout_text, layouts.batch))),
+        "layouts": [[how, ", ".join(names)] for how, names in layouts.by_layout().items()],
+        "moved": [
+            {**asdict(row), "part": f"{stage} {row.part}".strip()}
+            for stage, moved in traffic.items()
+            for row in traffic_rows(moved)
+        ],
+        "memory": [[what, size] for what, size in (memory or {}).items() if size],
+        "whole": ", ".join(layouts.whole),
+        "table": layouts.table,
+    }
+
+
+def predicted_section(rows: Iterable[Row], lead: str = HELD) -> dict[str, Any] | None:
+    """Returns both figures of each row; None if neither is known of any.
+
+    Args:
+        rows: one without any figure is left out.
+        lead: says how they were found.
+    """
+    known = [row for row in rows if row[2] is not None or row[3] is not None]
+    return {"lead": lead, "rows": known} if known else None
+
+
+def compile_rows(record: CompileRecord) -> Iterator[Row]:
+    """Yields what a compile predicts; nothing of it was measured."""
+    what = "memory held by a step" if record.train else "memory held by a run"
+    yield what, "bytes", record.held_bytes, None
+    if record.gpu is not None:
+        name = record.gpu.target.name
+        yield f"all memory on {name}, parameters too", "bytes", record.gpu.peak_bytes, None
+        yield f"time on {name}, at least", "s", record.gpu.prediction.cost.seconds, None
+        yield f"time on {name}, expected", "s", record.gpu.prediction.expected_s, None
+    yield from recompute_rows(record)
+
+
+def recompute_rows(record: CompileRecord) -> Iterator[Row]:
+    """Yields what computing again is predicted to take; no step without it was timed."""
+    frontiers = record.made.frontiers() if record.made is not None else ()
+    points = [(f["closure"], point) for f in frontiers for point in f["points"]]
+    extra_s = {(closure, p["saved_bytes"]): p["extra_s"] for closure, p in points}
+    again = [c for c in record.recompute if c.recomputed_flops]
+    found = [(c.num_calls, extra_s.get((c.closure, c.saved_bytes))) for c in again]
+    known = [times * seconds for times, seconds in found if seconds is not None]
+    if known:
+        yield "time of computing again, per micro-batch", "s", sum(known), None
+
+
+def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
+    """Yields predicted and measured seconds of actions, and of the step that they make."""
+    for (stage, kind), seconds in sorted((measured_s or {}).items()):
+        what = f"stage {stage}, {ACTION_TEXT[kind]}"
+        predicted = plan.stages[stage]
+        whole = {FORWARD: predicted.forward_s, BACKWARD: predicted.backward_s}
+        yield what, "s", whole.get(kind, predicted.backward_s / 2), seconds
+    found = plan.simulated(dict(measured_s)) if measured_s else None
+    yield "step", "s", plan.step_s, None if found is None else found.step_s
+    yield "bubble", "share", plan.bubble, None if found is None else found.bubble

@@ -30,6 +30,12 @@
     return `${i ? n.toFixed(n < 10 ? 2 : 1) : n} ${units[i]}`;
   };
   const time = (s) => (s === 0 ? "0 s" : s < 1e-3 ? `${digits(s * 1e6)} µs` : s < 1 ? `${digits(s * 1e3)} ms` : `${digits(s)} s`);
+  const flop = (n) => {
+    const units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"];
+    let i = 0;
+    while (Math.abs(n) >= 1000 && i < 5) { n /= 1000; i += 1; }
+    return `${digits(n)} ${units[i]}`;
+  };
   const percent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
   const escaped = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
@@ -37,6 +43,8 @@
   const LIGHT = ["#1f6fb8", "#d9780a", "#7b5ea7", "#3a9a86", "#b8477f", "#8a7a1f", "#5f6f80"];
   const DARK = ["#5aa9ee", "#f2a33c", "#b79ae0", "#5cc4ae", "#e88bb6", "#d6c65a", "#93a5b7"];
   const color = (i) => (dark() ? DARK : LIGHT)[i % LIGHT.length];
+  const STRIPES = { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [3, 5], rotation: -Math.PI / 4, symbolSize: 1 };
+  const stripes = () => ({ ...STRIPES, color: dark() ? "rgba(0,0,0,.45)" : "rgba(255,255,255,.65)" });
   const hatch = (ink, ground) => {
     const canvas = document.createElement("canvas");
     canvas.width = canvas.height = 8;
@@ -52,7 +60,6 @@
   // ---- parts of every section -----------------------------------------------------------------
   const jumps = document.getElementById("jumps");
   const jump = (id, short) => jumps.append(el("a", { href: `#${id}` }, short));
-  jump("report", "Report");
   const section = (id, title, short, lead) => {
     const made = el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title),
       lead ? el("p", { class: "lead" }, lead) : null);
@@ -209,6 +216,80 @@
     p.lanes.forEach((one) => made.append(lane(one, p.closures, one.name === "backward")));
   }
 
+  // ---- reuse ----------------------------------------------------------------------------------
+  if (data.reuse) {
+    const r = data.reuse;
+    const apart = r.instances.filter((i) => i.state === "kept apart");
+    const made = section("reuse", "What is shared", "Reuse", "A class and its constructor’s arguments propose what may share a closure; what the forward reads decides.");
+    if (r.nothing_shared) made.append(el("p", { class: "callout" }, r.nothing_shared));
+    if (r.keys.length) made.append(table(["block", "calls", "note"], r.keys.map((k) => [el("code", {}, k.key), k.num_calls, k.note || "one closure"]), "Blocks by key"));
+    if (r.instances.length) {
+      const place = el("div", {});
+      const fill = (only) => place.replaceChildren(table(["where", "block", "shared", "why"], (only ? apart : r.instances).map((i) => [
+        el("span", {}, el("code", {}, i.paths.join(", ") || "–"), i.count > 1 ? ` (${num(i.count)})` : ""), i.block,
+        el("span", { class: `badge ${i.state.replace("kept ", "")}` }, i.state), i.why || (i.state === "shared" ? `like ${i.with}` : "the first of its kind")]), "Instances", "stacked"));
+      const box = el("input", { type: "checkbox", onchange: () => fill(box.checked) });
+      box.checked = apart.length > 0;
+      made.append(el("label", { class: "switch" }, box, `only what was kept apart (${num(apart.length)} of ${many(r.instances.reduce((n, i) => n + i.count, 0), "instance")})`), place);
+      fill(box.checked);
+    }
+  }
+
+  // ---- compile time ---------------------------------------------------------------------------
+  const sideStyle = (i) => (i ? { itemStyle: { color: color(i), decal: stripes() } } : { itemStyle: { color: color(0), decal: { symbol: "none" } } });
+  const valueAxis = (name, narrow, more = {}) => ({ type: "value", name, nameLocation: "middle", nameGap: narrow ? 26 : 30, ...more });
+  if (data.passes) {
+    const p = data.passes;
+    const made = section("passes", "Where compile time went", "Passes", p.sides.map((s) => `${s.name}: ${digits(s.cpu_s)} CPU s, ${digits(s.wall_s)} s on the clock, ${num(s.operators)} operators compiled, ${num(s.launches)} launches in a run`).join(". ") + ".");
+    figure(made, "CPU time of each pass", "CPU seconds, child processes included", p.passes.length * (p.sides.length * 20 + 14) + 90, (narrow) => ({
+      grid: { left: narrow ? 84 : 110, right: 60, top: p.sides.length > 1 ? 34 : 8, bottom: 44 },
+      legend: p.sides.length > 1 ? { data: p.sides.map((s) => s.name) } : undefined,
+      xAxis: valueAxis("CPU s", narrow), yAxis: { type: "category", data: p.passes, inverse: true, splitLine: { show: false } },
+      tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, formatter: (rows) => shownText(rows[0].name, ...rows.map((r) => {
+        const row = p.sides[r.seriesIndex].rows[r.dataIndex];
+        return `${r.seriesName}: ${digits(row.cpu_s)} CPU s, ${digits(row.wall_s)} s on the clock, ${num(row.nodes)} nodes after`;
+      })) },
+      series: p.sides.map((s, i) => ({ name: s.name, type: "bar", barMaxWidth: 18, barGap: "15%", data: s.rows.map((r) => r.cpu_s), ...sideStyle(i),
+        label: { show: true, position: "right", color: css("--soft"), fontSize: 11.5, formatter: (x) => (x.value < .005 ? "" : digits(x.value, 3)) } })),
+    }), table(["pass", ...p.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`, `${s.name}, nodes after`])],
+      p.passes.map((name, i) => [name, ...p.sides.flatMap((s) => [digits(s.rows[i].cpu_s), digits(s.rows[i].wall_s), num(s.rows[i].nodes)])]), "Seconds per pass"));
+  }
+  if (data.depth) {
+    const d = data.depth;
+    const made = section("depth", "Over the depth of the model", "Depth", "How compiling grows with the number of layers.");
+    const lines = (key, name) => (narrow) => ({
+      grid: { left: narrow ? 56 : 68, right: 24, top: 36, bottom: 46 }, legend: { data: d.sides.map((s) => s.name) },
+      xAxis: { ...valueAxis("layers", narrow, { nameGap: 28 }), minInterval: 1, min: 0 }, yAxis: valueAxis(name, narrow, { nameGap: narrow ? 40 : 50, min: 0 }),
+      tooltip: { trigger: "axis", formatter: (rows) => shownText(`${rows[0].value[0]} layers`, ...rows.map((r) => `${r.seriesName}: ${digits(r.value[1])} ${name}`)) },
+      series: d.sides.map((s, i) => ({ name: s.name, type: "line", data: d.layers.map((l, j) => [l, s.compiles[j][key]]), symbol: i ? "diamond" : "circle", symbolSize: 9,
+        lineStyle: { width: 2.5, type: i ? "dashed" : "solid", color: color(i) }, itemStyle: { color: color(i) } })),
+    });
+    figure(made, "Compile time over layers", "CPU seconds, lower is better", 300, lines("cpu_s", "CPU s"),
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [digits(s.compiles[i].cpu_s), digits(s.compiles[i].wall_s)])]), "Compile time over layers"));
+    figure(made, "Operators compiled over layers", "operators handed to the backend", 300, lines("operators", "operators"),
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, operators`, `${s.name}, nodes held`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [num(s.compiles[i].operators), num(s.compiles[i].nodes)])]), "Operators over layers"));
+  }
+  if (data.steps) {
+    const s = data.steps;
+    const made = section("steps", "Time of a step", "Step", `${num(s.rows[0][4])} rounds, all ways in turn within each round. The bar is the median; the line goes from the fastest to the slowest round.`);
+    if (s.noise) made.append(el("p", { class: "callout" }, `${s.noise[0].toUpperCase()}${s.noise.slice(1)}.`));
+    const names = s.rows.map((r) => r[0]);
+    figure(made, "One step", "milliseconds, lower is better", names.length * 40 + 60, (narrow) => ({
+      grid: { left: 64, right: 90, top: 8, bottom: 44 }, xAxis: valueAxis("ms", narrow, { min: 0 }),
+      yAxis: { type: "category", data: names, inverse: true, splitLine: { show: false } },
+      tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, formatter: (rows) => { const r = s.rows[rows[0].dataIndex]; return shownText(r[0], `median ${digits(r[2])} ms`, `fastest ${digits(r[1])} ms`, `slowest ${digits(r[3])} ms`, `${r[4]} rounds`); } },
+      series: [{ type: "bar", barWidth: 20, data: s.rows.map((r) => ({ value: r[2], ...(r[0] === "eager" ? { itemStyle: { color: color(6) } } : sideStyle(r[0] === "late" ? 0 : 1)) })),
+},
+      { type: "custom", renderItem: (_, api) => {
+        const y = api.coord([0, api.value(2)])[1], [a, b] = [api.coord([api.value(0), 0])[0], api.coord([api.value(1), 0])[0]], stroke = css("--ink");
+        const line = (x1, y1, x2, y2) => ({ type: "line", shape: { x1, y1, x2, y2 }, style: { stroke, lineWidth: 1.5 } });
+        return { type: "group", children: [{ type: "text", style: { text: `${digits(s.rows[api.value(2)][2])} ms`, x: b + 8, y, verticalAlign: "middle", fill: css("--soft"), fontSize: 12 } }, line(a, y, b, y), line(a, y - 6, a, y + 6), line(b, y - 6, b, y + 6)] };
+      }, encode: { x: [0, 1], y: 2 }, data: s.rows.map((r, i) => [r[1], r[3], i]), silent: true, z: 5 }],
+    }), table(["way", "fastest, ms", "median, ms", "slowest, ms", "rounds"], s.rows.map((r) => [r[0], digits(r[1], 4), digits(r[2], 4), digits(r[3], 4), num(r[4])]), "Time of a step"));
+    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Difference from eager"), table(["way", "largest output error, absolute", "largest gradient error, relative", "which is of"],
+      s.errors.map(([name, output, gradient, worst]) => [name, output, gradient, worst ? el("code", {}, worst) : "–"]), "Difference from eager"));
+  }
+
   // ---- arena ----------------------------------------------------------------------------------
   if (data.arena) {
     const a = data.arena;
@@ -256,6 +337,27 @@
     if (a.outside.length) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Outside the plan"), table(["what", "how many", "most at once"], a.outside.map(([what, n, most]) => [what, num(n), bytes(most)]), "Outside the plan"));
   }
 
+  // ---- recompute ------------------------------------------------------------------------------
+  if (data.recompute) {
+    const r = data.recompute;
+    const made = section("recompute", "Saved and computed again", "Recompute", "What one call of each closure keeps for its backward, and which of its operators the backward runs again.");
+    made.append(table(["closure", "choice", "calls", "saved per call", "saved tensors", "computed again per call", "operators again"], r.choices.map((c) => [el("code", {}, `@${c.closure}`), c.choice, num(c.num_calls), bytes(c.saved_bytes),
+      num(c.saved), flop(c.recomputed_flops), c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
+    r.frontiers.filter((f) => f.points.length > 1).forEach((f) => {
+      const chosen = r.choices.filter((c) => c.closure === f.closure);
+      const scale = Math.max(...f.points.map((p) => p.saved_bytes)) >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+      const spot = (p) => [p.saved_bytes / scale[0], p.extra_s * 1e3, p.extra_flops];
+      figure(made, `What @${f.closure} could save`, `per call: ${scale[1]} saved, against predicted time of computing again`, 290, (narrow) => ({
+        grid: { left: narrow ? 60 : 74, right: 30, top: 34, bottom: 46 }, legend: { data: ["possible", "chosen"] },
+        xAxis: valueAxis(`saved per call, ${scale[1]}`, narrow, { nameGap: 28 }), yAxis: valueAxis("predicted, ms", narrow, { nameGap: narrow ? 42 : 52, min: 0 }),
+        tooltip: { trigger: "item", formatter: (x) => shownText(x.seriesName, `${digits(x.value[0])} ${scale[1]} saved`, x.value[2] ? `${flop(x.value[2])} computed again` : "nothing heavy computed again", `${digits(x.value[1])} ms predicted`) },
+        series: [{ name: "possible", type: "line", step: false, data: f.points.map(spot), symbolSize: 8, lineStyle: { color: color(0), width: 2 }, itemStyle: { color: color(0) } },
+          { name: "chosen", type: "scatter", symbol: "diamond", symbolSize: 17, z: 5, itemStyle: { color: color(1), borderColor: css("--card"), borderWidth: 1.5 },
+            data: f.points.filter((p) => chosen.some((c) => c.saved_bytes === p.saved_bytes)).map(spot) }],
+      }), table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p.saved_bytes), flop(p.extra_flops), time(p.extra_s)]), `Frontier of ${f.closure}`));
+    });
+  }
+
   // ---- pipeline -------------------------------------------------------------------------------
   if (data.pipeline) {
     const p = data.pipeline, n = p.ranks.length;
@@ -298,6 +400,36 @@
           } }],
       };
     }, table(["rank", "action", "stage", "micro-batch", `start, ${unit[1]}`, `end, ${unit[1]}`], p.slots.map((s) => [num(s[0]), p.kinds.find((k) => k[0] === s[3])[1], num(s[4]), num(s[5]), digits(s[1] * unit[0], 4), digits(s[2] * unit[0], 4)]), "The schedule"), { note: `${p.ranks.map((r, i) => `Rank ${i} waits ${percent(r.bubble)}`).join(", ")}. The first actions:`, legend, rows: 5 });
+    const top = Math.max(...p.ranks.map((r) => r.peak_bytes)), scale = top >= 2 ** 30 ? [2 ** 30, "GiB"] : top >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+    const dashes = ["solid", "dashed", "dotted", [10, 3, 2, 3]];
+    figure(made, "Memory of each rank", `${scale[1]} over time: parameters, gradients and micro-batches in flight, as predicted`, 260 + (n > 6 ? 40 : 0), (narrow) => ({
+      grid: { left: lefty(narrow), right: 20, top: n > 6 ? 66 : 34, bottom: 44 }, legend: { data: rows, type: n > 12 ? "scroll" : "plain" },
+      xAxis: { type: "value", min: 0, max: p.step_s * unit[0], name: unit[1], nameLocation: "middle", nameGap: 26, axisLabel: { formatter: (v) => digits(v, 3) } },
+      yAxis: valueAxis(scale[1], narrow, { nameGap: narrow ? 40 : 50, min: 0 }),
+      tooltip: { trigger: "axis", formatter: (found) => shownText(`at ${digits(found[0].value[0])} ${unit[1]}`, ...found.map((f) => `${f.seriesName}: ${digits(f.value[1])} ${scale[1]}`)) },
+      series: p.ranks.map((r, i) => ({ name: rows[i], type: "line", step: "end", showSymbol: false, data: r.held.map(([t, b]) => [t * unit[0], b / scale[0]]), lineStyle: { width: 2, color: color(i), type: dashes[Math.floor(i / 2) % 4] }, itemStyle: { color: color(i) } })),
+    }), table(["rank", "stages", "parameters", "gradients", "peak", "waits"], p.ranks.map((r, i) => [`rank ${i}`, r.stages.join(", "), bytes(r.parameter_bytes), bytes(r.gradient_bytes), bytes(r.peak_bytes), percent(r.bubble)]), "Memory of each rank"));
+    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.index), num(s.rank), num(s.num_blocks),
+      el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), flop(s.flops), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
+  }
+
+  // ---- mesh -----------------------------------------------------------------------------------
+  if (data.mesh) {
+    const m = data.mesh;
+    const made = section("mesh", "Over the mesh", "Mesh", `${m.mesh}: in a step a rank takes part in ${many(m.num_collectives, "collective")} of ${bytes(m.moved_bytes)}. The batch: ${m.batch.join("; ") || "none"}.`);
+    made.append(table(["how it lies", "parameters"], m.layouts.map(([how, names]) => [how, el("code", {}, names)]), "What lies where", "stacked"));
+    if (m.moved.length) made.append(table(["part of the program", "calls", "collectives of a call", "over", "bytes of a call", "launches until waited for"], m.moved.map((r) => [
+      el("code", {}, r.part), num(r.num_calls), `${digits(r.count)} ${r.kind}`, r.axis, bytes(Math.round(r.num_bytes)), [...new Set(r.beside)].map(num).join(" to ") || "–"]), "Collectives"));
+    if (m.memory.length) made.append(table(["a rank holds", "bytes"], m.memory.map(([what, n]) => [what, bytes(n)]), "Memory of a rank"));
+    if (m.whole) made.append(el("p", { class: "callout" }, `On whole tensors on each rank, for want of a rule: ${m.whole}.`));
+    if (m.table) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "What was chosen"), el("pre", { class: "command", tabindex: "0", style: "white-space:pre;overflow-x:auto" }, m.table));
+  }
+  if (data.predicted) {
+    const p = data.predicted;
+    const made = section("predicted", "Predicted and measured", "Measured", p.lead);
+    const shown = { s: time, bytes, share: percent };
+    made.append(table(["what", "predicted", "measured", "measured over predicted"], p.rows.map(([what, unit, a, b]) => [what, a === null ? "not predicted" : shown[unit](a),
+      b === null ? "not measured" : shown[unit](b), a && b && unit !== "share" ? `${digits(b / a)}×` : "–"]), "Predicted and measured"));
   }
 
   if (data.about) jump("about", "Machine");
