@@ -13,15 +13,17 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-import torch.fx
 
 from ..reuse.errors import CaptureError
 from ..reuse.ir import program as ir
 from ..reuse.ir.control import Choose, Repeat, control_leaf, stacked_type
 from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.rewrite import packed, unpacked
 from ..reuse.ir.types import StructType, TensorType, Type
-from ..reuse.torch_names import module_of
 from .leaf_derivative import Derivative, Request, Whole, cotangent_type
+from .traces.torch_make_fx import traced_operator
+
+_FULL = torch.ops.aten.full.default
 
 
 class _Differentiator(Protocol):
@@ -73,19 +75,15 @@ def _of_choice(
     seeds = [ir.Value(cotangent_type(leaf.output_types[i])) for i in seeded]
     operands = _inputs(leaf)
     backward = _call(f"{leaf.name}.backward", Choose(bodies), [*operands, *seeds])
-    entry, results = (
-        ir.Value(StructType(()), "saved"),
-        tuple(ir.Value(t) for t in leaf.output_types),
-    )
-    saved = ir.Value(entry.type, "saved")
-    pack, unpack = ir.Pack(StructType(())), ir.Unpack(StructType(()))
-    forward = (ir.Call(leaf, tuple(operands), results), ir.Call(pack, (), (saved,)))
+    results, pack = tuple(ir.Value(t) for t in leaf.output_types), packed(())
+    entry = ir.Value(StructType(()), "saved")
+    forward = (ir.Call(leaf, tuple(operands), results), pack)
     return Derivative(
-        _composite(f"{leaf.name}.forward", operands, forward, (*results, saved)),
+        _composite(f"{leaf.name}.forward", operands, forward, (*results, *pack.results)),
         _composite(
             backward.closure.name,
             (entry, *operands, *seeds),
-            (ir.Call(unpack, (entry,), ()), backward),
+            (unpacked(entry), backward),
             backward.results,
         ),
         tuple(range(len(operands))),
@@ -198,10 +196,8 @@ class _Repeated:
         operands = _inputs(self._leaf)
         call = _call(f"{self._leaf.name}.forward", replace(control, bodies=(made,)), operands)
         number = len(self._leaf.output_types)
-        struct = StructType(tuple(value.type for value in call.results[number:]))
-        whole = ir.Value(struct, "saved")
-        pack = ir.Call(ir.Pack(struct), call.results[number:], (whole,))
-        outputs = (*call.results[:number], whole)
+        pack = packed(call.results[number:])
+        outputs = (*call.results[:number], *pack.results)
         return _composite(call.closure.name, operands, (call, pack), outputs), rows
 
     def _backward(self, step: Derivative, left: Sequence[TensorType]) -> ir.Composite:
@@ -209,8 +205,8 @@ class _Repeated:
         made, sums = self._backward_step(step, left)
         struct = StructType(tuple(stacked_type(t, control.num_steps) for t in left))
         entry = ir.Value(struct, "saved")
-        rows = [ir.Value(t) for t in struct.fields]
-        calls = [ir.Call(ir.Unpack(struct), (entry,), tuple(rows))]
+        calls = [unpacked(entry)]
+        rows = list(calls[0].results)
         kept = {i: ir.Value(leaf.input_types[i]) for i in self._kept_inputs(step)}
         results = {i: ir.Value(leaf.output_types[i]) for i in step.kept_outputs if i >= count}
         seeds = {i: ir.Value(cotangent_type(leaf.output_types[i])) for i in self._seeded(step)}
@@ -335,9 +331,8 @@ def _taken_apart(value: ir.Value, calls: list[ir.Call]) -> Iterator[ir.Value]:
     if isinstance(value.type, TensorType):
         yield value
         return
-    fields = tuple(map(ir.Value, value.type.fields))
-    calls.append(ir.Call(ir.Unpack(value.type), (value,), fields))
-    for field in fields:
+    calls.append(unpacked(value))
+    for field in calls[-1].results:
         yield from _taken_apart(field, calls)
 
 
@@ -345,23 +340,13 @@ def _packed(type_: Type, tensors: Iterator[ir.Value], calls: list[ir.Call]) -> i
     """Returns a struct of tensors; adds the calls that make it."""
     if isinstance(type_, TensorType):
         return next(tensors)
-    fields = tuple(_packed(field, tensors, calls) for field in type_.fields)
-    struct = ir.Value(type_, "saved")
-    calls.append(ir.Call(ir.Pack(type_), fields, (struct,)))
-    return struct
+    calls.append(packed([_packed(field, tensors, calls) for field in type_.fields]))
+    return calls[-1].results[0]
 
 
 def zeros_call(value: ir.Value) -> ir.Call:
     """Returns the call that makes a value of zeros."""
-    type_ = value.type
-    assert isinstance(type_, TensorType)
-    graph = torch.fx.Graph()
-    node = graph.call_function(
-        torch.ops.aten.full.default,
-        (list(type_.shape), 0),
-        {"dtype": type_.dtype, "device": type_.device, "layout": torch.strided},
-    )
-    node.meta["val"] = torch.empty(type_.shape, dtype=type_.dtype, device="meta")
-    graph.output((node,))
-    leaf: ir.Closure = ir.Leaf("zeros", module_of(graph), (), (type_,), kernels="compiled")
-    return ir.Call(leaf, (), (value,))
+    type_ = ir.tensor_type(value)
+    options = {"dtype": type_.dtype, "device": type_.device, "layout": torch.strided}
+    module = traced_operator(_FULL, (), type_, [list(type_.shape), 0], options)
+    return ir.Call(ir.Leaf("zeros", module, (), (type_,), kernels="compiled"), (), (value,))

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.fx
 
 from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, is_active, without_autocast
+from ..reuse.ir.rewrite import packed, unpacked
 from ..reuse.ir.torch_symbols import environment_of
 from ..reuse.ir.types import HOST, StructType, TensorType
 from .control_derivative import control_derivative
@@ -35,9 +37,10 @@ from .leaf_derivative import (
 from .run_again import Rerunner, run_again
 from .traces.joint_trace import JointTrace
 from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
-from .traces.torch_make_fx import Decompositions, traced_copy, traced_sum
+from .traces.torch_make_fx import Decompositions, traced_operator
 from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
 
+_TO_COPY = torch.ops.aten._to_copy.default
 Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
 
 
@@ -213,7 +216,8 @@ class Differentiator:
         """Returns the closure that adds to a value of a type one of its own type, or of another."""
         types = (type_, added or type_)
         if types not in self._adders:
-            module = traced_sum(types, self._sized() if type_.is_symbolic else None)
+            sized = self._sized() if type_.is_symbolic else None
+            module = traced_operator(torch.ops.aten.add.Tensor, types, type_, sized=sized)
             leaf = ir.Leaf("add", module, types, (type_,), level="aten", kernels="eager")
             self._adders[types] = leaf
         return self._adders[types]
@@ -228,7 +232,9 @@ class Differentiator:
         if (type_, copied) not in self._copiers:
             name = "offload" if copied.device == HOST else "reload"
             name = "cast" if copied.device == type_.device else name
-            module = traced_copy(type_, copied)
+            wanted: dict[str, Any] = {"device": copied.device, "dtype": copied.dtype}
+            told = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
+            module = traced_operator(_TO_COPY, [type_], copied, options=told)
             leaf = ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
             self._copiers[type_, copied] = leaf
         return self._copiers[type_, copied]
@@ -368,18 +374,16 @@ class _Reversal:
         self, struct: ir.Value, devices: Mapping[int, torch.device], path: str
     ) -> tuple[list[ir.Call], ir.Value]:
         """Returns calls that copy fields of a struct to devices, and the struct with the copies."""
-        assert isinstance(struct.type, StructType)
-        fields = [ir.Value(type_, "saved") for type_ in struct.type.fields]
-        calls = [ir.Call(ir.Unpack(struct.type), (struct,), tuple(fields))]
+        calls = [unpacked(struct)]
+        fields = list(calls[0].results)
         for index, device in devices.items():
             given = fields[index]
             assert isinstance(given.type, TensorType)
             fields[index] = ir.Value(replace(given.type, device=device), "copied")
             copier = self._make.copier(given.type, replace(given.type, device=device))
             calls.append(ir.Call(copier, (given,), (fields[index],), path))
-        made = StructType(tuple(field.type for field in fields))
-        whole = ir.Value(made, struct.hint)
-        return [*calls, ir.Call(ir.Pack(made), tuple(fields), (whole,))], whole
+        calls.append(packed(fields, struct.hint))
+        return calls, calls[-1].results[0]
 
     def _keep(self, value: ir.Value) -> ir.Value:
         # A result that is an operand, passed through, would else be saved a second time.
@@ -404,16 +408,13 @@ class _Reversal:
                 kept_outputs.append(index)
                 seen.add(value)
         # Inputs and results are the caller's anyway; only the rest is memory that a forward holds.
-        packed = [v for v in self._kept if v not in seen]
-        struct = StructType(tuple(v.type for v in packed))
-        saved = ir.Value(struct, "saved")
+        held = [v for v in self._kept if v not in seen]
+        pack = packed(held)
         forward = ir.Program(
-            program.inputs,
-            (*forward_calls, ir.Call(ir.Pack(struct), tuple(packed), (saved,))),
-            (*program.outputs, saved),
+            program.inputs, (*forward_calls, pack), (*program.outputs, *pack.results)
         )
-        entry = ir.Value(struct, "saved")
-        unpack = ir.Call(ir.Unpack(struct), (entry,), tuple(self._kept[v] for v in packed))
+        entry = ir.Value(pack.results[0].type, "saved")
+        unpack = unpacked(entry, (self._kept[v] for v in held))
         backward = ir.Program(
             (
                 entry,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch.fx
 
@@ -22,6 +23,7 @@ from ..reuse.torch_names import operator_schema
 Inputs = frozenset[int]
 Flows = list[Inputs]
 """For each output the positions of inputs from which something flows to it."""
+T = TypeVar("T")
 Through = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 """Of an operator the operands from which something flows to its result."""
 
@@ -49,15 +51,27 @@ def view_roots(program: ir.Program) -> list[object]:
     An input is its position. An output that is no view is the only one of its root. What a
     ``torch.autograd.Function`` returns is no view here, for its gradient may be another one.
     """
-    found: dict[ir.Closure, list[object]] = {}
+    return _folded(
+        program, _program_roots, _leaf_roots, lambda types: [object() for _ in types.output_types]
+    )
+
+
+def _folded(
+    program: ir.Program,
+    of_program: Callable[[ir.Program, Mapping[ir.Closure, list[T]]], list[T]],
+    of_leaf: Callable[[ir.Leaf], list[T]],
+    of_struct: Callable[[ir.Pack | ir.Unpack], list[T]],
+) -> list[T]:
+    """Returns something of each output of a program, by that of each different closure."""
+    found: dict[ir.Closure, list[T]] = {}
     for closure in ir.walk_closures(program):
         if isinstance(closure, ir.Leaf):
-            found[closure] = _leaf_roots(closure)
+            found[closure] = of_leaf(closure)
         elif isinstance(closure, ir.Composite):
-            found[closure] = _program_roots(closure.program, found)
+            found[closure] = of_program(closure.program, found)
         else:
-            found[closure] = [object() for _ in closure.output_types]
-    return _program_roots(program, found)
+            found[closure] = of_struct(closure)
+    return of_program(program, found)
 
 
 def _program_roots(
@@ -90,18 +104,18 @@ Moment = tuple[int, ...]
 
 def output_order(program: ir.Program) -> list[int]:
     """Returns the outputs as they are computed: none is computed from a later one."""
-    found: dict[ir.Closure, list[Moment]] = {}
-    for closure in ir.walk_closures(program):
-        if isinstance(closure, ir.Leaf):
-            places = {node: i for i, node in enumerate(closure.nodes)}
-            groups = grouped(ir.outputs_of(closure.module), closure.output_types)
-            found[closure] = [(max((places.get(n, -1) for n in g), default=-1),) for g in groups]
-        elif isinstance(closure, ir.Composite):
-            found[closure] = _moments(closure.program, found)
-        else:
-            found[closure] = [()] * len(closure.output_types)
-    moments = _moments(program, found)
+
+    def begins(made: ir.Pack | ir.Unpack) -> list[Moment]:
+        return [()] * len(made.output_types)
+
+    moments = _folded(program, _moments, _leaf_moments, begins)
     return sorted(range(len(moments)), key=moments.__getitem__)
+
+
+def _leaf_moments(leaf: ir.Leaf) -> list[Moment]:
+    places = {node: i for i, node in enumerate(leaf.nodes)}
+    groups = grouped(ir.outputs_of(leaf.module), leaf.output_types)
+    return [(max((places.get(n, -1) for n in group), default=-1),) for group in groups]
 
 
 def _moments(program: ir.Program, closures: Mapping[ir.Closure, list[Moment]]) -> list[Moment]:
@@ -155,18 +169,12 @@ def _carries_back(leaf: ir.Leaf) -> Flows:
 
 
 def _flows(program: ir.Program, of_leaf: Callable[[ir.Leaf], Flows]) -> Flows:
-    found: dict[ir.Closure, Flows] = {}
-    for closure in ir.walk_closures(program):
-        if isinstance(closure, ir.Leaf):
-            found[closure] = of_leaf(closure)
-        elif isinstance(closure, ir.Composite):
-            found[closure] = _of_program(closure.program, found)
-        else:
-            # Pack and unpack: a struct is opaque, so all of it flows to all of it, which is on the
-            # safe side.
-            everything = frozenset(range(len(closure.input_types)))
-            found[closure] = [everything] * len(closure.output_types)
-    return _of_program(program, found)
+    return _folded(program, _of_program, of_leaf, _all_to_all)
+
+
+def _all_to_all(made: ir.Pack | ir.Unpack) -> Flows:
+    # A struct is opaque, so all of it flows to all of it, which is on the safe side.
+    return [frozenset(range(len(made.input_types)))] * len(made.output_types)
 
 
 def _of_program(program: ir.Program, closures: Mapping[ir.Closure, Flows]) -> Flows:
@@ -198,6 +206,21 @@ def needed_calls(calls: Sequence[ir.Call], outputs: Iterable[ir.Value]) -> list[
             needed.update(call.args)
             kept.append(call)
     return kept[::-1]
+
+
+def in_closure(
+    name: str, calls: Sequence[ir.Call], later: Collection[ir.Value], path: str = ""
+) -> ir.Call:
+    """Returns the call of a closure that makes calls; it gives those of its values in ``later``."""
+    made = dict.fromkeys(v for call in calls for v in call.results)
+    taken = tuple(dict.fromkeys(v for c in calls for v in c.args if v not in made))
+    given = tuple(v for v in made if v in later)
+    return ir.Call(ir.Composite(name, ir.Program(taken, tuple(calls), given)), taken, given, path)
+
+
+def with_operands(call: ir.Call, new: Mapping[ir.Value, ir.Value]) -> ir.Call:
+    """Returns a call that takes other values in place of some."""
+    return replace(call, args=tuple(new.get(value, value) for value in call.args))
 
 
 def inlined(

@@ -25,7 +25,7 @@ from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.types import StructType
 from .control_derivative import zeros_call
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .flows import drawing_leaf, inlined, needed_calls
+from .flows import drawing_leaf, inlined, needed_calls, with_operands
 from .forward_mode.forward_derivative import (
     Fallback,
     ForwardDerivative,
@@ -291,8 +291,8 @@ class InnerGradients:
 def _saved_already(call: ir.Call, forward: ir.Call) -> list[ir.Call]:
     """Returns a forward that has run for another gradient, and what it saved under a new name."""
     saved = forward.results[-1]
-    assert isinstance(saved.type, StructType)
     num_saved = len(flat_types([saved.type]))
+    assert isinstance(saved.type, StructType)
     parts = call.results[len(call.results) - num_saved :] if num_saved else ()
     return [call, ir.Call(ir.Pack(saved.type), parts, (saved,))]
 
@@ -367,10 +367,7 @@ class DifferentiatedRange:
         before = [new for call in program.calls[:place] for new in replaced.get(call, [call])]
         found = dict(zip(derivative.gradient_inputs, gradients, strict=True))
         new = {v: found[self.wanted.index(asked.inputs[i])] for i, v in asked.results}
-        after = [
-            replace(call, args=tuple(new.get(a, a) for a in call.args))
-            for call in program.calls[place + 1 :]
-        ]
+        after = [with_operands(call, new) for call in program.calls[place + 1 :]]
         return replace(
             program,
             calls=(*before, forward.calls[-1], *backward, *after),
@@ -427,7 +424,7 @@ def expanded(
             new[result] = found[key]
         else:
             zeros.append(zeros_call(result))
-    rest = [replace(call, args=tuple(new.get(a, a) for a in call.args)) for call in after]
+    rest = [with_operands(call, new) for call in after]
     results = tuple(new.get(v, v) for v in program.outputs)
     return replace(program, calls=(*placed, *zeros, *rest), outputs=results), fallbacks
 
@@ -462,9 +459,7 @@ def _called(
     moving = [v for v, orders in zip(inputs, derivative.inputs, strict=True) for _ in orders]
     entries = body.inputs[len(inputs) :]
     env = {entry: direction_of[v] for entry, v in zip(entries, moving, strict=True)}
-    calls = tuple(
-        replace(call, args=tuple(env.get(a, a) for a in call.args)) for call in body.calls
-    )
+    calls = tuple(with_operands(call, env) for call in body.calls)
     places = [
         (v, order)
         for v, orders in zip(outputs, derivative.outputs, strict=True)

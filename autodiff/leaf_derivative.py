@@ -185,17 +185,22 @@ def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     A saved view of a parameter would hide from autograd that the parameter is needed again, and a
     change between forward and backward would go unnoticed.
     """
-    by_name = {n.name: n for n in forward.graph.nodes}
-    needed = [n.name for n in input_nodes(backward) if n.name in by_name]
-    chains = {name: _view_chain(by_name[name]) for name in needed}
+    chains = _view_chains(forward, backward)
     _take_views(backward, {n: c for n, c in chains.items() if c and _is_input(_source_of(c))})
+
+
+def _view_chains(
+    forward: torch.fx.GraphModule, backward: torch.fx.GraphModule
+) -> dict[str, list[torch.fx.Node]]:
+    """Returns the views that lead to each value of the forward that the backward takes."""
+    by_name = {n.name: n for n in forward.graph.nodes}
+    needed = (n.name for n in input_nodes(backward) if n.name in by_name)
+    return {name: _view_chain(by_name[name]) for name in needed}
 
 
 def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
     """Saves a value in place of several views of it, which the backward takes itself."""
-    by_name = {n.name: n for n in forward.graph.nodes}
-    needed = [n.name for n in input_nodes(backward) if n.name in by_name]
-    chains = {name: _view_chain(by_name[name]) for name in needed}
+    by_name, chains = {n.name: n for n in forward.graph.nodes}, _view_chains(forward, backward)
     groups: dict[torch.fx.Node, list[str]] = {}
     for name, chain in chains.items():
         groups.setdefault(_source_of(chain) if chain else by_name[name], []).append(name)

@@ -14,7 +14,7 @@ import torch.fx
 
 from ..reuse.ir import program as ir
 from ..reuse.ir.operators import is_draw
-from ..reuse.ir.rewrite import grouped
+from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
 from .flows import Draws
@@ -235,13 +235,10 @@ class _ProgramRerun:
 
     def _assemble(self, first_calls: list[ir.Call], wanted: set[ir.Value]) -> Rerun:
         program, name = self._program, self._closure.name.removesuffix(".forward")
-        struct = StructType(tuple(v.type for v in self._kept))
-        draws = ir.Value(struct, "draws")
-        pack = ir.Call(ir.Pack(struct), tuple(self._kept), (draws,))
-        count = num_results(self._closure)
-        first = ir.Program(program.inputs, (*first_calls, pack), (*program.outputs[:count], draws))
-        entry = ir.Value(struct, "draws")
-        unpack = ir.Call(ir.Unpack(struct), (entry,), tuple(self._stand_in[v] for v in self._kept))
+        pack, results = packed(self._kept, "draws"), program.outputs[: num_results(self._closure)]
+        first = ir.Program(program.inputs, (*first_calls, pack), (*results, *pack.results))
+        entry = ir.Value(pack.results[0].type, "draws")
+        unpack = unpacked(entry, (self._stand_in[v] for v in self._kept))
         used = tuple(i for i, v in enumerate(program.inputs) if v in self._stand_in)
         again = ir.Program(
             (entry, *(self._stand_in[program.inputs[i]] for i in used)),

@@ -13,6 +13,7 @@ import bisect
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,24 +68,20 @@ class CallCosts:
         """Returns the cost of a program."""
         return self._costs.program(program)
 
-    def units(self, program: Program, opened: set[tuple[int, ...]]) -> list[CallCost]:
+    def units(self, program: Program, opened: set[Path]) -> list[CallCost]:
         """Returns the cost of each unit (see ``coloring.units_of``)."""
-        costs: list[CallCost] = []
         pairs = zip(program.inputs, program.sources, strict=True)
-        trained = ((v, s.tensor) for v, s in pairs if isinstance(s, ModelTensor))
-        whole = self._body(program, {v for v, tensor in trained if tensor.requires_grad})
+        models = ((v, s.tensor) for v, s in pairs if isinstance(s, ModelTensor))
+        trained = {v for v, tensor in models if tensor.requires_grad}
 
-        def visit(body: Program, prefix: tuple[int, ...], known: list[CallCost]) -> None:
-            for index, (call, cost) in enumerate(zip(body.calls, known, strict=True)):
-                path = (*prefix, index)
-                if path in opened and isinstance(call.closure, Composite):
-                    inner = call.closure.program
-                    visit(inner, path, self._body(inner, set(inner.inputs)))
-                else:
-                    costs.append(cost)
+        @functools.cache
+        def costs_in(prefix: Path) -> list[CallCost]:
+            body: Any = program
+            for index in prefix:
+                body = body.calls[index].closure.program
+            return self._body(body, set(body.inputs) if prefix else trained)
 
-        visit(program, (), whole)
-        return costs
+        return [costs_in(path[:-1])[path[-1]] for path, _ in units_of(program, opened)]
 
     def _body(self, program: Program, active: set[Value]) -> list[CallCost]:
         """Costs of a body's calls; ``active`` are values with a gradient, and grows."""

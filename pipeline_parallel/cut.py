@@ -11,10 +11,11 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Union
 
+from ..autodiff.flows import in_closure, with_operands
 from ..reuse.errors import PipelineError
 from ..reuse.ir import program as ir
 from ..reuse.ir.types import TensorType
@@ -118,25 +119,10 @@ def split_composites(program: ir.Program, colors: Colors) -> tuple[ir.Program, t
     parts: _Parts = {}
     calls, flat, same = _split_calls(program.calls, colors, parts)
     outputs = tuple(same.get(v, v) for v in program.outputs)
-    whole = ir.Program(
-        program.inputs, calls, outputs, program.sources, program.writes, program.output_tree
-    )
-    return whole, flat
+    return replace(program, calls=calls, outputs=outputs), flat
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A piece of a composite: a closure, and where its operands and results are."""
-
-    closure: ir.Closure
-    args: tuple[ir.Value, ...]
-    results: tuple[ir.Value, ...]
-    stage: int
-    path: str = ""
-    recompute: ir.RecomputeMark = ""
-
-
-_Parts = dict[tuple[ir.Closure, Colors], tuple[list[_Part], tuple[ir.Value, ...]]]
+_Parts = dict[tuple[ir.Closure, Colors], tuple[dict[int, ir.Call], tuple[ir.Value, ...]]]
 
 
 def _split_calls(
@@ -147,25 +133,23 @@ def _split_calls(
     flat: list[int] = []
     same: dict[ir.Value, ir.Value] = {}
     for call, color in zip(calls, colors, strict=True):
-        args = tuple(same.get(v, v) for v in call.args)
+        call = with_operands(call, same)
         if isinstance(color, int):
-            found.append(replace(call, args=args))
+            found.append(call)
             flat.append(color)
             continue
         assert isinstance(call.closure, ir.Composite)
         first = min(stages_in(color))
-        body = call.closure.program
-        env = dict(zip(body.inputs, args, strict=True))
+        env = dict(zip(call.closure.program.inputs, call.args, strict=True))
         # Counted from its first stage: a closure cut alike on other stages has the same parts.
         pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
-        for part in pieces:
+        for stage, part in pieces.items():
             results = tuple(ir.Value(v.type, v.hint) for v in part.results)
             path = ".".join(p for p in (call.path, part.path) if p)
             mark = part.recompute or call.recompute
-            found.append(
-                ir.Call(part.closure, tuple(env[v] for v in part.args), results, path, mark)
-            )
-            flat.append(first + part.stage)
+            operands = tuple(env[v] for v in part.args)
+            found.append(ir.Call(part.closure, operands, results, path, mark))
+            flat.append(first + stage)
             env.update(zip(part.results, results, strict=True))
         same.update(zip(call.results, (env[v] for v in outputs), strict=True))
     return tuple(found), tuple(flat), same
@@ -173,34 +157,27 @@ def _split_calls(
 
 def _parts_of(
     closure: ir.Composite, colors: Colors, known: _Parts
-) -> tuple[list[_Part], tuple[ir.Value, ...]]:
-    """Cuts a composite's body where its colour changes; returns the parts and its outputs."""
+) -> tuple[dict[int, ir.Call], tuple[ir.Value, ...]]:
+    """Cuts a composite's body by colour; returns a call for each stage, and its outputs."""
     # Calls that are cut in the same way share their parts, so each part is compiled once.
     key = (closure, colors)
     if key not in known:
         body = closure.program
         calls, flat, same = _split_calls(body.calls, colors, known)
         outputs = tuple(same.get(v, v) for v in body.outputs)
-        pieces = [
-            _part(closure.name, calls, flat, stage, set(outputs)) for stage in sorted(set(flat))
-        ]
+        pieces = {s: _part(closure.name, calls, flat, s, set(outputs)) for s in sorted(set(flat))}
         known[key] = (pieces, outputs)
     return known[key]
 
 
 def _part(
     name: str, calls: Sequence[ir.Call], flat: Sequence[int], stage: int, outputs: set[ir.Value]
-) -> _Part:
+) -> ir.Call:
     own = [c for c, color in zip(calls, flat, strict=True) if color == stage]
-    made = {v for c in own for v in c.results}
-    later = {v for c, color in zip(calls, flat, strict=True) if color != stage for v in c.args}
-    args = tuple(dict.fromkeys(v for c in own for v in c.args if v not in made))
-    results = tuple(v for c in own for v in c.results if v in later or v in outputs)
     if len(own) == 1:  # needs no composite around it, and keeps its path and its mark
-        only = own[0]
-        return _Part(only.closure, only.args, only.results, stage, only.path, only.recompute)
-    inner = ir.Composite(f"{name}.part{stage}", ir.Program(args, tuple(own), results))
-    return _Part(inner, args, results, stage)
+        return own[0]
+    later = {v for c, color in zip(calls, flat, strict=True) if color != stage for v in c.args}
+    return in_closure(f"{name}.part{stage}", own, later | outputs)
 
 
 def stages_in(colors: Colors) -> set[int]:
@@ -276,7 +253,7 @@ class _Cutter:
         copies = {v: ir.Value(v.type, v.hint) for v in received}
         body = ir.Program(
             (*copies.values(), *own),
-            tuple(_with_args(c, copies) for c in calls),
+            tuple(with_operands(c, copies) for c in calls),
             tuple(copies.get(v, v) for v in (*sent, *(state for state, _ in writes))),
         )
         pairs = tuple((len(sent) + i, own.index(target)) for i, (_, target) in enumerate(writes))
@@ -309,11 +286,6 @@ class _Cutter:
                     f"{source.name} is changed on stage {made} and also used on stage(s) "
                     f"{sorted(others)}. Put the modules that share it on one stage."
                 )
-
-
-def _with_args(call: ir.Call, copies: Mapping[ir.Value, ir.Value]) -> ir.Call:
-    args = tuple(copies.get(v, v) for v in call.args)
-    return call if args == call.args else replace(call, args=args)
 
 
 def _place(call: ir.Call) -> str:

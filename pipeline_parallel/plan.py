@@ -397,7 +397,6 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
     actions = split.ranks[rank]
     posted: dict[Action, int] = {}
     delivered: dict[Action, int] = {}
-    number = {action: i for i, action in enumerate(actions)}
     arrivals = _arrivals(split, rank, boundaries)
     for index, action in enumerate(actions):
         maker = _maker(action, split, boundaries)
@@ -408,7 +407,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
             found = arrivals.get(action, len(actions))
             # PyTorch's runtime may itself wait for a send sooner than any message tells.
             if table.num_actions_sending is not None:
-                found = min(found, number[action] + table.num_actions_sending)
+                found = min(found, index + table.num_actions_sending)
             delivered[action] = min(found, len(actions))
     return RankOrder(actions, posted, delivered)
 

@@ -206,7 +206,7 @@ class Ranks:
         own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
         for name in own:
             sums.add_parameter(name, types[name])
-        return Reduction(sums, own, self.group, self.data_group, self.num_batches, self.device)
+        return Reduction(sums, own, self)
 
 
 @dataclass(frozen=True)
@@ -216,18 +216,12 @@ class Reduction:
     Attributes:
         sums: the gradients.
         shared: for each parameter that other stages' ranks use too, the group of those ranks.
-        group: the ranks of this pipeline.
-        data_group: replicas to average over.
-        num_batches: over how many batches of theirs the mean is taken.
-        device: where this rank computes.
+        ranks: of this pipeline, and of others to average over.
     """
 
     sums: GradientSums
     shared: Mapping[str, Any]
-    group: Any
-    data_group: Any
-    num_batches: int
-    device: torch.device
+    ranks: Ranks
 
     def run(self) -> None:
         """Sums over stages, then sums or averages over replicas.
@@ -238,29 +232,32 @@ class Reduction:
         for name, group in self.shared.items():
             with _explained(f"in the sum of the gradient of {name} over its stages", group):
                 dist.all_reduce(self.sums.buffers[name], group=group)
-        for flat in self.sums.flat if self.data_group is not None else ():
-            with _explained("in the sum of gradients over replicas", self.data_group):
-                dist.all_reduce(flat, group=self.data_group)
-                flat.div_(self.num_batches)
+        replicas = self.ranks.data_group
+        for flat in self.sums.flat if replicas is not None else ():
+            with _explained("in the sum of gradients over replicas", replicas):
+                dist.all_reduce(flat, group=replicas)
+                flat.div_(self.ranks.num_batches)
 
     def total_norm(self, gradients: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Returns the norm of the gradients of all ranks; one that several share counts once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for name, gradient in gradients:
             norm: Any = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             # Of a DTensor, all its parts count.
             square = (norm if type(norm) is Tensor else norm.full_tensor()) ** 2
             shared = self.shared.get(name)
             total += square if shared is None else square / dist.get_world_size(shared)
-        with _explained("in the sum of the norms of stages", self.group):
-            dist.all_reduce(total, group=self.group)
+        group = self.ranks.group
+        with _explained("in the sum of the norms of stages", group):
+            dist.all_reduce(total, group=group)
         return total.sqrt().float()
 
     def agree_on_largest(self, flags: dict[Any, Tensor]) -> None:
         """Sets the number of this rank's device to the largest of all ranks of the pipeline."""
-        flag = flags.setdefault(self.device, torch.zeros((), device=self.device))
-        with _explained("in the agreement on infinite gradients", self.group):
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        device, group = self.ranks.device, self.ranks.group
+        flag = flags.setdefault(device, torch.zeros((), device=device))
+        with _explained("in the agreement on infinite gradients", group):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
 
 
 @contextmanager

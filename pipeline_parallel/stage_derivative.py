@@ -23,7 +23,7 @@ from ..autodiff.traces.torch_partition import ancestors, extract
 from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_view, mutated_args
-from ..reuse.ir.rewrite import grouped
+from ..reuse.ir.rewrite import grouped, packed, unpacked
 from ..reuse.ir.types import StructType, TensorType, Type
 from .cut import Stage
 
@@ -142,13 +142,11 @@ class _BodySplit:
     def _early_half(self, carried: Sequence[ir.Value]) -> ir.Composite | None:
         if not self._early_outputs:
             return None
-        struct = StructType(tuple(v.type for v in carried))
-        packed = ir.Value(struct, "carried")
-        program = self._program
+        program, pack = self._program, packed(carried, "carried")
         body = ir.Program(
             tuple(v for v in program.inputs if v in self._needed),
-            (*self._early_calls, ir.Call(ir.Pack(struct), tuple(carried), (packed,))),
-            (*(program.outputs[i] for i in self._early_outputs), packed),
+            (*self._early_calls, pack),
+            (*(program.outputs[i] for i in self._early_outputs), *pack.results),
         )
         return ir.Composite(f"{self._closure.name}.early", body)
 
@@ -165,10 +163,8 @@ class _BodySplit:
         inputs = tuple(self._program.inputs[i] for i in late_inputs)
         outputs = tuple(self._program.outputs[i] for i in self._late_outputs)
         if has_early:
-            struct = StructType(tuple(v.type for v in carried))
-            packed = ir.Value(struct, "carried")
-            inputs = (packed, *inputs)
-            calls = (ir.Call(ir.Unpack(struct), (packed,), tuple(carried)), *calls)
+            entry = ir.Value(StructType(tuple(v.type for v in carried)), "carried")
+            inputs, calls = (entry, *inputs), (unpacked(entry, carried), *calls)
         return ir.Composite(f"{self._closure.name}.late", ir.Program(inputs, tuple(calls), outputs))
 
 

@@ -87,11 +87,6 @@ def captured_results(module: torch.fx.GraphModule) -> list[Any]:
     return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
 
 
-def type_as_captured(type_: TensorType, captured: Any) -> TensorType:
-    """Returns the type of a result that is laid out as it was captured."""
-    return replace(type_, stride=TensorType.of(captured).stride) if captured is not None else type_
-
-
 def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
     """Gives a leaf's results the layouts that they were captured with, which readers rely on.
 
@@ -374,11 +369,10 @@ class JointTrace:
         # result, which nobody knows before.
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
         captured = captured_results(self._module)
-        types = [
-            type_as_captured(TensorType.of(outputs[i]), captured[i]).cotangent()
-            for i in self.tangent_outputs
-        ]
-        return [fake_tensor(mode, t) for t in types]
+        types = {i: TensorType.of(outputs[i]) for i in self.tangent_outputs}
+        for i in (i for i in types if captured[i] is not None):
+            types[i] = replace(types[i], stride=TensorType.of(captured[i]).stride)
+        return [fake_tensor(mode, type_.cotangent()) for type_ in types.values()]
 
     def _joint(
         self, wanted: Sequence[int], primals: list[torch.Tensor], tangents: list[torch.Tensor]
@@ -482,17 +476,24 @@ def trace_forward_on(
 
     Without ``sizes`` the traced graph computes those that are no numbers itself.
     """
-
-    def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        interpreter = NotingInterpreter(module, growing_graph(), laid_out)
-        results = results_as_captured(module, interpreter.run_flat(flat))
-        interpreter.write()
-        return results
-
+    run = partial(_captured_run, module, NotingInterpreter, laid_out)
     decompositions = {**decompositions, **rules_beneath_autograd()}
     with mode, torch.no_grad():
-        module = traced(forward, [inputs], sizes, decompositions)
+        module = traced(run, [inputs], sizes, decompositions)
         return of_pure_memory(module, inputs, decompositions, sizes)
+
+
+def _captured_run(
+    module: torch.fx.GraphModule,
+    kind: type[NotingInterpreter],
+    laid_out: LaidOut,
+    flat: list[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Runs a body while it is traced; returns what it gives, laid out as it was captured."""
+    interpreter = kind(module, growing_graph(), laid_out)
+    results = results_as_captured(module, interpreter.run_flat(flat))
+    interpreter.write()
+    return results
 
 
 @without_autocast()
@@ -507,15 +508,9 @@ def trace_taken_apart(
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
     # A derivative of an operator's own goes backwards only: no rule replaces it here.
     decompositions = {**decompositions, **rules_above_autograd()}
-
-    def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        interpreter = StoppingInterpreter(module, growing_graph(), attention_as_traced)
-        outputs = results_as_captured(module, interpreter.run_flat(flat))
-        interpreter.write()
-        return outputs
-
+    run = partial(_captured_run, module, StoppingInterpreter, attention_as_traced)
     with mode, torch.no_grad(), sizes_kept_open(mode), sdpa_kernel(SDPBackend.MATH):
-        plain = traced(forward, [inputs], sizes, decompositions)
+        plain = traced(run, [inputs], sizes, decompositions)
         return of_pure_memory(plain, inputs, decompositions, sizes, gradients="differentiated")
 
 

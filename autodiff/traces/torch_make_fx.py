@@ -268,28 +268,29 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
 
-def traced_copy(type_: TensorType, copied: TensorType) -> torch.fx.GraphModule:
-    """Returns the graph of a copy of a tensor: on another device, or in another precision."""
-    mode, graph = new_fake_mode(), torch.fx.Graph()
-    given = graph.placeholder("a0")
-    wanted: dict[str, Any] = {"device": copied.device} if copied.device != type_.device else {}
-    wanted |= {"dtype": copied.dtype} if copied.dtype != type_.dtype else {}
-    node = graph.call_function(torch.ops.aten._to_copy.default, (given,), wanted)
-    graph.output((node,))
-    given.meta["val"] = fake_tensor(mode, type_)
-    node.meta["val"] = fake_tensor(mode, copied)
-    return module_of(graph)
-
-
-def traced_sum(
-    types: tuple[TensorType, TensorType], sized: torch.fx.GraphModule | None
+def traced_operator(
+    target: Any,
+    types: Sequence[TensorType],
+    made: TensorType,
+    more: Sequence[Any] = (),
+    options: Mapping[str, Any] | None = None,
+    sized: torch.fx.GraphModule | None = None,
 ) -> torch.fx.GraphModule:
-    """Returns the graph that adds a tensor to another, of sizes that may be those of a graph."""
+    """Returns the graph of one operator.
+
+    Args:
+        target: the operator.
+        types: of the tensors that it takes.
+        made: type of its result.
+        more: what it takes after them.
+        options: what it takes by name.
+        sized: a graph whose sizes those of the tensors may be.
+    """
     mode, graph = new_fake_mode(sized), torch.fx.Graph()
-    given = tuple(graph.placeholder(f"a{i}") for i in range(2))
-    node = graph.call_function(torch.ops.aten.add.Tensor, given)
+    given = tuple(graph.placeholder(f"a{i}") for i in range(len(types)))
+    node = graph.call_function(target, (*given, *more), dict(options or {}))
     graph.output((node,))
-    for n, type_ in zip((*given, node), (*types, types[0]), strict=True):
+    for n, type_ in zip((*given, node), (*types, made), strict=True):
         n.meta["val"] = fake_tensor(mode, type_)
     return module_of(graph)
 

@@ -20,7 +20,7 @@ import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
-from ...autodiff.flows import inlined
+from ...autodiff.flows import in_closure, inlined
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
@@ -43,7 +43,7 @@ from ..actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..cut import Stage
 from ..stage_derivative import Halves, StageDerivative
 from .plan import LeafPlan, NodeLayouts, Placements
-from .split import Part, Schedule, in_closure, opened, split_at_collectives, with_structs
+from .split import Part, Schedule, opened, split_at_collectives, with_structs
 from .torch_collectives import with_own_collectives
 from .torch_sharding import CASTS, local_graph, local_type, replicated
 

@@ -11,30 +11,29 @@ goes in one collective.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.fx
 
-from ...autodiff.flows import inlined
+from ...autodiff.flows import in_closure, inlined, with_operands
 from ...reuse.ir.program import (
     Call,
     Closure,
     Composite,
     Leaf,
-    Pack,
     Program,
-    Unpack,
     Value,
     input_nodes,
     outputs_of,
 )
-from ...reuse.ir.rewrite import grouped
+from ...reuse.ir.rewrite import grouped, packed, unpacked
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import RESHAPES, module_of
 from .torch_collectives import COLLECTIVES, WAIT, started
@@ -51,22 +50,13 @@ _SAME_ELEMENTS = frozenset({*_TAKES_PART, _ATEN.clone.default})
 Nodes: TypeAlias = "Collection[torch.fx.Node]"
 
 
-@dataclass(frozen=True)
-class Ordered:
-    """The operators of a graph, in three parts.
-
-    Attributes:
-        ahead: starts that need parameters alone, and what those need.
-        body: all between.
-        behind: waits for what is only handed out, and views and copies of it.
-    """
-
-    ahead: Sequence[torch.fx.Node]
-    body: Sequence[torch.fx.Node]
-    behind: Sequence[torch.fx.Node]
+Part: TypeAlias = Literal["ahead", "body", "behind"]
+"""Starts that need parameters alone, and what those need; all between; waits for what is only
+handed out, and views and copies of it."""
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
-def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
+def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[torch.fx.Node]]:
     """Merges the collectives of a graph, in place, and puts its operators in order.
 
     Args:
@@ -88,7 +78,7 @@ def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
     return _parts(module, parameters)
 
 
-def _parts(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
+def _parts(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[torch.fx.Node]]:
     graph, entries = module.graph, input_nodes(module)
     given, handed_out = _given(graph, parameters), _handed_out(graph)
     draws = [n for n in graph.nodes if _draws(n)]
@@ -103,8 +93,9 @@ def _parts(module: torch.fx.GraphModule, parameters: Nodes) -> Ordered:
         _added(order, [n for n in own if n.target in COLLECTIVES], after)
         _added(order, [n for n in own if n.target is not WAIT], after)
     num_before = len(order)
+    ends = itertools.pairwise((len(entries), num_ahead, num_before, None))
     made = list(_added(order, depths, after))
-    return Ordered(made[len(entries) : num_ahead], made[num_ahead:num_before], made[num_before:])
+    return {part: made[first:end] for part, (first, end) in zip(PARTS, ends, strict=True)}
 
 
 def _added(
@@ -230,7 +221,6 @@ def _add(graph: torch.fx.Graph, target: Any, *args: Any, **kwargs: Any) -> torch
 
 
 _VIEW = torch.ops.aten.view.default
-Part: TypeAlias = Literal["ahead", "body", "behind"]
 
 
 def split_at_collectives(
@@ -288,12 +278,8 @@ class _Split:
         entries, inputs = input_nodes(self._module), tuple(map(Value, types))
         order = ordered(self._module, {entries[i] for i in parameters})
         self._env.update(zip(entries, inputs, strict=True))
-        parts: dict[Part, list[Call]] = {
-            "ahead": self._calls_of(order.ahead),
-            "body": self._calls_of(order.body),
-            "behind": self._calls_of(order.behind),
-        }
-        parts = {kind: calls for kind, calls in parts.items() if calls}
+        found = {part: self._calls_of(nodes) for part, nodes in order.items()}
+        parts = {part: calls for part, calls in found.items() if calls}
         outputs = tuple(self._env[n] for n in outputs_of(self._module))
         later, made = set(outputs), list[Call]()
         for calls in reversed(parts.values()):
@@ -348,14 +334,6 @@ class _Split:
         self._env.update(zip(made, values, strict=True))
 
 
-def in_closure(name: str, calls: Sequence[Call], later: Collection[Value], path: str = "") -> Call:
-    """Returns the call of a closure that makes calls; it gives those of its values in ``later``."""
-    made = dict.fromkeys(v for call in calls for v in call.results)
-    taken = tuple(dict.fromkeys(v for c in calls for v in c.args if v not in made))
-    given = tuple(v for v in made if v in later)
-    return Call(Composite(name, Program(taken, tuple(calls), given)), taken, given, path)
-
-
 # ---- calls moved apart -------------------------------------------------------------------------
 
 
@@ -381,7 +359,7 @@ def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
             made_at = {v: i for i, one in enumerate(inner) for v in one.results}
             continue
         for one in calls:
-            one = replace(one, args=tuple(env.get(v, v) for v in one.args))
+            one = with_operands(one, env)
             at = max((made_at.get(v, -1) for v in one.args), default=-1)
             made_at.update(dict.fromkeys(one.results, at))
             later[at].append(one)
@@ -396,12 +374,10 @@ def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) 
     for type_, own in zip(given, grouped(program.inputs, given), strict=True):
         inputs.append(Value(type_) if isinstance(type_, StructType) else own[0])
         if isinstance(type_, StructType):
-            before.append(Call(Unpack(type_), (inputs[-1],), tuple(own)))
+            before.append(unpacked(inputs[-1], own))
     for type_, own in zip(made, grouped(program.outputs, made), strict=True):
-        struct = StructType(tuple(value.type for value in own))
-        outputs.append(Value(struct) if isinstance(type_, StructType) else own[0])
-        if isinstance(type_, StructType):
-            after.append(Call(Pack(struct), tuple(own), (outputs[-1],)))
+        after += [packed(own, "")] if isinstance(type_, StructType) else []
+        outputs.append(after[-1].results[0] if isinstance(type_, StructType) else own[0])
     calls = (*before, *program.calls, *after)
     return replace(program, inputs=tuple(inputs), calls=calls, outputs=tuple(outputs))
 

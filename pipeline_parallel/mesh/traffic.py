@@ -54,7 +54,7 @@ def collectives_of(
     Raises:
         VerifyError: if not each is waited for once.
     """
-    found, beside = collectives_in(program, part=part), list[int]()
+    found, beside = list(collectives_in(program, part=part)), list[int]()
     begun: dict[int, int] = {}
     for place, one in enumerate(launches):
         launch = one.launch
@@ -72,23 +72,19 @@ def collectives_of(
     return tuple(replace(one, num_beside=number) for one, number in pairs)
 
 
-def collectives_in(program: Program, path: str = "", part: str = "") -> list[Collective]:
-    """Returns the collectives of a program that is not linked, by the order of its calls.
+def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator[Collective]:
+    """Yields the collectives of a program that is not linked, by the order of its calls.
 
     Args:
         program: of local shapes.
         path: where it is called.
         part: the closure that it is of.
     """
-    return list(_walk(program, path, part))
-
-
-def _walk(program: Program, path: str, part: str) -> Iterator[Collective]:
     for call in program.calls:
         closure = call.closure
         inner = ".".join(p for p in (path, call.path) if p)
         if isinstance(closure, Composite):
-            yield from _walk(closure.program, inner, closure.name)
+            yield from collectives_in(closure.program, inner, closure.name)
         elif isinstance(closure, Leaf) and closure.first_target in COLLECTIVES:  # reads no other
             (taken,), (given,) = closure.input_types, closure.output_types
             assert isinstance(taken, TensorType)

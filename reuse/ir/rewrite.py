@@ -54,6 +54,20 @@ def grouped(values: Iterable[T], types: Iterable[Type]) -> Iterator[list[T]]:
         yield [next(rest) for _ in flatten_type(type_)]
 
 
+def packed(values: Iterable[Value], hint: str = "saved") -> Call:
+    """Returns the call that makes one struct of values."""
+    fields = tuple(values)
+    struct = StructType(tuple(value.type for value in fields))
+    return Call(Pack(struct), fields, (Value(struct, hint),))
+
+
+def unpacked(struct: Value, fields: Iterable[Value] | None = None) -> Call:
+    """Returns the call that takes a struct apart, into values that are there or new ones."""
+    assert isinstance(struct.type, StructType)
+    made = tuple(map(Value, struct.type.fields) if fields is None else fields)
+    return Call(Unpack(struct.type), (struct,), made)
+
+
 class FlatStructs:
     """Takes structs apart, once per closure."""
 
