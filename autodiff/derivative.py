@@ -37,10 +37,9 @@ from .leaf_derivative import (
 from .run_again import Rerunner, run_again
 from .traces.joint_trace import JointTrace
 from .traces.torch_interpreters import Gradients, stop_what_has_no_gradient
-from .traces.torch_make_fx import Decompositions, traced_operator
+from .traces.torch_make_fx import TO_COPY, Decompositions, traced_operator
 from .traces.torch_partition import PartitionPolicy, copy_graph, cut_joint, partition
 
-_TO_COPY = torch.ops.aten._to_copy.default
 Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
 
 
@@ -234,7 +233,7 @@ class Differentiator:
             name = "cast" if copied.device == type_.device else name
             wanted: dict[str, Any] = {"device": copied.device, "dtype": copied.dtype}
             told = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
-            module = traced_operator(_TO_COPY, [type_], copied, options=told)
+            module = traced_operator(TO_COPY, [type_], copied, options=told)
             leaf = ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
             self._copiers[type_, copied] = leaf
         return self._copiers[type_, copied]

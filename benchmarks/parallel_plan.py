@@ -48,12 +48,12 @@ class Row:
     found: FoundPlan
 
     def __str__(self) -> str:
-        found = self.found
-        kinds = Counter(one.step.kind for one in found.collectives if "Block.forward" in one.block)
+        found, taken = self.found, self.found.taken
+        kinds = Counter(s.kind for name, s, _ in taken.collectives() if "Block.forward" in name)
         return (
             f"{self.layers:3d} layers: planned in {self.plan_s:.2f} s, captured in "
             f"{self.capture_s:.2f} s; step {found.seconds * 1e3:.1f} ms, "
-            f"{found.bound_s / found.seconds:.2%} of it certain; "
+            f"{taken.solution.bound_s / found.seconds:.2%} of it certain; "
             f"{found.plan.held_bytes / GIB:.2f} GiB held; forward of a block: "
             + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         )
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         rows.append(planned(layers, axes, batch=options.batch, seq=options.seq, memory=memory))
         print(rows[-1])
     if options.table:
-        print(rows[-1].found)
+        print(rows[-1].found.plan, rows[-1].found.plan.table, sep="\n\n")
     return rows
 
 

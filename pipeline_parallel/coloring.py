@@ -279,7 +279,7 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
     """
     # The longest stage takes one of the times that occur, so no other bound needs a look.
     bounds = np.unique(times[np.isfinite(times)])
-    sums = functools.cache(lambda number: float(_tables(times, float(bounds[number]))[-1][-1]))
+    sums = functools.cache(lambda number: float(_tables(_within(times, bounds[number]))[-1][-1]))
     last = len(bounds) - 1
     if last < 0 or not np.isfinite(sums(last)):
         return None
@@ -295,25 +295,31 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
             break
         if (found := time_s(number, sums(number))) < best:
             best, chosen = found, number
-    return _traced(times, float(bounds[chosen]))
+    return _traced(_within(times, bounds[chosen]))
 
 
-def _tables(times: FloatArray, bound: float) -> list[FloatArray]:
-    """For each number of stages, the smallest sum for each number of units; none is longer."""
-    allowed = np.where(times <= bound, times, np.inf)
-    tables = [np.where(np.arange(times.shape[1]) == 0, 0.0, np.inf)]
-    for stage in allowed:
-        tables.append(np.min(tables[-1][:, None] + stage, axis=0))
+def _within(times: FloatArray, bound: Any) -> FloatArray:
+    return np.where(times <= bound, times, np.inf)
+
+
+def _tables(stages: FloatArray, joined: np.ufunc = np.add) -> list[FloatArray]:
+    """For each number of stages, the smallest sum for each number of units; or what is ``joined``.
+
+    Args:
+        stages: ``stages[s, i, j]`` is what stage s has if it runs units i to j - 1.
+        joined: puts that of one more stage to that of those before.
+    """
+    tables = [np.where(np.arange(stages.shape[1]) == 0, 0.0, np.inf)]
+    for stage in stages:
+        tables.append(np.min(joined(tables[-1][:, None], stage), axis=0))
     return tables
 
 
-def _traced(times: FloatArray, bound: float) -> tuple[int, ...]:
-    """Returns the starts of the stages in a best partition under a bound."""
-    tables = _tables(times, bound)
-    allowed = np.where(times <= bound, times, np.inf)
-    found = [times.shape[1] - 1]
+def _traced(times: FloatArray) -> tuple[int, ...]:
+    """Returns the starts of the stages in a best partition."""
+    tables, found = _tables(times), [times.shape[1] - 1]
     for stage in reversed(range(len(times))):
-        found.append(int(np.argmin(tables[stage] + allowed[stage][:, found[-1]])))
+        found.append(int(np.argmin(tables[stage] + times[stage][:, found[-1]])))
     return tuple(reversed(found))
 
 
@@ -520,8 +526,4 @@ def _tensors(program: Program, path: Path) -> dict[int, int]:
 def _least_bytes(bytes_: np.ndarray) -> int:
     """Returns the bytes of the smallest possible largest stage."""
     allowed = np.where(np.triu(np.ones(bytes_.shape[1:], np.bool_), 1), bytes_, np.inf)
-    table = np.full(bytes_.shape[1], np.inf)
-    table[0] = 0.0
-    for stage in allowed:
-        table = np.min(np.maximum(table[:, None], stage), axis=0)
-    return int(table[-1])
+    return int(_tables(allowed, np.maximum)[-1][-1])

@@ -394,16 +394,17 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
         boundaries: what travels at all; where nothing does, nobody waits either.
     """
     split = _split_table(table)
-    actions = split.ranks[rank]
+    actions, rank_of = split.ranks[rank], split.rank_of
+    takers = _takers(split, boundaries)
+    makers = {taker: action for action, taker in takers.items()}
+    arrivals = _arrivals(split, rank, takers, makers)
     posted: dict[Action, int] = {}
     delivered: dict[Action, int] = {}
-    arrivals = _arrivals(split, rank, boundaries)
     for index, action in enumerate(actions):
-        maker = _maker(action, split, boundaries)
-        if maker is not None and split.rank_of[maker.stage] != rank:
+        maker, taker = makers.get(action), takers.get(action)
+        if maker is not None and rank_of[maker.stage] != rank:
             posted[action] = split.posted.get(action, index)
-        taker = _taker(action, split, boundaries)
-        if taker is not None and split.rank_of[taker.stage] != rank:
+        if taker is not None and rank_of[taker.stage] != rank:
             found = arrivals.get(action, len(actions))
             # PyTorch's runtime may itself wait for a send sooner than any message tells.
             if table.num_actions_sending is not None:
@@ -436,52 +437,38 @@ def _halves(action: Action) -> list[Action]:
     return [replace(action, kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
 
 
-def _maker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action | None:
-    """Returns the action of the neighbouring stage whose result this one waits for."""
-    if action.kind == BACKWARD_WEIGHT:
-        return None  # it goes on from what the early half of its own stage left
-    step = -1 if action.kind == FORWARD else 1
-    return _neighbour(action, step, table, boundaries, sends=True)
+def _takers(table: ActionTable, boundaries: Boundaries) -> dict[Action, Action]:
+    """Returns, for each action, the one of the neighbouring stage that waits for its result."""
+    found = {}
+    for action in (action for actions in table.ranks for action in actions):
+        stage = action.stage + (1 if action.kind == FORWARD else -1)
+        if boundaries.is_sent(action) and 0 <= stage < table.num_stages:
+            found[action] = replace(action, stage=stage)
+    return found
 
 
-def _taker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action | None:
-    """Returns the action of the neighbouring stage that waits for this one's result."""
-    if not boundaries.is_sent(action):
-        return None
-    step = 1 if action.kind == FORWARD else -1
-    return _neighbour(action, step, table, boundaries, sends=False)
-
-
-def _neighbour(
-    action: Action, step: int, table: ActionTable, boundaries: Boundaries, *, sends: bool
-) -> Action | None:
-    stage = action.stage + step
-    if not 0 <= stage < table.num_stages:
-        return None
-    found = replace(action, stage=stage)
-    return found if not sends or boundaries.is_sent(found) else None
-
-
-def _arrivals(table: ActionTable, rank: int, boundaries: Boundaries) -> dict[Action, int]:
+def _arrivals(
+    table: ActionTable,
+    rank: int,
+    takers: Mapping[Action, Action],
+    makers: Mapping[Action, Action],
+) -> dict[Action, int]:
     """For each action of a rank whose result goes to another: when it knows that it arrived."""
     place = {a: (r, i) for r, actions in enumerate(table.ranks) for i, a in enumerate(actions)}
-    clocks = _clocks(table, place, boundaries)[rank]
+    clocks = _clocks(table, place, makers)[rank]
     found: dict[Action, int] = {}
     for index, action in enumerate(table.ranks[rank]):
-        taker = _taker(action, table, boundaries)
-        if taker is None or table.rank_of[taker.stage] == rank:
-            continue
-        other, position = place[taker]
+        other, position = place[takers[action]] if action in takers else (rank, 0)
         # Who takes a value has it when it begins, so the first action that can only run after that
         # one began is proof that the value arrived.
         known = np.flatnonzero(clocks[index + 1 :, other] >= position)
-        if len(known):
+        if other != rank and len(known):
             found[action] = index + 1 + int(known[0])
     return found
 
 
 def _clocks(
-    table: ActionTable, place: Mapping[Action, tuple[int, int]], boundaries: Boundaries
+    table: ActionTable, place: Mapping[Action, tuple[int, int]], makers: Mapping[Action, Action]
 ) -> list[np.ndarray]:
     """For each action, the last action of each rank that had certainly begun before it."""
     num_ranks = len(table.ranks)
@@ -491,7 +478,7 @@ def _clocks(
         # Two things tell of other ranks: what this rank knew before, and what a message brings.
         if index:
             np.maximum(clock, clocks[rank][index - 1], out=clock)
-        maker = _maker(table.ranks[rank][index], table, boundaries)
+        maker = makers.get(table.ranks[rank][index])
         if maker is not None:
             np.maximum(clock, clocks[place[maker][0]][place[maker][1]], out=clock)
         clock[rank] = index

@@ -101,7 +101,7 @@ def axis(name: str, size: int) -> Axis:
 
 def kinds(found: FoundPlan, block: str) -> list[str]:
     """Returns the kinds of a block's collectives."""
-    return sorted(one.step.kind for one in found.collectives if one.block == block)
+    return sorted(step.kind for name, step, _ in found.taken.collectives() if name == block)
 
 
 def layouts(found: FoundPlan, ending: str) -> set[str]:
@@ -134,14 +134,15 @@ def test_megatrons_plan_is_found_without_a_mark(
     *by_rows, by_columns = names
     assert all(layouts(found, one) == {"(Shard(dim=0),)"} for one in by_rows)
     assert layouts(found, by_columns) == {"(Shard(dim=1),)"}
-    assert found.whole == ()
+    assert not found.taken.choices.unknown
 
 
 def test_micro_batches_have_the_plan_of_one() -> None:
     found = find_plan(decoder_step("gpt", micro_batches=2), [axis("tensor", 2)], RATES)
     assert kinds(found, "GptBlock.forward") == ["all_reduce"] * 2
     assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
-    assert {one.count for one in found.collectives if one.block == "GptBlock.forward"} == {6}
+    counts = {n for name, _, n in found.taken.collectives() if name == "GptBlock.forward"}
+    assert counts == {6}
 
 
 def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
@@ -152,7 +153,8 @@ def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:
             for node in leaf.nodes:
                 node.meta.pop("val", None)  # as the cache reads them
             note_examples(leaf)
-    assert str(find_plan(step, [axis("tensor", 2)], RATES)) == str(new)
+    found = find_plan(step, [axis("tensor", 2)], RATES)
+    assert (str(found.plan), found.plan.table) == (str(new.plan), new.plan.table)
 
 
 def test_tokens_are_split_where_memory_asks_for_it() -> None:
@@ -233,8 +235,8 @@ def test_data_and_tensor_parallel_are_found_together() -> None:
     by_name = found.plan.parameters
     (middle,) = (one for name, one in by_name.items() if name.endswith("layers.1.up.weight"))
     assert repr(middle) == "(Replicate(), Shard(dim=0))"
-    assert ("all_reduce", 1) in {(one.step.kind, one.step.axis) for one in found.collectives}
-    assert found.seconds == pytest.approx(found.bound_s)
+    assert ("all_reduce", 1) in {(s.kind, s.axis) for _, s, _ in found.taken.collectives()}
+    assert found.seconds == pytest.approx(found.taken.solution.bound_s)
 
 
 def test_experts_are_split_where_reading_their_weights_takes_longest() -> None:
@@ -244,12 +246,12 @@ def test_experts_are_split_where_reading_their_weights_takes_longest() -> None:
     found = find_plan(step_of(model, ids, ids), axes, rates)
     experts = {repr(p) for n, p in found.plan.parameters.items() if n.endswith((".up", ".down"))}
     assert experts == {"(Shard(dim=0),)"}
-    assert found.whole == ()
+    assert not found.taken.choices.unknown
 
 
 def test_gradients_of_a_joint_projection_are_joined_by_rows() -> None:
     found = find_plan(decoder_step("gpt", batch=4), [axis("data", 2)], RATES)
-    assert "all_to_all" not in {one.step.kind for one in found.collectives}
+    assert "all_to_all" not in {step.kind for _, step, _ in found.taken.collectives()}
     assert kinds(found, "GptBlock.forward") == []
 
 
@@ -270,7 +272,8 @@ def test_the_number_of_layers_does_not_count() -> None:
 
 
 def test_a_plan_shows_what_moves_and_what_else_there_was() -> None:
-    printed = str(find_plan(decoder_step("llama"), [axis("tensor", 2)], RATES))
+    plan = find_plan(decoder_step("llama"), [axis("tensor", 2)], RATES).plan
+    printed = f"{plan}\n{plan.table}"
     assert "@DecoderBlock.forward, 3 calls" in printed
     assert "all_reduce over tensor 8 MiB" in printed
     assert "more, by moving" in printed
@@ -312,9 +315,10 @@ def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
     plain = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
     monkeypatch.setattr(problem, "_SIMPLEX_STEPS", 1)
     found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
-    assert found.bound_s == pytest.approx(plain.bound_s)
-    assert found.is_scarce == plain.is_scarce == (share < 1)
-    assert ("no plan with equal layers takes less" in str(found)) == (share < 1)
+    solution, before = found.taken.solution, plain.taken.solution
+    assert solution.bound_s == pytest.approx(before.bound_s)
+    assert solution.is_scarce == before.is_scarce == (share < 1)
+    assert ("no plan with equal layers takes less" in found.plan.table) == (share < 1)
 
 
 # ---- rules and moves ----------------------------------------------------------------------------
@@ -333,8 +337,8 @@ class WithoutRule(nn.Module):
 
 def test_an_operator_without_a_rule_is_whole_on_each_rank_and_named() -> None:
     found = find_plan(step_of(WithoutRule(), torch.zeros(8, 8)), [axis("tensor", 2)], RATES)
-    assert found.whole == ("aten.searchsorted.Tensor",)
-    assert "for want of a rule: aten.searchsorted.Tensor" in str(found)
+    assert found.taken.choices.unknown == ["aten.searchsorted.Tensor"]
+    assert "for want of a rule: aten.searchsorted.Tensor" in found.plan.table
 
 
 class Operators(nn.Module):

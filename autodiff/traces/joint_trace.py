@@ -45,7 +45,7 @@ from .torch_make_fx import (
     sizes_kept_open,
     traced,
 )
-from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
+from .torch_user_rules import dense_as, rules_above_autograd, rules_beneath_autograd
 
 
 def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
@@ -126,8 +126,7 @@ def _permuted_as(result: Any, traced: Any) -> Any:
     is_open = not all(isinstance(n, int) for n in (*stride, *found))
     if found == stride or is_open or not type_.is_dense:
         return result
-    order = sorted(range(traced.dim()), key=lambda dim: -stride[dim])
-    return result.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
+    return dense_as(result, stride)
 
 
 def of_pure_memory(

@@ -268,6 +268,10 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
 
+TO_COPY = torch.ops.aten._to_copy.default
+"""Copies a tensor to another type or device."""
+
+
 def traced_operator(
     target: Any,
     types: Sequence[TensorType],

@@ -7,7 +7,6 @@ returns are the launch's operands. So the program around it stays one straight l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ import torch
 from ...reuse.ir.control import Choose, Repeat, RepeatWhile
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Control, Leaf
-from ...reuse.ir.types import contiguous_stride, is_dense
 from ..launches.kernel_list import (
     CHOOSE,
     REPEAT,
@@ -28,7 +26,7 @@ from ..launches.kernel_list import (
     View,
     copied,
 )
-from .layout import Layout, Part, Placed
+from .layout import Layout, Part, copied_out
 from .link import FlatProgram
 from .placement import Tools, planned
 from .program_writer import CodeWriter
@@ -71,14 +69,11 @@ def record_control(
     assert control is not None
     types, returned = flat_types(leaf.input_types), flat_types(leaf.output_types)
     linked = [_linked(body, lists, tools) for body in bodies]
-    num_bytes = max(body.num_bytes for body in linked)
-    sizes = [t.num_bytes for t in (*types, *returned)] + [max(num_bytes, 1)]
-    views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate((*types, *returned))]
-    scratch = View(len(views), torch.uint8, (max(num_bytes, 1),), (1,), 0)
     # The number that tells whether a loop goes on lies after what the bodies work in.
-    if isinstance(control, RepeatWhile):
-        sizes[-1] += 1
-        scratch = View(len(views), torch.uint8, (sizes[-1],), (1,), 0)
+    num_bytes = max(1, *(body.num_bytes for body in linked)) + isinstance(control, RepeatWhile)
+    sizes = [*(t.num_bytes for t in (*types, *returned)), num_bytes]
+    views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate((*types, *returned))]
+    scratch = View(len(views), torch.uint8, (num_bytes,), (1,), 0)
     operands, outputs = views[: len(types)], views[len(types) :]
     launch = Launch(
         leaf.name,
@@ -123,7 +118,10 @@ def _linked(flat: FlatProgram, lists: Mapping[Leaf, KernelList], tools: Tools) -
     targets = [layout.given(flat.slot_types[s]) for s in flat.outputs]
     part = layout.add(flat, inputs, lists)
     given = {placed.instance for placed in (*inputs, *targets)}
-    made = [_made(layout, part, p) if p.instance in given else p for p in part.outputs]
+    # An operand that is returned as it came is copied: where it lies, another result may go.
+    made = [
+        copied_out(layout, part, p, "arena") if p.instance in given else p for p in part.outputs
+    ]
     for target, output in zip(targets, made, strict=True):
         part.launches.append(layout.apply("copy_", target, output))
     offsets, _, num_bytes, _, _ = planned(layout, tools)
@@ -134,16 +132,6 @@ def _linked(flat: FlatProgram, lists: Mapping[Leaf, KernelList], tools: Tools) -
     slots = [code.slots.get(placed.instance, -1) for placed in (*inputs, *targets)]
     number = sum(one.num_operations for one in operations if one is not None)
     return _Linked(num_bytes, list(code.words), number, code.num_slots, slots)
-
-
-def _made(layout: Layout, part: Part, placed: Placed) -> Placed:
-    """Copies an operand that a body returns as it came: where it lies, another result may go."""
-    num_bytes = max(math.prod(placed.shape), 1) * placed.dtype.itemsize
-    kept = is_dense(placed.shape, placed.stride)
-    stride = placed.stride if kept else contiguous_stride(placed.shape)
-    target = Placed(layout.arena(num_bytes, 0), placed.dtype, placed.shape, stride, 0)
-    part.launches.append(layout.apply("copy_", target, placed))
-    return target
 
 
 def _native(

@@ -386,7 +386,7 @@ def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[obj
             elif placed.instance in needed | owners.keys() or instance.part != number:
                 is_shared = keys.count(key) > 1
                 whole = _whole(layout, placed) if is_shared else placed
-                copied = _copy_out(layout, part, whole, "result")
+                copied = copied_out(layout, part, whole, "result")
                 copies[key] = copied.instance
                 part.outputs[index] = (
                     replace(placed, instance=copied.instance) if is_shared else copied
@@ -414,7 +414,7 @@ def _pin_results(layout: Layout, num_results: int) -> None:
         # Gradients that were reduced together lie one after another in one buffer.
         free = all(own[1] <= start or end <= own[0] for start, end in taken[placed.instance])
         if layout.instances[placed.instance].kind != "arena" or not free:
-            placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
+            placed = part.outputs[index] = copied_out(layout, part, placed, "arena")
             own = _bytes_of(placed)
         taken[placed.instance].append(own)
     for instance in taken:
@@ -429,8 +429,8 @@ def _bytes_of(placed: Placed) -> tuple[int, int]:
     return placed.offset_bytes, placed.offset_bytes + num_bytes
 
 
-def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:
-    """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
+def copied_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:
+    """Copies a value into a buffer of its own, at the end of a part; returns the copy."""
     type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
     stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
     number, device = layout.parts.index(part), layout.instances[placed.instance].device

@@ -131,11 +131,9 @@ class _Expansion:
             self._call(call, env, path)
 
     def _call(self, call: Call, env: dict[Value, Slots], path: str) -> None:
-        closure = call.closure
-        if isinstance(closure, Pack):
-            env[call.results[0]] = tuple(s for v in call.args for s in env[v])
-        elif isinstance(closure, Unpack):
-            parts = grouped(env[call.args[0]], [value.type for value in call.results])
+        closure, operands = call.closure, tuple(s for v in call.args for s in env[v])
+        if isinstance(closure, (Pack, Unpack)):
+            parts = grouped(operands, [value.type for value in call.results])
             env.update(zip(call.results, map(tuple, parts), strict=True))
         elif isinstance(closure, Composite):
             inner = dict(zip(closure.program.inputs, (env[v] for v in call.args), strict=True))
@@ -143,9 +141,7 @@ class _Expansion:
             results = (inner[v] for v in closure.program.outputs)
             env.update(zip(call.results, results, strict=True))
         else:
-            for value in call.results:
-                env[value] = self.new_slots(value)
-            operands = tuple(s for v in call.args for s in env[v])
+            env.update((value, self.new_slots(value)) for value in call.results)
             results_ = tuple(s for v in call.results for s in env[v])
             self.launches.append(Launch(closure, operands, results_, (), _join(path, call.path)))
 

@@ -312,12 +312,10 @@ class _Builder:
     def _calls(self, program: Program, env: dict[Value, Bundle], body: _Body) -> None:
         for call in program.calls:
             args = [v for value in call.args for v in env[value]]
-            if isinstance(call.closure, Pack):
-                env[call.results[0]] = tuple(args)
-            else:
-                outputs = args if isinstance(call.closure, Unpack) else self._node(call, args, body)
-                bundles = grouped(outputs, [value.type for value in call.results])
-                env.update(zip(call.results, map(tuple, bundles), strict=True))
+            is_struct = isinstance(call.closure, (Pack, Unpack))
+            outputs = args if is_struct else self._node(call, args, body)
+            bundles = grouped(outputs, [value.type for value in call.results])
+            env.update(zip(call.results, map(tuple, bundles), strict=True))
 
     def _node(self, call: Call, args: Sequence[ir.Value], body: _Body) -> Sequence[ir.Value]:
         function = self._functions[call.closure]
@@ -336,11 +334,9 @@ class _Builder:
         return node.outputs
 
     def _bundle(self, type_: Type, name: str, body: _Body) -> Bundle:
-        types, bundle = flat_types([type_]), []
-        for i, inner in enumerate(types):
-            wish = name if len(types) == 1 else f"{name}.{i}"
-            bundle.append(ir.Value(name=body.values.take(wish)))
-            self._describe(bundle[-1], inner)
+        bundle = [ir.Value(name=body.values.take(wish)) for wish in _flat_names([type_], [name])]
+        for value, inner in zip(bundle, flat_types([type_]), strict=True):
+            self._describe(value, inner)
         return tuple(bundle)
 
     def _describe(self, value: ir.Value, type_: TensorType) -> None:
@@ -439,15 +435,17 @@ def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
     version_converter.convert_version(model, opset)
     optimizer.optimize_ir(model)
     _constants_inside(model.graph)
-    for value, name in zip(model.graph.inputs, _flat_names(leaf, input_names), strict=True):
+    names = _flat_names(leaf.input_types, input_names)
+    for value, name in zip(model.graph.inputs, names, strict=True):
         value.name = name
     passes.NameFixPass()(model)  # a value inside that has such a name gets another one
     return model.graph
 
 
-def _flat_names(leaf: Leaf, names: Sequence[str]) -> list[str]:
+def _flat_names(types: Sequence[Type], names: Sequence[str]) -> list[str]:
+    """Names the tensors of some values: those of a struct are numbered."""
     found = []
-    for type_, name in zip(leaf.input_types, names, strict=True):
+    for type_, name in zip(types, names, strict=True):
         inner = flat_types([type_])
         found += [name] if len(inner) == 1 else [f"{name}.{i}" for i in range(len(inner))]
     return found

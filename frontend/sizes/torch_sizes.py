@@ -20,11 +20,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...reuse.ir.program import Source, UserInput
 from ...reuse.ir.torch_symbols import (
-    compute,
+    computing_node,
+    expression_of,
     is_size,
     put_literal,
     replace_operand,
-    size_expression,
 )
 from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside
@@ -116,12 +116,12 @@ class _Localizer:
         graph = node.graph
         with graph.inserting_before(node):
             for size in sizes:
-                expression = size_expression(size)
+                expression = expression_of(size.meta["val"])
                 symbols = {
                     s: graph.call_function(torch.ops.aten.sym_size.int, places[s])
                     for s in sorted(expression.free_symbols, key=str)
                 }
-                replace_operand(node, size, compute(expression, symbols))
+                replace_operand(node, size, computing_node(expression, symbols, graph))
         made = []
         while node.prev is not before:
             before = before.next

@@ -20,6 +20,7 @@ from networkx.utils import UnionFind
 from ...autodiff.training_program import StepProgram
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import StructType, TensorType
 
 Kind = Literal["parameter", "batch", "buffer", "result", "saved", "passed"]
@@ -113,15 +114,9 @@ class _Flat:
             results: list[tuple[int, ...]]
             if isinstance(closure, Composite):
                 results = self.run(closure.program, args)
-            elif isinstance(closure, Pack):
-                self.saved.update(flat)
-                results = [flat]
-            elif isinstance(closure, Unpack):
-                results, start = [], 0
-                for result in call.results:
-                    end = start + len(flat_types([result.type]))
-                    results.append(flat[start:end])
-                    start = end
+            elif isinstance(closure, (Pack, Unpack)):
+                self.saved.update(flat if isinstance(closure, Pack) else ())
+                results = list(map(tuple, grouped(flat, [v.type for v in call.results])))
             else:
                 results = [self.new(result) for result in call.results]
                 self.calls.append((call, flat, tuple(t for r in results for t in r)))

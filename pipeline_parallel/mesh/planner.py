@@ -24,28 +24,11 @@ from .folding import Port, folded_step
 from .layouts import LINKS, Axis, Layouts, Moves, Step, text
 from .links import Links, links_from
 from .plan import LeafPlan, MeshPlan, NodeLayouts, Placements
-from .problem import OverMemoryError, Problem, Solution, layouts_at, move_s, sharing
+from .problem import OverMemoryError, Problem, Solution, layouts_at, moves_s, sharing
 from .torch_sharding_rules import layout_of, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """Exchanges of a planned step, all of one place in a block.
-
-    Attributes:
-        block: the closure that it is in.
-        tensor: what is brought to another layout.
-        step: kind, axis and bytes of one of them.
-        count: how many in a step.
-    """
-
-    block: str
-    tensor: str
-    step: Step
-    count: int
 
 
 @dataclass(frozen=True)
@@ -127,38 +110,27 @@ class Taken:
         before, after = layouts_at(edge, self.solution.options)
         return [] if before == after else self.moves.steps(before, after, edge.num_bytes)
 
-    def collectives(self) -> tuple[PlannedCollective, ...]:
-        """Returns the collectives of a step; what several operators share is there once."""
+    def collectives(self) -> list[tuple[str, Step, int]]:
+        """Returns the collectives of a step: the closure each is in, it, and how many there are.
+
+        What several operators share is there once.
+        """
         found = []
         for edges in sharing(self.choices.edges):
             by_layout = {layouts_at(edge, self.solution.options): edge for edge in edges}
             for edge in by_layout.values():
                 role = self.choices.folded.roles[max(edge.source.role, edge.target.role)]
-                found += [
-                    PlannedCollective(role.name, _name(edge.source), step, edge.count)
-                    for step in self.moved(edge)
-                    if step.is_collective
-                ]
-        return tuple(found)
+                steps = (step for step in self.moved(edge) if step.is_collective)
+                found += [(role.name, step, edge.count) for step in steps]
+        return found
 
     def more_s(self, group: Group, option: int) -> float:
         """Returns the seconds that another option of a group adds, all else unchanged."""
-        before = dict(self.solution.options)
-        after: Mapping[Group, int] = {**before, group: option}
+        before = self.solution.options
         near = [e for e in self.choices.edges if group in (e.source.group, e.target.group)]
-        more = float(group.seconds[option] - group.seconds[before[group]])
-        for options, sign in ((before, -1), (after, 1)):
-            for edges in sharing(near):
-                for between in {layouts_at(edge, options) for edge in edges}:
-                    more += sign * move_s(edges[0], self.moves, *between)
-        return more
-
-
-def _name(item: Item) -> str:
-    if item.node is not None:
-        return str(item.node.name)
-    assert item.slot is not None
-    return item.slot.names[0] if item.slot.names else item.slot.kind
+        own = float(group.seconds[option] - group.seconds[before[group]])
+        after = {**before, group: option}
+        return own + moves_s(near, self.moves, after) - moves_s(near, self.moves, before)
 
 
 # ---- as text ----------------------------------------------------------------------------------
@@ -250,26 +222,17 @@ STATES_PER_PARAMETER = 4
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan with what it costs. ``print(found)`` shows it operator by operator.
+    """A plan with what it costs.
 
     Attributes:
         plan: the layouts.
-        seconds: of a step, by the costs that it was chosen by.
-        bound_s: less than which no plan with equal layers takes by these costs.
-        collectives: that a step runs.
-        is_scarce: whether a plan that holds more would take less time.
-        whole: operators without a rule, which every rank computes whole.
+        seconds: of a step, by the costs that it was chosen by, or judged by others.
+        taken: what was chosen, of what.
     """
 
     plan: MeshPlan
     seconds: float
-    bound_s: float
-    collectives: tuple[PlannedCollective, ...]
-    is_scarce: bool
-    whole: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.plan}\n\n{self.plan.table}"
+    taken: Taken
 
 
 def axes_of_mesh(
@@ -327,17 +290,10 @@ def find_plan(
         taken.batch(step),
         leaves=taken.leaf_plans(),
         table=format_plan(taken, axes),
-        moved_bytes=sum(one.step.num_bytes * one.count for one in taken.collectives()),
+        moved_bytes=sum(step.num_bytes * count for _, step, count in taken.collectives()),
         held_bytes=solution.held_bytes,
     )
-    return FoundPlan(
-        plan,
-        solution.seconds,
-        solution.bound_s,
-        taken.collectives(),
-        solution.is_scarce,
-        tuple(choices.unknown),
-    )
+    return FoundPlan(plan, solution.seconds, taken)
 
 
 def cheapest_plan(
@@ -367,7 +323,7 @@ def cheapest_plan(
                 raise
             lines.append(f"recompute {policy or 'none'}: {str(error).partition('. ')[0]}")
             continue
-        if not policy and not one.is_scarce:
+        if not policy and not one.taken.solution.is_scarce:
             return one
         cost, held = seconds_text(one.seconds), bytes_text(one.plan.held_bytes)
         lines.append(f"recompute {policy or 'none'}: {cost} a step, {held} held on a rank")

@@ -107,9 +107,7 @@ class Problem:
         Raises:
             PlanError: if no choice fits the memory.
         """
-        rows, columns, values = zip(*self._rows, strict=True)
-        shape = (len(self._right), len(self._costs))
-        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
+        matrix = self._matrix(self._rows, len(self._right))
         costs = np.array(self._costs) / _UNIT_S
         below = self._upper()
         found = self._relaxed(costs, matrix, below)
@@ -191,9 +189,12 @@ class Problem:
             right.append(1.0)
         if not right:
             return None, None
-        lines, columns, values = zip(*rows, strict=True)
-        shape = (len(right), len(self._costs))
-        return coo_array((values, (lines, columns)), shape=shape).tocsr(), np.array(right)
+        return self._matrix(rows, len(right)), np.array(right)
+
+    def _matrix(self, entries: Sequence[tuple[int, int, float]], num_rows: int) -> Any:
+        rows, columns, values = zip(*entries, strict=True)
+        shape = (num_rows, len(self._costs))
+        return coo_array((values, (rows, columns)), shape=shape).tocsr()
 
     def _equal(self, terms: Sequence[tuple[int, float]], right: float) -> None:
         number = len(self._right)
@@ -272,10 +273,16 @@ def evaluated(
     """Returns a choice with its costs."""
     seconds = sum(float(group.seconds[option]) for group, option in options.items())
     held = sum(int(row[options[group]]) for group, row in memory.items())
-    for edges in sharing(choices.edges):
-        for between in {layouts_at(edge, options) for edge in edges}:
-            seconds += move_s(edges[0], moves, *between)
-    return Solution(options, seconds, held)
+    return Solution(options, seconds + moves_s(choices.edges, moves, options), held)
+
+
+def moves_s(edges: Sequence[Edge], moves: Moves, options: Mapping[Group, int]) -> float:
+    """Returns the seconds in which a choice brings tensors to other layouts."""
+    return sum(
+        move_s(parts[0], moves, *between)
+        for parts in sharing(edges)
+        for between in {layouts_at(edge, options) for edge in parts}
+    )
 
 
 def layouts_at(edge: Edge, options: Mapping[Group, int]) -> tuple[Layouts, Layouts]:

@@ -238,10 +238,13 @@ def with_own_collectives(
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
-        made = _own_form(node)
-        if made is None:
+        target, args = _OWN_FORMS.get(node.target), node.args
+        if node.target is _FUNCTIONAL.all_to_all_single.default:
+            x, made, given, group = args
+            target = target if made == given and len(set(given)) == 1 else None
+            args = (x, len(given), group)
+        if target is None:
             raise PlanError(f"There is no way to run the collective {node.target} here.")
-        target, args = made
         *own, group = args
         if group not in axes:
             raise PlanError(f"A collective runs in the group {group}, which is none of the mesh's.")
@@ -262,18 +265,6 @@ def started(
     wait = graph.call_function(WAIT, (start, *read))
     start.meta["val"] = wait.meta["val"] = example
     return wait
-
-
-def _own_form(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """Returns the operator of ours for a functional collective, and its arguments."""
-    args: tuple[Any, ...] = node.args
-    if node.target is _FUNCTIONAL.all_to_all_single.default:
-        x, made, given, group = args
-        if made != given or len(set(given)) != 1:
-            return None
-        args = (x, len(given), group)
-    own = _OWN_FORMS.get(node.target)
-    return None if own is None else (own, args)
 
 
 _LOCK = threading.RLock()

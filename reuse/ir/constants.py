@@ -25,7 +25,7 @@ import torch
 import torch.fx
 
 from ..torch_names import OPERATOR_TYPES, module_of
-from .control import with_bodies
+from .control import program_key, with_bodies
 from .leaf import FullKey, leaf_key
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
 from .types import TensorType
@@ -291,17 +291,13 @@ class _OpenBody:
     @property
     def key(self) -> Any:
         """Equal for two programs that are equal up to their numbers."""
-        number = {value: i for i, value in enumerate(self.program.inputs)}
-        rows: list[Any] = [tuple(v.type for v in self.program.inputs)]
-        for call in self.program.calls:
+
+        def of_call(call: Call) -> Any:
             shared = self._found[call.closure]
-            args = tuple(number[v] for v in call.args)
             kinds = tuple((n.kind, n.dtype) for n in shared.numbers)
-            rows.append((id(shared.closure), args, kinds, call.path, call.recompute))
-            for value in call.results:
-                number[value] = len(number)
-        rows.append(tuple(number[v] for v in self.program.outputs))
-        return tuple(rows)
+            return id(shared.closure), kinds, call.path, call.recompute
+
+        return program_key(self.program, of_call)
 
     def calls(self, columns: _Columns, entries: Sequence[Value]) -> list[Call]:
         """Returns the calls on the shared closures, with inputs for their numbers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch.fx
 
 from ..torch_names import module_of
 from .leaf import DEFAULT_STAMP, Stamp, flat_types, interpret
-from .program import Composite, Control, Leaf, Program, Run, Value
+from .program import Call, Composite, Control, Leaf, Program, Run, Value
 from .types import TensorType, Type
 
 
@@ -39,7 +39,7 @@ class _Operator(Control):
         return tuple(self.run([partial(interpret, program) for program in programs], operands))
 
     def _key(self) -> Any:
-        keys = tuple(_program_key(body.program) for body in self.bodies)
+        keys = tuple(program_key(body.program, lambda c: id(c.closure)) for body in self.bodies)
         return type(self), tuple(self.numbers.items()), keys
 
     def __eq__(self, other: object) -> bool:
@@ -217,8 +217,13 @@ def with_bodies(leaf: Leaf, bodies: Sequence[Composite]) -> Leaf:
     return replace(leaf, module=module_of(graph))
 
 
-def _program_key(program: Program) -> Any:
-    """Returns a value that is equal for programs that make the same calls."""
+def program_key(program: Program, of_call: Callable[[Call], Any]) -> Any:
+    """Returns a value that is equal for programs that make the same calls.
+
+    Args:
+        program: the program.
+        of_call: returns what counts of a call, besides its operands and results.
+    """
     number: dict[Value, int] = {}
 
     def numbered(values: Sequence[Value]) -> tuple[int, ...]:
@@ -227,7 +232,7 @@ def _program_key(program: Program) -> Any:
     def rows() -> Iterator[Any]:
         yield tuple(v.type for v in program.inputs), numbered(program.inputs)
         for call in program.calls:
-            yield id(call.closure), numbered(call.args), numbered(call.results)
+            yield of_call(call), numbered(call.args), numbered(call.results)
         yield numbered(program.outputs)
 
     return tuple(rows())

@@ -362,9 +362,8 @@ class _Body:
 
     def _computed(self, expression: Any) -> Any:
         """Returns a number, or the node of an expression of symbols."""
-        if isinstance(expression, int):
-            return expression
-        nodes = {symbol: self.size(symbol) for symbol in expression.free_symbols}
+        symbols = () if isinstance(expression, int) else expression.free_symbols
+        nodes = {symbol: self.size(symbol) for symbol in symbols}
         return computing_node(expression, nodes, self._graph)
 
     def place(self, call: ir.Call, name: str, module: nn.Module) -> str:

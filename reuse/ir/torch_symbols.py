@@ -36,18 +36,22 @@ from .types import StructType, TensorType, Type
 
 def computing_node(
     expression: Any, nodes: Mapping[Any, torch.fx.Node], graph: torch.fx.Graph
-) -> torch.fx.Node:
-    """Adds the nodes that compute an expression, where the graph inserts; returns its node.
+) -> Any:
+    """Adds the nodes that compute an expression, where the graph inserts.
 
     Args:
-        expression: of symbols, and not a number.
+        expression: of symbols.
         nodes: the node of each symbol.
         graph: theirs.
+
+    Returns:
+        Its node, or the number that it is.
     """
+    if isinstance(expression, int) or expression.is_number:
+        return value_of(expression, Values())
     tracer = GraphAppendingTracer(graph)
     proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
-    node: torch.fx.Node = sympy_interp(_ByNodes, proxies, expression).node
-    return node
+    return sympy_interp(_ByNodes, proxies, expression).node
 
 
 def _call(function: Callable[..., Any], x: Any) -> Any:
@@ -78,18 +82,6 @@ class _ByNodes(PythonReferenceAnalysis):
     @staticmethod
     def round_to_int(x: Any, dtype: Any) -> Any:
         return _call(round, x)
-
-
-def size_expression(node: torch.fx.Node) -> Any:
-    """Returns a size as an expression of symbols; a number where the trace settled it."""
-    return node.meta["val"].node.expr
-
-
-def compute(expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> Any:
-    """Adds the nodes that compute an expression at the graph's insertion point."""
-    if expression.is_number:
-        return int(expression) if expression.is_integer else float(expression)
-    return computing_node(expression, symbols, next(iter(symbols.values())).graph)
 
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -178,9 +170,6 @@ def value_of(expression: Any, values: Values) -> Any:
 
 
 def _computed(expression: Any, values: Values) -> Any:
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
     value = sympy_interp(PythonReferenceAnalysis, values, expression)
     if isinstance(value, (bool, int, float, *SIZE_TYPES)):
         return value
@@ -308,9 +297,6 @@ def with_size_inputs(
 
 
 def _nodes_for(graph: torch.fx.Graph, expression: Any, inputs: Mapping[Any, torch.fx.Node]) -> Any:
-
-    if expression.is_number:
-        return value_of(expression, Values())
     first = len(graph.nodes)
     result = computing_node(expression, inputs, graph)
 
