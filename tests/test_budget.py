@@ -40,10 +40,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (29_491, 103),
     "reuse": (9_913, 34),
-    "autodiff": (6_340, 21),
+    "autodiff": (6_344, 21),
     "recompute": (1_181, 4),
-    "pipeline_parallel": (7_956, 25),
-    "backend": (12_807, 46),
+    "pipeline_parallel": (7_827, 25),
+    "backend": (12_789, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
