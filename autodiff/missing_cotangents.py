@@ -208,19 +208,12 @@ def _leaf(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
         if kinds.get(node) == _UNDEFINED:
             graph.erase_node(node)
     module.recompile()
-    types = zip(leaf.input_types, flags, strict=True)
-    made = zip(leaf.output_types, results, strict=True)
-    return _Found(
-        ir.Leaf(
-            leaf.name,
-            module,
-            tuple(t for t, flag in types if flag != _UNDEFINED),
-            tuple(t for t, kind in made if kind != _UNDEFINED),
-            level=leaf.level,
-            kernels=leaf.kernels,
-        ),
-        results,
+    inputs, outputs = (
+        tuple(t for t, kind in zip(types, kinds_, strict=True) if kind != _UNDEFINED)
+        for types, kinds_ in ((leaf.input_types, flags), (leaf.output_types, results))
     )
+    made = replace(leaf, module=module, input_types=inputs, output_types=outputs, input_names=())
+    return _Found(made, results)
 
 
 def _kind(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> str:

@@ -8,7 +8,7 @@ on whole programs, so a sub-program of any size is a unit of recompute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx
 
@@ -95,27 +95,19 @@ def _rerun_leaf(leaf: ir.Leaf, needed: tuple[int, ...]) -> Rerun:
     struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
     types: tuple[Type, ...] = (*leaf.output_types[:count], struct)
     name = leaf.name.removesuffix(".forward")
-    first_leaf = ir.Leaf(
-        f"{name}.first",
-        first,
-        leaf.input_types,
-        types,
-        leaf.input_names,
-        leaf.level,
-        leaf.kernels,
-    )
+    first_leaf = replace(leaf, name=f"{name}.first", module=first, output_types=types)
     if not needed:
         return Rerun(first_leaf, None, ())
     reached = ancestors([n for n in wanted if isinstance(n, torch.fx.Node)], drawn)
     used = tuple(i for i, n in enumerate(entries) if n in reached)
     again = extract(leaf.module, [*drawn, *(entries[i] for i in used)], wanted)
-    again_leaf = ir.Leaf(
-        f"{name}.again",
-        again,
-        (struct, *(leaf.input_types[i] for i in used)),
-        tuple(leaf.output_types[i] for i in needed),
-        level=leaf.level,
-        kernels=leaf.kernels,
+    again_leaf = replace(
+        leaf,
+        name=f"{name}.again",
+        module=again,
+        input_types=(struct, *(leaf.input_types[i] for i in used)),
+        output_types=tuple(leaf.output_types[i] for i in needed),
+        input_names=(),
     )
     return Rerun(first_leaf, again_leaf, used)
 

@@ -23,6 +23,7 @@ import torch
 import torch.fx
 
 from ...autodiff.flows import in_closure, inlined, with_operands
+from ...reuse.ir.leaf import cut_leaf
 from ...reuse.ir.program import (
     Call,
     Closure,
@@ -35,7 +36,7 @@ from ...reuse.ir.program import (
 )
 from ...reuse.ir.rewrite import grouped, packed, unpacked
 from ...reuse.ir.types import StructType, TensorType, Type
-from ...reuse.torch_names import RESHAPES, module_of
+from ...reuse.torch_names import RESHAPES
 from .torch_collectives import COLLECTIVES, WAIT, started
 from .torch_sharding import CASTS, LocalGraph
 
@@ -309,26 +310,15 @@ class _Split:
         made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
         if not made:  # nobody reads what lies between two collectives
             return
-        read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
-        graph = torch.fx.Graph()
-        env = {}
-        for index, node in enumerate(read):
-            env[node] = graph.placeholder(f"a{index}")
-            env[node].meta["val"] = node.meta["val"]
-        for node in nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        graph.output(tuple(env[n] for n in made))
+        read = list(
+            dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
+        )
         is_collective = nodes[0].target in COLLECTIVES or nodes[0].target is WAIT
         is_moved = all(n.target in MOVES_ONLY for n in nodes)
-        leaf = Leaf(
-            nodes[0].name if is_collective else self._leaf.name,
-            module_of(graph),
-            tuple(self._env[n].type for n in read),
-            tuple(TensorType.of(n.meta["val"]) for n in made),
-            (),
-            "aten",
-            "eager" if is_collective or is_moved else self._leaf.kernels,
-        )
+        name = nodes[0].name if is_collective else self._leaf.name
+        kernels = "eager" if is_collective or is_moved else self._leaf.kernels
+        cut = cut_leaf(name, nodes, read, made)
+        leaf = replace(cut, input_names=(), level="aten", kernels=kernels)
         values = tuple(Value(t) for t in leaf.output_types)
         self._calls.append(Call(leaf, tuple(self._env[n] for n in read), values))
         self._env.update(zip(made, values, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,11 @@ class _Operator(Control):
     @property
     def __name__(self) -> str:
         return self.word
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The numbers that it is told besides its bodies, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "bodies"}
 
     def __call__(self, *operands: torch.Tensor) -> tuple[Any, ...]:
         """Runs it by the interpreter."""
@@ -87,12 +92,6 @@ class Repeat(_Operator):
     num_scanned: int = 0
     is_reversed: int = 0
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The numbers that it is told besides its body, by name."""
-        names = ("num_steps", "num_carried", "num_scanned", "is_reversed")
-        return {name: getattr(self, name) for name in names}
-
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns what belongs to operands that are carried, scanned, and the same in each step."""
         first, second = self.num_carried, self.num_carried + self.num_scanned
@@ -121,11 +120,6 @@ class RepeatWhile(_Operator):
 
     word = "repeat_while"
     num_carried: int = 0
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The numbers that it is told besides its bodies, by name."""
-        return {"num_carried": self.num_carried}
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the bodies in turn."""

@@ -213,9 +213,7 @@ class Wire:
         self.once = tuple(1 if stride == 0 else size for size, stride in pairs)
         core = TensorType(type_.dtype, self.once, type_.stride, type_.device)
         self.as_it_stands = core.is_dense
-        self._num_elements = 1
-        for size in self.once:
-            self._num_elements *= size
+        self._num_elements = math.prod(self.once)
 
     @property
     def num_bytes(self) -> int:
