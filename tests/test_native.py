@@ -24,7 +24,8 @@ from lazyinline.backend.launches.torch_native import (
     native_file,
     native_library,
 )
-from lazyinline.backend.link.torch_generated import GeneratedCode, bind_native
+from lazyinline.backend.link.placement import Tools
+from lazyinline.backend.link.torch_generated import GeneratedCode, Memory
 
 aten = torch.ops.aten
 SIZES = (1, 3, 8, 17, 64, 130)
@@ -66,7 +67,8 @@ def run_native(
     bases = {
         i: torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for i, t in enumerate(tensors)
     }
-    scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases, loop)
+    arena = torch.empty(64, dtype=torch.uint8)
+    scope = Memory(arena, {}, bases, Tools(native=loop)).native_names(code)
     if failure := scope["run_native"](scope["words"], op.num_operations, scope["table"]):
         scope["fail"](failure)
 

@@ -326,12 +326,8 @@ class SizesAt:
         module = self.module(leaf.module)
         if module is leaf.module:
             return leaf
-        return replace(
-            leaf,
-            module=module,
-            input_types=tuple(map(self.type, leaf.input_types)),
-            output_types=tuple(map(self.type, leaf.output_types)),
-        )
+        both = (tuple(map(self.type, types)) for types in (leaf.input_types, leaf.output_types))
+        return replace(leaf.retyped(*both), module=module)
 
     def module(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Returns a graph of the same nodes with numbers for sizes, also in the nodes' values.

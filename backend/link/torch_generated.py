@@ -25,7 +25,7 @@ from ...reuse.ir.types import TensorType, reach
 from ...reuse.torch_names import new_cpu_tensor
 from ..arena.live_ranges import IntArray
 from ..gpu.torch_triton import TritonKernel
-from ..launches import kernel_list, torch_native
+from ..launches import kernel_list
 from ..launches.kernel_list import View
 from ..launches.torch_native import no_address
 from .layout import Layout, Placed, PlacedLaunch
@@ -151,9 +151,7 @@ class Memory:
         scope.update(self._bind_arenas(code.arena_views))
         scope.update(_bind_model(code.model_views, self.tensors))
         if code.words:
-            native = self.tools.native
-            starts, others = self.region_starts, self.others
-            scope.update(bind_native(code, self.arena, self.tensors, native, starts, others))
+            scope.update(self.native_names(code))
         return _defined(compiled, scope, {**names, "profiler": PROFILER})
 
     def runner_like(
@@ -180,6 +178,30 @@ class Memory:
             scope["addresses"], scope["table"] = addresses, ctypes.addressof(addresses)
         return _defined(compiled, scope, names)
 
+    def native_names(self, code: GeneratedCode) -> dict[str, Any]:
+        """Makes the address table of one lease, or of one run in regions of its own."""
+        library, start = self.tools.native(), self.arena.data_ptr()
+        addresses = (ctypes.c_int64 * code.num_slots)()
+        addresses[ARENA_SLOT] = start
+        for region, slot in code.regions.items():
+            addresses[slot] = start + self.region_starts[region]
+        for device, slot in code.arenas.items():
+            addresses[slot] = self.others[device].data_ptr()
+        for instance, slot in code.slots.items():
+            addresses[slot] = self.tensors[instance].data_ptr()
+        # What is given by address must be owned: ``parameter.data = ...`` may take the memory of
+        # the model's tensors from them.
+        tensors = [self.tensors[instance].detach() for instance in code.slots]
+        return {
+            "run_native": library.run,
+            "words": code.words.buffer_info()[0],
+            "owned": (code.words, self.arena, self.others, tensors),
+            "addresses": addresses,
+            "table": ctypes.addressof(addresses),
+            "no_address": no_address,
+            "fail": kernel_list.fail,
+        }
+
     def _bind_arenas(self, views: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
         """Makes every arena view once."""
         typed: dict[tuple[torch.device | None, torch.dtype], torch.Tensor] = {}
@@ -202,42 +224,6 @@ def _defined(compiled: CodeType, scope: dict[str, Any], names: Mapping[str, Any]
     # Popped: a cycle would keep the arena until garbage is collected.
     program: Runner = scope.pop("program")
     return program
-
-
-def bind_native(
-    code: GeneratedCode,
-    arena: torch.Tensor,
-    tensors: Mapping[int, torch.Tensor],
-    native: Callable[[], torch_native.NativeLibrary],
-    region_starts: Mapping[int, int] | None = None,
-    others: Mapping[torch.device, torch.Tensor] | None = None,
-) -> dict[str, Any]:
-    """Makes the address table of one lease, or of one run in regions that start at these bytes."""
-    library = native()
-    addresses = (ctypes.c_int64 * code.num_slots)()
-    addresses[ARENA_SLOT] = arena.data_ptr()
-    for region, slot in code.regions.items():
-        addresses[slot] = arena.data_ptr() + (region_starts or {})[region]
-    for device, slot in code.arenas.items():
-        addresses[slot] = (others or {})[device].data_ptr()
-    for instance, slot in code.slots.items():
-        addresses[slot] = tensors[instance].data_ptr()
-    return {
-        "run_native": library.run,
-        "words": code.words.buffer_info()[0],
-        # What is given by address must be owned: ``parameter.data = ...`` may take the memory of
-        # the model's tensors from them.
-        "owned": (
-            code.words,
-            arena,
-            others,
-            [tensors[instance].detach() for instance in code.slots],
-        ),
-        "addresses": addresses,
-        "table": ctypes.addressof(addresses),
-        "no_address": no_address,
-        "fail": kernel_list.fail,
-    }
 
 
 def launch_apart(
