@@ -39,11 +39,11 @@ from link_tree import ROOT
 # files (frontend +411, reuse +34, pipeline_parallel +44), values taken as traced (backend +81).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (29_491, 103),
-    "reuse": (9_913, 34),
-    "autodiff": (6_344, 21),
+    "reuse": (9_905, 34),
+    "autodiff": (6_325, 21),
     "recompute": (1_181, 4),
-    "pipeline_parallel": (7_827, 25),
-    "backend": (12_789, 46),
+    "pipeline_parallel": (7_817, 25),
+    "backend": (12_775, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
