@@ -17,12 +17,7 @@ from .checks.torch_state import why_no_memory, why_watched
 
 
 class Batch:
-    """The batch's structure, and how it is split.
-
-    Args:
-        example: args and kwargs of a whole batch.
-        num_micro_batches: parts.
-    """
+    """The structure of a batch, and how it is split: by an example of a whole one."""
 
     def __init__(
         self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int

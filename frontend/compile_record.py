@@ -417,13 +417,7 @@ class GpuRecord:
 def gpu_record(
     program: PlannedProgram, lists: Sequence[tuple[KernelList, int]], backend: InductorBackend
 ) -> GpuRecord:
-    """Returns what is known of a planned program.
-
-    Args:
-        program: planned, and not run.
-        lists: the launches of each closure, and how often the program calls it.
-        backend: made its kernels.
-    """
+    """Returns what is known of a planned program."""
     assert backend.target is not None
     kernels = {kernel.content for kernel in triton_kernels(one for one, _ in lists)}
     built = [backend.built[content] for content in kernels if content in backend.built]

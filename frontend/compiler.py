@@ -301,12 +301,6 @@ class Linker:
         """Compiles another backward for the same forward; None where there is none.
 
         Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
-
-        Args:
-            values: the numbers of symbols that the forward is linked for.
-            report: of the forward.
-            compiled: the forward, with a backward for all outputs.
-            unused: the outputs that have no cotangent.
         """
         with one_at_a_time():
             for kernels in ("backend", "eager"):
@@ -364,11 +358,6 @@ class Linker:
         self, values: Values | None, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients | Program:
         """Compiles gradients that are differentiated; with symbols, once for all shapes.
-
-        Args:
-            values: the numbers of symbols that the program is linked for.
-            counted: the report of the model that they belong to.
-            request: which gradients.
 
         Returns:
             They; or the program with numbers for sizes, of which autograd can take them.

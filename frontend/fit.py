@@ -242,13 +242,7 @@ class _Offline:
             room_bytes = held_bytes - (one.memory.num_bytes - self.limit_bytes)
 
     def fit(self, plan: Plan, recompute: PolicyName | None, room_bytes: int | None = None) -> Fit:
-        """Compiles a plan.
-
-        Args:
-            plan: to be compiled.
-            recompute: what is computed again.
-            room_bytes: that a plan that is found may take.
-        """
+        """Compiles a plan; one that is found may take so many bytes."""
         # Imported late: DTensor takes as long to import as all of lazyinline.
         from ..pipeline_parallel.mesh.given import check_mesh
         from ..pipeline_parallel.mesh.torch_collectives import absent_ranks

@@ -205,13 +205,6 @@ def reduced(
 
     Operators that no rule takes apart stay; :func:`not_primitive` names them. What is reduced is to
     be looked at, checked and counted: what runs is made of the operators as they were.
-
-    Args:
-        model: any ``nn.Module``.
-        args: example positional inputs; only layouts matter.
-        kwargs: example keyword inputs.
-        options: how it is captured.
-        train: with gradients.
     """
     compiler = Compiler(options or Options(reuse="auto", backend="eager"))
     subject, goal = Subject(model, args, dict(kwargs or {})), Goal("primitives", train=train)
@@ -251,15 +244,6 @@ def show_after(
     diff: bool = False,
 ) -> str:
     """Returns the programs after a pass, verified; or what it changed.
-
-    Args:
-        name: of the pass.
-        target: the model and its inputs; for a step, those of one micro-batch.
-        options: how it is compiled.
-        way: as what.
-        train: whether gradients are wanted; a step has them anyway.
-        micro_batches: of a step.
-        diff: show the difference to the programs before it.
 
     Raises:
         LazyInlineError: if there is no such pass.

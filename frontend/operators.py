@@ -44,12 +44,6 @@ def check_rule(
 ) -> None:
     """Compares a rule with its operator, after PyTorch has checked the operator itself.
 
-    Args:
-        operator: the operator.
-        rule: what shall be its rule.
-        examples: arguments; without any, small tensors and numbers are taken.
-        checks: what is compared.
-
     Raises:
         DecompositionError: if they differ, or there is nothing to compare them on.
     """

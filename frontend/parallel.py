@@ -21,7 +21,6 @@ from ..backend.arena.arena import ArenaPlan
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
-from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED, MeshPlan, Placements
 from ..pipeline_parallel.process_groups import Ranks, all_ranks, ranks_along
@@ -49,7 +48,7 @@ from .passes.mesh import sharded_step
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
-from .pipeline import AskedPipeline, Pipeline, check_sums
+from .pipeline import AskedPipeline, Pipeline, check_sums, table_of
 
 
 @dataclass(frozen=True)
@@ -208,32 +207,25 @@ def parallelize(
             ``.loss``.
         args: an example of the whole batch; only layouts matter.
         kwargs: its keyword inputs.
-        mesh: a ``DeviceMesh`` of all ranks. Its dimensions are named by what they are for:
-            ``"data"`` (or ``dp``, ``dp_replicate``) splits the batch, ``"fsdp"`` (``dp_shard``) the
-            batch and, between uses, parameters, ``"tensor"`` (``tp``) what the plan says, and
-            ``"pipeline"`` (``pp``) cuts the model into stages.
-        plan: ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` of
-            ``torch.distributed.tensor.parallel`` by patterns of module paths, as torchtitan has
-            them; :func:`.marks.shard` pins more. What is not pinned follows by DTensor's rules.
-            ``"auto"`` finds the plan that takes the least time by the costs of the device and of
-            the mesh, whatever its dimensions are named; parameters that are pinned stay so.
-        memory_bytes_per_rank: with ``"auto"``, what a rank may hold of parameters, gradients,
-            optimizer state (two tensors of a parameter's size) and what is saved for backward.
-            Where a faster plan would hold more, ``recompute`` is weighed, too, unless it is given.
-        links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them;
-            without, those of this package.
+        mesh: a ``DeviceMesh`` of all ranks. Its dimension ``"data"`` (``dp``, ``dp_replicate``)
+            splits the batch, ``"fsdp"`` (``dp_shard``) the batch and, between uses, parameters,
+            ``"tensor"`` (``tp``) what the plan says, ``"pipeline"`` (``pp``) the model into stages.
+        plan: styles of ``torch.distributed.tensor.parallel`` by patterns of module paths, as
+            torchtitan has them; :func:`.marks.shard` pins more, and the rest follows by DTensor's
+            rules. ``"auto"`` finds what takes least time, whatever the dimensions are named.
+        memory_bytes_per_rank: with ``"auto"``, what a rank may hold, two tensors of optimizer state
+            for each parameter included; ``recompute`` is weighed, too, unless it is given.
+        links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
-        sums: the precision that gradients of micro-batches are added up in on each rank, as in
-            :func:`compile_step`; a pipeline has but their own.
-        schedule: with a pipeline, in which order stages run, as in :func:`.pipeline`.
-        num_stages: with a pipeline, a multiple of its ranks; one for each where it is left out.
-        split: with a pipeline, ``"auto"``, ``"even"`` or ``"marked"``, as in :func:`.pipeline`.
+        sums: as in :func:`compile_step`, on each rank; a pipeline adds up in gradients' own dtype.
+        schedule: of a pipeline, as in :func:`.pipeline`.
+        num_stages: of a pipeline; one for each rank where it is left out.
+        split: of a pipeline, as in :func:`.pipeline`.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
-        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
-        backend: ``"inductor"`` or ``"eager"``.
-        timeout_s: with a pipeline, how long a transfer between stages, or the compile of another
-            rank, may be waited for; collectives of the mesh wait as long as its own groups do.
+        reuse: as in ``compile``.
+        backend: as in ``compile``.
+        timeout_s: how long another rank of a pipeline may be waited for.
 
     Raises:
         PlanError: if the model cannot be split so.
@@ -244,23 +236,11 @@ def parallelize(
         >>> parallel = lazyinline.parallelize(model, (ids, targets), mesh=mesh, plan=plan)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> loss = parallel.step(ids, targets)
-        >>> optimizer.step()
     """
     check_example("parallelize", model, args)
     check_count(micro_batches)
-    if not dist.is_available() or not dist.is_initialized():
-        raise PlanError(
-            "A mesh is of several processes, and torch.distributed is not initialized. Start the "
-            "script with torchrun --nproc-per-node N script.py and call "
-            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
-        )
-    # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import check_mesh
-    from ..pipeline_parallel.torch_pipelining import action_table
-
-    check_mesh(mesh, any_names=plan == "auto")
+    _check_processes(mesh, any_names=plan == "auto")
     _check_devices(model, mesh)
-    check_runnable(model)
     batch = Batch((args, kwargs or {}), micro_batches)
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     whole = LossModel(model, loss_fn)
@@ -273,11 +253,9 @@ def parallelize(
     check_sums(sums)
     on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
     ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
-    name, num_ranks = schedule_name(schedule), ranks.num_ranks
-    table = action_table(name, num_stages or num_ranks, num_ranks, micro_batches)
-    return ParallelPipeline(
-        AskedPipeline(whole, batch, Context(options), ranks, table, Splitting(split), on_mesh)
-    )
+    table = table_of(schedule, num_stages or ranks.num_ranks, ranks, micro_batches)
+    pipe = AskedPipeline(whole, batch, Context(options), ranks, table, Splitting(split), on_mesh)
+    return ParallelPipeline(pipe)
 
 
 def for_checkpoint(state: _State) -> _State:
@@ -300,8 +278,22 @@ def for_checkpoint(state: _State) -> _State:
     return made
 
 
+def _check_processes(mesh: Any, *, any_names: bool) -> None:
+    """Raises PlanError if there is no process group, or a step cannot be over the mesh."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            "A mesh is of several processes, and torch.distributed is not initialized. Start the "
+            "script with torchrun --nproc-per-node N script.py and call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
+        )
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ..pipeline_parallel.mesh.given import check_mesh
+
+    check_mesh(mesh, any_names=any_names)
+
+
 def _check_devices(model: nn.Module, mesh: Any) -> None:
-    """Raises PlanError if model and mesh do not fit together."""
+    """Raises PlanError if model and mesh do not fit together, or it has no data."""
     num_ranks = dist.get_world_size()
     if mesh.size() != num_ranks:
         raise PlanError(
@@ -319,6 +311,7 @@ def _check_devices(model: nn.Module, mesh: Any) -> None:
                 f"{name} is on {tensor.device}, and the mesh is of {mesh.device_type} devices. "
                 f'Move the model there first: model.to("{mesh.device_type}").'
             )
+    check_runnable(model)
 
 
 class ParallelStep:

@@ -86,20 +86,17 @@ def pipeline(
         num_stages: a multiple of the pipeline's ranks.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         sums: only ``"as_gradients"``: gradients of micro-batches are added up in their own dtype.
-        schedule: ``"GPipe"``, ``"1F1B"`` (one stage per rank), ``"Interleaved1F1B"``,
-            ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``
-            (two stages per rank).
+        schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``,
+            ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
         split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
             :func:`.marks.stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
-        recompute: ``"full"`` or ``"selective"`` computes forward again in the backward; modules
-            may also be marked one by one (``lazyinline.recompute``). A ``Budget`` bounds what a
-            step holds on each rank (``step_peak_bytes``); where memory is not planned, what one
-            micro-batch saves.
+        recompute: as in ``compile``, or by marks. A ``Budget`` bounds what a step holds on each
+            rank (``step_peak_bytes``); where memory is not planned, what one micro-batch saves.
         memory_bytes_per_rank: what a rank may hold, parameters and gradients included; ``"auto"``
             finds the fastest split within it, and what is computed again to keep it.
-        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
-        backend: ``"inductor"`` or ``"eager"``.
+        reuse: as in ``compile``.
+        backend: as in ``compile``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
             ``{"pipeline": 2}`` compiles for so many ranks that are not here, to be saved.
@@ -124,19 +121,26 @@ def pipeline(
     check_example("pipeline", model, args)
     check_count(micro_batches, PipelineError)
     check_sums(sums)
+    is_elsewhere = isinstance(mesh, Mapping)
+    ranks = ranks_elsewhere(mesh, timeout_s) if is_elsewhere else ranks_of(mesh, timeout_s)
+    table = table_of(schedule, num_stages, ranks, micro_batches)
+    asked = AskedPipeline(
+        LossModel(model, loss_fn),
+        Batch((args, kwargs or {}), micro_batches),
+        Context(Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")),
+        ranks,
+        table,
+        Splitting(split, memory_bytes_per_rank),
+    )
+    return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
+
+
+def table_of(schedule: str, num_stages: int, ranks: Ranks, micro_batches: int) -> ActionTable:
+    """Returns what each rank does, and when."""
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 
-    is_elsewhere = isinstance(mesh, Mapping)
-    ranks = ranks_elsewhere(mesh, timeout_s) if is_elsewhere else ranks_of(mesh, timeout_s)
-    table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
-    settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    context = Context(settings)
-    batch = Batch((args, kwargs or {}), micro_batches)
-    splitting = Splitting(split, memory_bytes_per_rank)
-    whole = LossModel(model, loss_fn)
-    asked = AskedPipeline(whole, batch, context, ranks, table, splitting)
-    return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
+    return action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
 
 
 def check_sums(sums: Sums) -> None:

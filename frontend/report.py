@@ -1,7 +1,7 @@
 """Shows a compile: its progress, and then its report as text and as a page.
 
 The report has the nodes held, the seconds of each pass, and why blocks were traced. Progress is a
-bar on a terminal, or a line per pass.
+bar on a terminal.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import os
 import pathlib
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from tqdm import tqdm
 
-from ..reuse.errors import ReuseError
 from ..reuse.ir.printer import closure_names, folded
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
@@ -113,28 +110,8 @@ def cpu_seconds() -> float:
     return total
 
 
-VARIABLE = "LAZYINLINE_PROGRESS"
-"""The environment variable that says what is shown."""
-
-Shown = Literal["auto", "bar", "lines", "off"]
-"""``auto``: a bar on a terminal, else nothing; ``lines``: one line on stderr for each pass."""
-
-# A context variable: two threads that compile may be shown in two ways.
-_SHOWN: ContextVar[Shown] = ContextVar("shown", default="auto")
-
-
-@contextmanager
-def showing(shown: Shown) -> Iterator[None]:
-    """Shows progress in this form inside the block, unless the environment says otherwise."""
-    token = _SHOWN.set(shown)
-    try:
-        yield
-    finally:
-        _SHOWN.reset(token)
-
-
 class Progress:
-    """Follows the passes of one compiler on stderr."""
+    """Follows the passes of one compiler on a terminal; ``TQDM_DISABLE=1`` turns that off."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -142,18 +119,17 @@ class Progress:
     @contextmanager
     def passes(self, names: Sequence[str]) -> Iterator[Callable[[str], Any]]:
         """Follows a list of passes; yields what to run each in."""
-        shown = _shown()
-        if shown == "lines":
-            yield _line
-        elif shown == "off" or self._bar is not None:  # passes inside a pass belong to that one
+        if self._bar is not None:  # passes inside a pass belong to that one
             yield nullcontext
-        else:
-            form = "{desc} |{bar}| {n_fmt}/{total_fmt} passes, {elapsed}{postfix}"
-            with tqdm(total=len(names), bar_format=form, leave=False) as self._bar:
-                try:
-                    yield self._step
-                finally:
-                    self._bar = None
+            return
+        form = "{desc} |{bar}| {n_fmt}/{total_fmt} passes, {elapsed}{postfix}"
+        # A log file would keep every state of a bar.
+        hidden: dict[str, Any] = {} if sys.stderr.isatty() else {"disable": True}
+        with tqdm(total=len(names), bar_format=form, leave=False, **hidden) as self._bar:
+            try:
+                yield self._step
+            finally:
+                self._bar = None
 
     @contextmanager
     def parts(self, total: int, unit: str) -> Iterator[Callable[[], None]]:
@@ -175,20 +151,3 @@ class Progress:
         bar.set_description_str(f"lazyinline: {name}")
         yield
         bar.update(1)
-
-
-@contextmanager
-def _line(name: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    print(f"lazyinline: {name} {time.perf_counter() - begun:.2f} s", file=sys.stderr, flush=True)
-
-
-def _shown() -> Shown:
-    wish = os.environ.get(VARIABLE) or _SHOWN.get()
-    if wish not in get_args(Shown):
-        raise ReuseError(f"{VARIABLE}={wish} is none of {', '.join(get_args(Shown))}.")
-    # A log file would keep every state of a bar.
-    if wish == "auto":
-        return "bar" if sys.stderr.isatty() else "off"
-    return wish  # type: ignore[return-value]

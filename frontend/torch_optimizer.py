@@ -74,11 +74,7 @@ class StepOptimizer:
     # ---- in the step's program ---------------------------------------------------------------
 
     def groups(self, why_after: str = "") -> tuple[UpdateGroup, ...]:
-        """Returns the updates that a program is compiled with: none if they come after it.
-
-        Args:
-            why_after: why they have to, if the caller knows.
-        """
+        """Returns the updates that a program is compiled with: none if they come after it."""
         # Kept from the first compile on: a later change moves the update after the step.
         if self._is_for_gpu() and not self._fixed:
             self._fixed = self._fixed_now()
@@ -229,10 +225,6 @@ class StepOptimizer:
 
         State that is not there yet is made, as PyTorch makes it before the first step.
 
-        Args:
-            updates: of the program.
-            parameters: the model's tensors.
-
         Raises:
             PlanError: if a loaded state is laid out in another way than its parameter.
         """
@@ -272,10 +264,6 @@ _SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
     """Returns an optimizer without its state, as JSON holds it.
-
-    Args:
-        optimizer: it.
-        names: of the model's tensors, by ``id``.
 
     Raises:
         FileError: for another than SGD, Adam and AdamW, or where something of the user's is in it.
@@ -330,11 +318,7 @@ def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[
 
 
 class StateFacts:
-    """Notes the state of an optimizer when a program was bound to it.
-
-    Args:
-        optimizer: whose state.
-    """
+    """Notes the state of an optimizer when a program was bound to it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state

@@ -353,12 +353,7 @@ class _StepEntry:
         self._share = self._seed.clone()
 
     def follow(self, before: _StepEntry, handed: HandedGradients | None) -> None:
-        """Takes back gradients that another variant gave to what this one leaves out.
-
-        Args:
-            before: that one.
-            handed: the gradients.
-        """
+        """Takes back gradients that another variant gave to what this one leaves out."""
         if handed is not None:
             handed.take_back(self._trained_of(self.guard.tensors))
         self._before, self._handed_before = before, handed
@@ -370,11 +365,7 @@ class _StepEntry:
         return other._updates is self._updates
 
     def why_no_update(self, before: _StepEntry | None = None) -> str:
-        """Says why the program cannot update its parameters as they are now; empty if it can.
-
-        Args:
-            before: another variant, which was asked when it was bound.
-        """
+        """Says why the program cannot update its parameters as they are now; empty if it can."""
         if not self.is_updating or self._optimizer is None or self.guard.token is self._token:
             return ""
         if self._is_bound_as(before):
@@ -549,13 +540,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class _Staging:
-    """Our copy of one tensor of the batch.
-
-    Args:
-        tensor: the copy.
-        like: what every tensor taken is laid out like.
-        move: copies memory, if that is open to it.
-    """
+    """Our copy of one tensor of the batch."""
 
     def __init__(self, tensor: torch.Tensor, like: torch.Tensor, move: Move | None) -> None:
         self._tensor, self._address = tensor, tensor.data_ptr()

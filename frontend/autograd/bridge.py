@@ -18,7 +18,7 @@ from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
-from .gradients import FirstBackward, Gradients, ResultLinks, drawing
+from .gradients import FirstBackward, Gradients, ResultLinks, by_pytorch, drawing
 from .torch_engine import (
     Aliases,
     GeneratorStates,
@@ -28,7 +28,6 @@ from .torch_engine import (
     cotangent_like,
     graph_is_kept,
     is_asked,
-    one_by_one,
 )
 
 _MAX_BACKWARDS = 8  # the last used
@@ -253,6 +252,17 @@ class Bridge:
         with drawing(node.step.drawn_from):
             return self._compiled.interpret(node.step.inputs_again(node))
 
+    def by_pytorch(
+        self, node: Any, cotangents: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns gradients that PyTorch takes of the forward, run again."""
+        step, places = node.step, self.derivative.gradient_inputs
+        with torch.enable_grad():  # names of their own: one may be a function of another
+            inputs = [x.view_as(x) if x.requires_grad else x for x in step.inputs_again(node)]
+        given = {i: c for i, c in enumerate(cotangents) if c is not None}
+        found = by_pytorch(self._compiled.interpret, inputs, places, given, step.drawn_from)
+        return (None, *map(found.get, places))
+
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns what picks the items at some places, in C where there are several."""
@@ -307,9 +317,7 @@ class Step:
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
 
-    def taken(
-        self, ctx: Any, unused: Sequence[int], following: int
-    ) -> tuple[Sequence[torch.Tensor], Any, Graph]:
+    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns what was saved, the flight, and what is to become of it."""
         backwards, outputs = self.bridge.backwards, self.bridge.derivative.cotangent_outputs
         if self.flight is None or (
@@ -326,7 +334,7 @@ class Step:
             saved = ctx.saved_tensors[: self.bridge.num_kept]
             kept = self.bridge.saved.as_saved(saved)
         flight = self.flight
-        if following or graph_is_kept():
+        if graph_is_kept():
             return kept, flight, "keep"
         # Once a backward frees the graph, another can follow for outputs that need nothing of what
         # the first one used, as if each had a graph of its own.
@@ -380,7 +388,7 @@ class _CompiledFunction(torch.autograd.Function):
         if all(cotangent is None for cotangent in cotangents):  # the engine passes by
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
         if are_batched(cotangents):
-            return tuple(one_by_one(partial(_CompiledFunction._gradients, ctx), cotangents))
+            return ctx.step.bridge.by_pytorch(ctx, cotangents)  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             if not ctx.step.is_differentiated:
                 used = (i for i, cotangent in enumerate(cotangents) if cotangent is not None)
@@ -415,10 +423,7 @@ class _CompiledFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def _gradients(
-        ctx: Any, cotangents: Sequence[torch.Tensor | None], following: int = 0
-    ) -> list[Any]:
-        """Returns the gradients; ``following``: how many further backwards are to come."""
+    def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
@@ -426,7 +431,7 @@ class _CompiledFunction(torch.autograd.Function):
         # The cotangent of a view came to its base. Zeros in its place change no number: between
         # the two are views alone. A backward without it would be one more to compile.
         left = tuple(i for i in unused if i not in bridge.aliases.views)
-        kept, flight, graph = step.taken(ctx, left, following)
+        kept, flight, graph = step.taken(ctx, left)
         backward = bridge.backwards.of(left)
         if backward is not step.prepared:
             # The forward laid its values out for another backward, which has another arena.

@@ -37,7 +37,7 @@ from .torch_engine import (
     graph_is_kept,
     is_asked,
     is_watched,
-    one_by_one,
+    outside_of_batch,
     renamed,
 )
 
@@ -68,13 +68,7 @@ class ResultLinks:
     def over(
         self, results: Sequence[torch.Tensor], again: Again, views: Iterable[int] = ()
     ) -> Sequence[torch.Tensor]:
-        """Returns the results with nodes of their own, where there are several.
-
-        Args:
-            results: of a run.
-            again: runs it again.
-            views: of other results, which stay as they are.
-        """
+        """Returns the results with nodes of their own, where there are several."""
         order = [i for i in self._order if i not in views]
         if len(order) < 2:
             return results
@@ -130,8 +124,7 @@ class _Call:
                 f"What comes to {self.links.name(seen)} of a compiled module through gradients "
                 "that were asked for with create_graph=True is not added to its own gradient."
             )
-        find = partial(self._derivatives, origin, place, seen)
-        found = one_by_one(find, [cotangent]) if are_batched([cotangent]) else find([cotangent], 0)
+        found = self._derivatives(origin, place, seen, cotangent)
         handed = {i: one for i, one in zip(seen, found, strict=True) if one is not None}
         for i, one in handed.items():
             self._handed[i] = self._handed[i] + one if i in self._handed else one
@@ -142,11 +135,10 @@ class _Call:
         origin: Any,
         place: int,
         seen: Sequence[int],
-        cotangents: Sequence[torch.Tensor | None],
-        following: int,
+        cotangent: torch.Tensor,
     ) -> list[torch.Tensor | None]:
         """Returns the derivatives of a result by earlier ones, of another run of the forward."""
-        with torch.enable_grad():
+        with torch.enable_grad(), outside_of_batch([cotangent]):
             again = self._again(origin)
         known = [i for i in seen if again[i].requires_grad and again[place].requires_grad]
         if not known:
@@ -154,7 +146,7 @@ class _Call:
         found = torch.autograd.grad(
             again[place],
             [again[i] for i in known],
-            cotangents[0],
+            cotangent,
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
@@ -201,13 +193,7 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Gradients:
-    """Compiles the gradients of one program, for each request once.
-
-    Args:
-        compiled: the program.
-        differentiably: returns what runs a compiled program as a node of autograd.
-        again: runs the program itself as one.
-    """
+    """Compiles the gradients of one program, for each request once."""
 
     def __init__(
         self,
@@ -313,7 +299,10 @@ class FirstBackward:
         request = GradientRequest(self.outputs, moving, self.asked)
         made, run = self.gradients.of(request)
         if isinstance(made, Program):
-            return self._interpreted(made, inputs, cotangents)
+            given = dict(zip(self.outputs, cotangents, strict=True))
+            with torch.enable_grad():
+                run_as = partial(interpret, made)
+                return by_pytorch(run_as, inputs, self.asked, given, self.drawn_from)
         if run is None:
             return None
         self.gradients.habit.note(None if moving else request)
@@ -325,25 +314,6 @@ class FirstBackward:
             laid = list(map(cotangent_like, types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
-
-    def _interpreted(
-        self,
-        program: Program,
-        inputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor],
-    ) -> Mapping[int, torch.Tensor]:
-        """Returns the same as autograd takes it of a program that PyTorch runs."""
-        wanted = [i for i in self.asked if inputs[i].requires_grad]
-        with torch.enable_grad(), drawing(self.drawn_from):
-            results = interpret(program, inputs)
-            found = torch.autograd.grad(
-                [results[output] for output in self.outputs],
-                [inputs[i] for i in wanted],
-                cotangents,
-                create_graph=True,
-                allow_unused=True,
-            )
-        return {i: one for i, one in zip(wanted, found, strict=True) if one is not None}
 
     def differentiable(
         self,
@@ -363,13 +333,7 @@ class FirstBackward:
         cotangents: Sequence[torch.Tensor],
         seeds: Mapping[int, torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Returns gradients of the gradients, for each input and each cotangent.
-
-        Args:
-            inputs: of the program.
-            cotangents: of its outputs.
-            seeds: a cotangent for the gradient of each input that has one.
-        """
+        """Returns gradients of the gradients, for each input and each cotangent."""
         with torch.enable_grad():
             # Names of their own: a cotangent may be a function of an input, and what is wanted
             # here is the derivative with respect to each alone.
@@ -393,6 +357,30 @@ class FirstBackward:
             )
         )
         return [next(found) if x.requires_grad else None for x in operands]
+
+
+def by_pytorch(
+    run: Run,
+    inputs: Sequence[torch.Tensor],
+    asked: Iterable[int],
+    cotangents: Mapping[int, torch.Tensor],
+    drawn_from: GeneratorStates | None,
+) -> dict[int, torch.Tensor]:
+    """Returns the gradients of those inputs that have one, as autograd takes them of a forward."""
+    wanted = [i for i in asked if inputs[i].requires_grad]
+    with torch.enable_grad(), outside_of_batch([*cotangents.values()]), drawing(drawn_from):
+        results = run(inputs)
+    flowing = {output: c for output, c in cotangents.items() if results[output].requires_grad}
+    if not flowing or not wanted:
+        return {}
+    found = torch.autograd.grad(
+        [results[output] for output in flowing],
+        [inputs[i] for i in wanted],
+        [*flowing.values()],
+        create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
+    )
+    return {i: one for i, one in zip(wanted, found, strict=True) if one is not None}
 
 
 def drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
@@ -509,23 +497,17 @@ class Ahead:
         self, flight: _Flight, cotangents: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of all inputs that want one by another run of the forward."""
-        with torch.enable_grad(), drawing(flight.drawn_from):
-            operands = self._operands(flight)
-            results = self._again(operands)
-        pairs = zip(self.request.outputs, cotangents, strict=True)
-        flowing = [(results[output], seed) for output, seed in pairs if seed is not None]
-        return torch.autograd.grad(
-            [result for result, _ in flowing],
-            [operands[i] for i in self.wanted],
-            [seed for _, seed in flowing],
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
+        given = zip(self.request.outputs, cotangents, strict=True)
+        seeds = {output: seed for output, seed in given if seed is not None}
+        operands = self._operands(flight)
+        found = by_pytorch(self._again, operands, self.wanted, seeds, flight.drawn_from)
+        return [found.get(i) for i in self.wanted]
 
     def _operands(self, flight: _Flight) -> list[torch.Tensor]:
         """Returns the inputs as the forward had them, to be differentiated by."""
         operands = list(map(unchanged, flight.inputs, flight.versions))
-        operands = [x.view_as(x) if x.requires_grad else x for x in operands]
+        with torch.enable_grad():
+            operands = [x.view_as(x) if x.requires_grad else x for x in operands]
         for index in self.wanted:
             if not operands[index].requires_grad:  # frozen since the forward
                 operands[index] = operands[index].detach().requires_grad_()

@@ -1,14 +1,14 @@
 """Adapter: what a program and PyTorch's autograd engine hand each other, which others may change.
 
 Hooks run where a gradient arrives. What autograd hands over in a batch (``is_grads_batched=True``)
-has no memory of its own, which kernels would read: a backward runs once for each row. Cotangents,
-saved tensors and gradients that were handed out may have been changed by others meanwhile.
+has no memory of its own, which kernels would read: PyTorch takes such gradients. Cotangents, saved
+tensors and gradients that were handed out may have been changed by others meanwhile.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,49 +139,21 @@ def is_asked(node: Any) -> bool:
         return True
 
 
-Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor | None]]
-"""Takes cotangents, and how many more will follow; returns gradients."""
-
-
 def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
     """Returns whether some cotangents are a batch, as with ``is_grads_batched``."""
     of_batch = torch._C._functorch.is_legacy_batchedtensor
     return any(g is not None and of_batch(g) for g in cotangents)
 
 
-def one_by_one(run: Backward, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Runs a backward for each row of a batch of cotangents; returns gradients in a batch.
-
-    Raises:
-        PlanError: if they are to be differentiated in their turn.
-    """
-    if torch.is_grad_enabled():
-        raise PlanError(
-            "Gradients in a batch (is_grads_batched=True, vectorize=True) of a compiled module "
-            "cannot be differentiated again. Ask for them one by one, or use "
-            "lazyinline.func.jacobian."
-        )
-    of_batch: Any = torch._C._functorch.is_legacy_batchedtensor
-    with _outside_of_batch() as level:
-        batched = [g for g in cotangents if g is not None and of_batch(g)]
-        size = max(len(torch._remove_batch_dim(g, level, 1, 0)) for g in batched)
-        wholes = [
-            None if g is None else torch._remove_batch_dim(g, level, size, 0) for g in cotangents
-        ]
-        rows = [
-            run([None if g is None else g[i] for g in wholes], size - 1 - i) for i in range(size)
-        ]
-        columns = list(zip(*rows, strict=True))
-        found = [None if column[0] is None else torch.stack(column) for column in columns]
-    return [None if g is None else torch._add_batch_dim(g, 0, level) for g in found]
-
-
 @contextmanager
-def _outside_of_batch() -> Iterator[int]:
-    """Yields the level of the batch; operators inside are of none."""
-    level = torch._C._vmapmode_decrement_nesting() + 1
+def outside_of_batch(cotangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Runs what makes no use of cotangents once, and not for each row, where these are a batch."""
+    if not are_batched(cotangents):
+        yield
+        return
+    torch._C._vmapmode_decrement_nesting()
     try:
-        yield level
+        yield
     finally:
         torch._C._vmapmode_increment_nesting()
 
@@ -363,11 +335,7 @@ def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
 
 
 class SavedTensors:
-    """Gives saved tensors the layouts that a backward was compiled for.
-
-    Args:
-        types: what it was compiled for.
-    """
+    """Gives saved tensors the layouts that a backward was compiled for."""
 
     def __init__(self, types: Sequence[TensorType]) -> None:
         self._types = types

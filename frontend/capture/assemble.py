@@ -85,13 +85,7 @@ class OutputTree:
     def built(
         self, leaves: list[Any], given: Sequence[Any] = (), call: Arguments = ((), {})
     ) -> Any:
-        """Rebuilds the result; brings up to date the containers that the call was given.
-
-        Args:
-            leaves: outputs and constants.
-            given: the containers.
-            call: the arguments, for what is left in them.
-        """
+        """Rebuilds the result; brings up to date the containers that the call was given."""
         built = torch_pytree.unflatten(leaves, self.spec, given)
         if not self.updates:
             return built
@@ -263,11 +257,7 @@ def assemble(
 
 
 class Assembler:
-    """Builds bodies of regions, each region once, and shares equal leaves.
-
-    Args:
-        returned: the nodes that the model, and each block in it, returns.
-    """
+    """Builds bodies of regions, each region once, and shares equal leaves."""
 
     def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
         self._returned = returned

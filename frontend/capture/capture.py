@@ -214,13 +214,7 @@ def _told(recording: Recording) -> Iterator[None]:
 
 
 def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
-    """Returns what to raise for an error of a model's own Python: the line, and what to do.
-
-    Args:
-        model: it.
-        error: what it raised.
-        has_symbols: whether sizes were symbols, which eager knows nothing of.
-    """
+    """Returns what to raise for an error of a model's own Python: the line, and what to do."""
     line = _user_line(error)
     where = f" at {line}" if line else ""
     name, text = model_name(model), str(error)

@@ -64,14 +64,7 @@ class Question:
         tensors: Sequence[torch.Tensor],
         source: str,
     ) -> Question | None:
-        """Returns the question for the value of a node; None if more than inputs decides it.
-
-        Args:
-            node: it.
-            sources: where the nodes from outside come from.
-            tensors: those among the inputs of the call that is captured.
-            source: the user's line.
-        """
+        """Returns the question for the value of a node; None if more than inputs decides it."""
         found = made_of(node)
         if not all(_is_asked(n, sources, found) for n in found):
             return None

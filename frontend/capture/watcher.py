@@ -315,13 +315,7 @@ class ModelWatcher:
         return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
 
     def open_mode(self, what: str, mode: str, why: str) -> str:
-        """Returns the mode of a derivative whose mode the user left open, and notes it.
-
-        Args:
-            what: the derivative, in words.
-            mode: the one that costs least.
-            why: it does.
-        """
+        """Returns the mode of a derivative whose mode the user left open, and notes it."""
         reason = self._recording.only_reverse
         if reason and mode != "reverse":
             mode, why = "reverse", f"{mode} mode cannot be made ({reason})"

@@ -86,13 +86,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def check_example(what: str, model: Any, args: Any) -> None:
-    """Raises PlanError for a model that is none, and for one input without a tuple around it.
-
-    Args:
-        what: the function that was called.
-        model: its model.
-        args: its positional example inputs.
-    """
+    """Raises PlanError for a model that is none, and for one input without a tuple around it."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"{what} takes an nn.Module, not {type(model).__name__}.")
     if not isinstance(args, (tuple, list)):

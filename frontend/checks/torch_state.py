@@ -98,11 +98,7 @@ def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Modes:
-    """The modes and settings, as they are now, that decide what operators compute.
-
-    Args:
-        readings: others that a forward asked for, and the answers.
-    """
+    """The modes and settings, as they are now, that decide what operators compute."""
 
     def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:
         self._readings = tuple(readings.items())

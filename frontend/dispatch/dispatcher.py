@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from ..checks import refusals
 from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram, Relinking
 from ..compiler import Compiler
-from ..effects.effects import EffectError, EffectsSeen, refuse_traced
+from ..effects.effects import EffectError, refuse_traced
 from ..effects.kept import Arguments
 from ..guards.guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
 from ..marks import DISPATCHER_ATTRIBUTE
@@ -292,34 +292,43 @@ class CallKind:
         return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
 
 
+Tries: TypeAlias = Literal["once more", "doubling", "never"]
+"""When a call that could not be captured is tried again."""
+
+
 class Refusals:
     """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike."""
 
     def __init__(self) -> None:
         # By kinds, not exactly: eager is always right, also for a call that could be compiled.
-        self._known: dict[CallKind, tuple[str, int]] = {}
+        self._known: dict[CallKind, tuple[str, int, Tries]] = {}
         self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
 
     def why_eager(self, call: CallKind) -> str:
-        """Returns why a call runs eagerly; "" if that is not known."""
-        reason, count = self._known.get(call, ("", 0))
-        # Tried again at the second call: the first may have made something that the module keeps.
-        return reason if count > 1 else ""
+        """Returns why a call runs eagerly, or "" to find that out anew; counts it."""
+        reason, count, tries = self._known.get(call, ("", 0, "never"))
+        # The first call may have made something that the module keeps, so the second is tried.
+        if tries == "never" or (tries == "once more" and count > 1):
+            return reason
+        self._known = {**self._known, call: (reason, count + 1, tries)}
+        # At the 2nd, 4th, 8th ... call: what a model keeps once only, such as a cache that its
+        # first call fills, is no effect at the next.
+        return reason if (count + 1).bit_count() > 1 else ""
 
-    def note(self, call: CallKind, reason: str, *, is_lasting: bool = False) -> None:
-        """Remembers that a call could not be captured; ``is_lasting`` if no other try will help."""
-        count = 2 if is_lasting else self._known.pop(call, ("", 0))[1] + 1
+    def note(self, call: CallKind, reason: str, tries: Tries = "once more") -> None:
+        """Remembers that a call could not be captured."""
+        count = self._known.pop(call, ("", 1, tries))[1]
         # Replaced, not changed: other threads may be reading it.
-        self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
+        rest = dict([*self._known.items()][1 - _MAX_KINDS :])
+        self._known = {**rest, call: (reason, count, tries)}
+
+    def forget(self, call: CallKind) -> None:
+        """Forgets why a call ran eagerly: it was captured since."""
+        if call in self._known:
+            self._known = {known: why for known, why in self._known.items() if known != call}
 
     def note_numbers(self, call: CallKind, leaves: Sequence[Any], answers: Sequence[int]) -> None:
-        """Remembers numbers of a call that was compiled, which its program has in it.
-
-        Args:
-            call: its kind.
-            leaves: its flat inputs, of which the Python floats count.
-            answers: what the forward asked of its inputs.
-        """
+        """Remembers numbers of a call that was compiled, which its program has in it."""
         # A schedule passes another value at each call, and a compile for each would never pay.
         floats = tuple(x.hex() for x in leaves if type(x) is float)
         objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
@@ -338,7 +347,7 @@ class Refusals:
                 self._numbers = {**dict(kept), (call, what): known}
             if len(known) >= most:
                 reason = f"{what} had {most} values, each of which took a compile. Pass what varies"
-                self.note(call, f"{reason} {advice}", is_lasting=True)
+                self.note(call, f"{reason} {advice}", "never")
 
 
 @dataclass(frozen=True)
@@ -348,13 +357,13 @@ class RunEagerly:
     Attributes:
         reason: why.
         refused: the kind of the call, if a capture has just failed for it.
-        is_lasting: whether another try cannot help.
+        tries: when it is tried again.
         raised: what eager may raise, too, if so: nothing in the model is compiled before it ran.
     """
 
     reason: str
     refused: CallKind | None = None
-    is_lasting: bool = False
+    tries: Tries = "once more"
     raised: str = ""
 
 
@@ -383,7 +392,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self.model, self.options, self.dynamic = model, options, dynamic
         self.entries = self._entries
         self._eager: CompileReport | None = None
-        self._effects = EffectsSeen()
         self._refusals = Refusals()
         # Errors that captures raised and eager did not; shared by all parts of a model.
         self._accepted = set() if accepted is None else accepted
@@ -467,7 +475,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         result = self._run_eagerly(found.reason, args, kwargs, raised=found.raised)
         refuse_traced(result)
         if found.refused is not None:  # a call that is wrong in eager, too, is not noted
-            self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
+            self._refusals.note(found.refused, found.reason, found.tries)
             if found.raised:
                 if len(self._accepted) >= _MAX_KINDS:
                     self._accepted.clear()  # what eager takes is found again
@@ -486,23 +494,23 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         call = CallKind.of(leaves, tree, training=self.model.training)
         reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
         if not reason:  # what was refused without hooks is not asked for its hooks at each call
-            call = call.with_hooks(self.model)
-            reason = self._refusals.why_eager(call)
+            plain, call = call, call.with_hooks(self.model)
+            reason = self._refusals.why_eager(call) if call != plain else ""
         if reason:
             return RunEagerly(reason)
         try:
             refusals.check_runnable(self.model, self.options.target)
             entry = self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
         except EffectError as effect:
-            return RunEagerly(self._effects.note(self._state(), str(effect)))
+            return RunEagerly(str(effect), call, "doubling")
         except LazyInlineError as error:
             if not self._may_run_eagerly(error):
                 raise
             raised = error.raised if isinstance(error, refusals.WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
-            return RunEagerly(str(error), call, self._is_lasting(error), raised)
-        if self._effects:  # a warning that comes once, or a cache that is filled since
-            self._effects.forget(self._state())
+            tries: Tries = "never" if self._is_lasting(error) else "once more"
+            return RunEagerly(str(error), call, tries, raised)
+        self._refusals.forget(call)  # a warning that comes once, or a cache that is filled since
         self._refusals.note_numbers(call, leaves, entry.guard.answers)
         return entry
 
@@ -526,14 +534,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if watching := refusals.watching_tensor(self.model, leaves):
             return watching
         hooked = refusals.backward_hooked(self.model) if torch.is_grad_enabled() else ""
-        if hooked:
-            return f"{hooked} has a backward hook, which no compiled program calls"
-        return self._effects.why_eager(self._state()) if self._effects else ""
-
-    def _state(self) -> tuple[Any, ...]:
-        """Returns what the effects of a forward may depend on: modes, and which hooks there are."""
-        modes = [(m.training, *own_hooks(m, "forward")) for m in self.model.modules()]
-        return (torch.is_grad_enabled(), *modes)
+        return f"{hooked} has a backward hook, which no compiled program calls" if hooked else ""
 
     def _run_eagerly(
         self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""

@@ -253,11 +253,7 @@ def _likeness(module: nn.Module) -> Likeness:
 
 
 class Routes:
-    """Fills PyTorch's own slots of modules for as long as any thread runs the model around them.
-
-    Args:
-        find: returns the dispatchers; asked when the first thread comes.
-    """
+    """Fills PyTorch's own slots of modules for as long as any thread runs the model around them."""
 
     def __init__(self, find: Callable[[], Sequence[ModuleDispatcher]]) -> None:
         self._find = find
@@ -429,7 +425,8 @@ class ModelDispatcher(ModuleDispatcher):
         self._has_told = True
         frame = user_frame(sys._getframe(1))
         but = f", but for parts with {count} of its {len(layers)} layers" if count else ""
-        how = " fallback='error' makes that an error." if found.refused is not None else ""
+        is_refused = found.refused is not None and found.tries != "doubling"  # an effect is not
+        how = " fallback='error' makes that an error." if is_refused else ""
         warnings.warn_explicit(
             f"{type(self.model).__name__} runs eagerly{but}: {found.reason.rstrip('.')}.{how} "
             "See lazyinline.last_report(model).",

@@ -338,8 +338,6 @@ def _is_plain(value: Any) -> bool:
 OnEffects = Literal["refuse", "undo"]
 """Refuses a forward with side effects, or undoes them and goes on."""
 
-_MAX_STATES = 8
-
 
 class EffectError(CaptureError):
     """The forward does something at each call that a program could not do; run it eagerly."""
@@ -407,13 +405,7 @@ class Effects:
             )
 
     def check_result(self, arguments: Any, result: Any, is_held: Callable[[Any], bool]) -> None:
-        """Refuses a result with a list that is the caller's or the model's: a run makes a copy.
-
-        Args:
-            arguments: those of the call.
-            result: what the forward returns.
-            is_held: whether the model or a module holds an object.
-        """
+        """Refuses a result with a list that is the caller's or the model's: a run makes a copy."""
         given = set(map(id, torch_pytree.changeable_parts(arguments)))
         for part in torch_pytree.changeable_parts(result):
             if self.policy == "refuse" and (id(part) in given or is_held(part)):
@@ -475,33 +467,3 @@ def refuse_traced(result: Any) -> None:
             "its result has no numbers. This is a bug of lazyinline: please report the model's "
             "Python that keeps tensors, and run it without lazyinline."
         )
-
-
-class EffectsSeen:
-    """Remembers the states of a model in which its forward has effects, so that it runs eagerly."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[str, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
-
-    def note(self, state: Any, reason: str) -> str:
-        """Remembers why the model runs eagerly in a state; returns it."""
-        count = self._seen.pop(state, ("", 1))[1]
-        self._seen = {**dict([*self._seen.items()][-_MAX_STATES:]), state: (reason, count)}
-        return reason
-
-    def forget(self, state: Any) -> None:
-        """Forgets why the model ran eagerly in a state: it was captured in it since."""
-        self._seen.pop(state, None)
-
-    def why_eager(self, state: Any) -> str:
-        """Counts a call; returns why the model runs eagerly, or "" to find that out anew."""
-        reason, count = self._seen.get(state, ("", 0))
-        if not reason:
-            return ""
-        self._seen[state] = (reason, count + 1)
-        # Tried again at the 2nd, 4th, 8th ... call: what a model keeps once only, such as a cache
-        # that its first call fills, is no effect at the next.
-        return reason if (count + 1).bit_count() > 1 else ""

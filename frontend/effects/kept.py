@@ -91,12 +91,7 @@ class Kept:
         return any(isinstance(p, ArgumentPlace) for p in (*self.places, self.returned))
 
     def why_not(self, call: Arguments, is_held: Callable[[Any], bool]) -> str:
-        """Returns why a call's arguments are more than its own; "" if they are not.
-
-        Args:
-            call: it.
-            is_held: whether the model holds an object.
-        """
+        """Returns why a call's arguments are more than its own; "" if they are not."""
         parts = torch_pytree.changeable_parts(call) if self.has_arguments else []
         if len(set(map(id, parts))) < len(parts) or any(map(is_held, parts)):
             return "it fills a dictionary or list that is given twice, or that the model holds"

@@ -114,12 +114,7 @@ ALLOWED = (
 
 
 def reach_of(function: Any, frame: types.FrameType) -> str:
-    """Says what a function in C may do that a trace would not show, or returns an empty text.
-
-    Args:
-        function: is about to be called.
-        frame: calls it.
-    """
+    """Says what a function in C may do that a trace would not show, or returns an empty text."""
     owner = function.__self__
     if isinstance(owner, random.Random):  # of one's own, evidence sees what changed
         return "draws from Python's random" if owner is _SHARED else ""

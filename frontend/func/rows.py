@@ -80,14 +80,7 @@ def computed_gradient(
 
 
 class Product(nn.Module):
-    """Runs a function and computes a product with its Jacobian.
-
-    Args:
-        func: the function.
-        argnums: with respect to which of its arguments.
-        compute: runs it.
-        derive: computes the product.
-    """
+    """Runs a function and computes a product with its Jacobian."""
 
     def __init__(self, func: Function, argnums: int, compute: Compute, derive: Derive) -> None:
         super().__init__()

@@ -51,12 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Only now: this imports PyTorch.
     from lazyinline.frontend.commands import COMMANDS, error_line
-    from lazyinline.frontend.report import showing
 
     try:
-        # Whoever watches a log wants to see that something moves; a bar is for terminals.
-        with showing("bar" if sys.stderr.isatty() else "lines"):
-            COMMANDS[options.command](options)
+        COMMANDS[options.command](options)
         sys.stdout.flush()
     except (KeyboardInterrupt, BrokenPipeError):
         raise

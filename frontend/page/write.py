@@ -25,11 +25,7 @@ _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 def write_page(data: PageData) -> str:
-    """Returns the text of a page.
-
-    Args:
-        data: the sections; one that is absent, or None, is not on the page.
-    """
+    """Returns the text of a page."""
     import jinja2  # only here: whoever asks for no page does not wait for it
 
     # The script draws a section for each name that it finds.

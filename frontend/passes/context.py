@@ -45,9 +45,6 @@ from .recompute_choice import Recompute
 class Context:
     """Holds what passes share. One for each compiler; it outlives a compile.
 
-    Args:
-        options: of the compiler.
-
     Attributes:
         backend: makes kernels.
         differentiator: makes derivatives as the backend wants them, each once.

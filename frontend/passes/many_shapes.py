@@ -196,10 +196,6 @@ def launches_for_all(
     """Returns launches with symbols in them, and under which conditions they are right.
 
     None where that cannot be, or is not what is recorded for the sizes of a call.
-
-    Args:
-        state: lowered, of symbolic sizes.
-        examples: sizes to find the conditions with: those that the capture had.
     """
     context, trace = state.context, SymbolTrace(examples)
     if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):

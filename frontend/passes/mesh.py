@@ -296,12 +296,7 @@ def _summed(state: RankCompilation) -> tuple[dict[str, TensorType], list[str]]:
 
 
 def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
-    """Returns what a linked rank of a pipeline moves in a step.
-
-    Args:
-        state: of the rank.
-        axis: the dimension of the whole mesh that stages lie along.
-    """
+    """Returns what a linked rank of a pipeline along ``axis`` moves in a step."""
     from ...pipeline_parallel.mesh.traffic import Collective
 
     plan = state.mesh_plan

@@ -35,11 +35,7 @@ from .state import State
 
 
 class AtNumbers:
-    """Puts numbers in place of sizes, once per closure.
-
-    Args:
-        values: of the symbols.
-    """
+    """Puts numbers in place of sizes, once per closure."""
 
     def __init__(self, values: Values) -> None:
         self._sizes = SizesAt(values)

@@ -225,11 +225,7 @@ _MAX_PHASES = 2048
 
 
 def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
-    """Says between which stages something travels.
-
-    Args:
-        derived: all stages, in order.
-    """
+    """Says between which stages something travels."""
     return Boundaries(
         frozenset(d.stage.index for d in derived if d.stage.sent_types),
         frozenset(d.stage.index for d in derived if d.gradient_types),
@@ -377,15 +373,7 @@ def unit_of(
     plan: PlanBuffers,
     num_phases: int = 1,
 ) -> UnitLayout:
-    """Lays out the parts of a stage.
-
-    Args:
-        derived: the stage.
-        flats: its parts, linked, among others.
-        kernel_lists: the launches of each leaf.
-        plan: places scratch.
-        num_phases: most phases of a part.
-    """
+    """Lays out the parts of a stage."""
     stage = derived.stage
     sums = [type_ for _, type_ in derived.trained_types]
     seed = [] if stage.num_sent else [derived.cotangent_types[0]]

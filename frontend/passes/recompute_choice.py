@@ -23,15 +23,7 @@ from ..report import CompileReport
 
 
 class Recompute:
-    """Chooses by one policy, for every program of one compiler.
-
-    Args:
-        differentiator: makes the derivatives.
-        policy: what the user asked for.
-        backend: whose kernels run; it decides what operators cost.
-        target: the GPU that they run on, if not the device of a model.
-        sizes: at which it is weighed.
-    """
+    """Chooses by one policy, for every program of one compiler."""
 
     def __init__(
         self,

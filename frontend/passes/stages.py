@@ -44,9 +44,6 @@ class StageRecompute:
 
     What this rank's stages hold is linked; what those of other ranks hold is guessed, for the plan
     to show.
-
-    Args:
-        state: all stages, without any choice.
     """
 
     def __init__(self, state: RankCompilation) -> None:

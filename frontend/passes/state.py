@@ -252,11 +252,6 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
     """Runs passes in order: times each, and verifies what it made where that is asked for.
 
-    Args:
-        passes: in order; those for other goals are left out.
-        state: what is known before.
-        watch: sees each pass that ran, if anything does.
-
     Raises:
         VerifyError: if a pass broke a rule of its level.
     """

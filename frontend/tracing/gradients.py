@@ -140,15 +140,7 @@ def gradient_and_result(
     *,
     value_of: Callable[[Any], torch.Tensor],
 ) -> tuple[Any, Any]:
-    """Returns the gradient of a function, in the nesting of the arguments, and its result.
-
-    Args:
-        func: the function.
-        argnums: with respect to which arguments, one or several.
-        args: what it is called with.
-        kwargs: the same by keyword.
-        value_of: takes the result to the scalar that is differentiated.
-    """
+    """Returns the gradient of a function, in the nesting of the arguments, and its result."""
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         given, inputs = renamed(chosen(args, argnums))

@@ -71,22 +71,13 @@ def _switched(device: str, *, on: bool) -> Iterator[None]:
 
 
 class GpuCasts:
-    """Does what a GPU's autocast does to an operator, by operators that are traced.
-
-    Args:
-        mode: the fake mode of the trace.
-    """
+    """Does what a GPU's autocast does to an operator, by operators that are traced."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def around(self, dispatch: Callable[..., Any], tracing: Any) -> Callable[..., Any]:
-        """Returns what traces an operator with its casts.
-
-        Args:
-            dispatch: what traces an operator.
-            tracing: the mode that it is a part of.
-        """
+        """Returns what traces an operator with its casts."""
 
         def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}

@@ -167,11 +167,7 @@ def answer(getter: Callable[[], Any]) -> Any:
 
 @contextmanager
 def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Puts settings back that what runs inside leaves changed, and refuses it.
-
-    Args:
-        refuse: called with the setting that it was.
-    """
+    """Puts settings back that what runs inside leaves changed, and refuses it."""
     before = [(name, getter, put, _told(getter)) for name, getter, put in settings().all]
     changed = ""
     try:
