@@ -45,6 +45,7 @@ class CallCost:
     variants: tuple[tuple[int, float], ...] = ((0, 0.0),)
 
 
+@dataclass(frozen=True)
 class CallCosts:
     """Predicts what calls cost with their derivatives.
 
@@ -54,19 +55,13 @@ class CallCosts:
         trade_offs: what calls may compute again; without it they save what they save.
     """
 
-    def __init__(
-        self,
-        differentiator: Differentiator,
-        costs: ProgramCosts,
-        trade_offs: TradeOffs | None = None,
-    ) -> None:
-        self._differentiator = differentiator
-        self._trade_offs = trade_offs
-        self._costs = costs
+    differentiator: Differentiator
+    costs: ProgramCosts
+    trade_offs: TradeOffs | None = None
 
     def program(self, program: Program) -> Cost:
         """Returns the cost of a program."""
-        return self._costs.program(program)
+        return self.costs.program(program)
 
     def units(self, program: Program, opened: set[Path]) -> list[CallCost]:
         """Returns the cost of each unit (see ``coloring.units_of``)."""
@@ -90,7 +85,7 @@ class CallCosts:
         for call in program.calls:
             wanted = [i for i, v in enumerate(call.args) if v in active]
             flags = [v in active for v in call.args]
-            results = self._differentiator.active_outputs(call.closure, flags) if wanted else ()
+            results = self.differentiator.active_outputs(call.closure, flags) if wanted else ()
             active.update(v for v, flag in zip(call.results, results, strict=False) if flag)
             seeded = [i for i, flag in enumerate(results) if flag]
             request = Request(call.closure, tuple(wanted), tuple(seeded))
@@ -99,17 +94,17 @@ class CallCosts:
         return costs
 
     def _call(self, call: Call, request: Request, made: set[Value]) -> CallCost:
-        derivative = self._differentiator.of(request)
+        derivative = self.differentiator.of(request)
         if derivative is None:
-            return CallCost(self._costs.closure(call.closure).seconds)
+            return CallCost(self.costs.closure(call.closure).seconds)
         both = (derivative.forward, derivative.backward)
         # Parameters are there in any case; what another call made is kept alive for this one.
         kept = {call.args[i] for i in derivative.kept_inputs} & made
         variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
-        if self._trade_offs is not None:
-            variants = self._trade_offs(request)
+        if self.trade_offs is not None:
+            variants = self.trade_offs(request)
         return CallCost(
-            sum(self._costs.closure(one).seconds for one in both),
+            sum(self.costs.closure(one).seconds for one in both),
             sum(v.type.num_bytes for v in kept),
             tuple(variants),
         )

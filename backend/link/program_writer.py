@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ Ranges: TypeAlias = Literal["none", "offered", "shown"]
 one for each call of a block and each launch."""
 
 
+@dataclass(eq=False)
 class CodeWriter:
     """Writes one part of a layout as a Python function ``program(inputs) -> outputs``.
 
@@ -41,29 +43,20 @@ class CodeWriter:
         ranges: what a profiler sees.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        offsets: Sequence[int],
-        part: Part,
-        fixed: set[int],
-        num_returned: int,
-        extra_inputs: Sequence[int] = (),
-        extra_outputs: Sequence[int] = (),
-        regions: Mapping[int, int] | None = None,
-        overlay: Overlay | None = None,
-        ranges: Ranges = "none",
-    ) -> None:
-        self._ranges = ranges
+    layout: Layout
+    offsets: Sequence[int]
+    part: Part
+    fixed: set[int]
+    num_returned: int
+    extra_inputs: Sequence[int] = ()
+    extra_outputs: Sequence[int] = ()
+    regions: Mapping[int, int] = field(default_factory=dict)
+    overlay: Overlay = field(default_factory=Overlay)
+    ranges: Ranges = "none"
+
+    def __post_init__(self) -> None:
+        self._returned = self.part.outputs[: self.num_returned]
         self._block = ""
-        self._regions = regions or {}
-        self._layout = layout
-        self._offsets = offsets
-        self._part = part
-        self._fixed = fixed
-        self._returned = part.outputs[:num_returned]
-        self._extra = (list(extra_inputs), list(extra_outputs))
-        self._overlay = overlay or Overlay()
         self._code = GeneratedCode()
         self._names: dict[Placed, str] = {}
         self._constants: dict[int, str] = {}
@@ -80,12 +73,12 @@ class CodeWriter:
     def write(self) -> GeneratedCode:
         """Returns the code."""
         self._lines = ["def program(inputs):"]
-        if self._ranges == "offered":
+        if self.ranges == "offered":
             self._lines.append(f"  if {IF_IT_RUNS}: return profiled(inputs)")
         self._take_inputs()
         last_use = self._last_uses()
-        for launch in self._part.launches:
-            if self._ranges == "shown":
+        for launch in self.part.launches:
+            if self.ranges == "shown":
                 self._shown(launch)
             else:
                 self._add(launch)
@@ -94,7 +87,7 @@ class CodeWriter:
         self._flush()
         self._enter("")
         outputs = [self._handed_back.get(p) or self._name(p) for p in self._returned]
-        outputs += [self._name(self._locals[i]) for i in self._extra[1]]
+        outputs += [self._name(self._locals[i]) for i in self.extra_outputs]
         self._lines.append(f"  return [{', '.join(outputs)}]")
         self._code.source = "\n".join(self._lines) + "\n"
         return self._code
@@ -129,16 +122,16 @@ class CodeWriter:
 
     def _take_inputs(self) -> None:
         names = []
-        for index, placed in enumerate(self._part.inputs):
-            kind = self._layout.instances[placed.instance].kind
-            bound = placed.instance in self._fixed or kind in ("arena", "foreign")
+        for index, placed in enumerate(self.part.inputs):
+            kind = self.layout.instances[placed.instance].kind
+            bound = placed.instance in self.fixed or kind in ("arena", "foreign")
             if not bound and placed.instance not in self._locals:
                 names.append(f"i{index}")
                 self._code.inputs.append(index)
-                passed = self._layout.givens.get(placed.instance, placed)
+                passed = self.layout.givens.get(placed.instance, placed)
                 self._locals[placed.instance] = passed
                 self._names[passed] = names[-1]
-        for instance_index in self._extra[0]:
+        for instance_index in self.extra_inputs:
             placed = self._handed_base(instance_index)
             names.append(self._names.setdefault(placed, f"f{instance_index}"))
             self._locals[instance_index] = placed
@@ -146,16 +139,16 @@ class CodeWriter:
         if names:
             self._lines.append(f"  {', '.join(names)}, = inputs")
         self._lines.append("  inputs.clear()")
-        self._align_inputs([self._part.inputs[index] for index in self._code.inputs])
-        for instance_index in self._extra[1]:
-            if instance_index in self._overlay.hosts:
+        self._align_inputs([self.part.inputs[index] for index in self._code.inputs])
+        for instance_index in self.extra_outputs:
+            if instance_index in self.overlay.hosts:
                 self._make_result(instance_index, self._handed_base(instance_index))
 
     def _align_inputs(self, given: Sequence[Placed]) -> None:
         """Writes what copies inputs that begin where a GPU kernel cannot load them."""
-        if self._layout.runs == "native":
+        if self.layout.runs == "native":
             return
-        wide = loaded_wide(self._part.launches)
+        wide = loaded_wide(self.part.launches)
         for instance in [placed.instance for placed in given if placed.instance in wide]:
             base = self._locals[instance]
             name = self._names[base]
@@ -166,9 +159,9 @@ class CodeWriter:
             self._lines.append(f"  {name} = {self._constant(aligned)}({name})")
 
     def _handed_base(self, instance_index: int) -> Placed:
-        if instance_index in self._overlay.hosts:
-            return host_base(self._layout, instance_index)
-        for part in self._layout.parts:
+        if instance_index in self.overlay.hosts:
+            return host_base(self.layout, instance_index)
+        for part in self.layout.parts:
             for launch in part.launches:
                 for view in launch.launch.results:
                     if isinstance(view, View) and launch.place(view).instance == instance_index:
@@ -177,10 +170,10 @@ class CodeWriter:
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Foreign buffers by the launch after which nobody in this part needs them."""
-        kept = {p.instance for p in self._returned} | set(self._extra[1])
-        foreign = {i for i, b in enumerate(self._layout.instances) if b.kind == "foreign"} - kept
+        kept = {p.instance for p in self._returned} | set(self.extra_outputs)
+        foreign = {i for i, b in enumerate(self.layout.instances) if b.kind == "foreign"} - kept
         last: dict[int, int] = {}
-        for launch in self._part.launches if foreign else ():
+        for launch in self.part.launches if foreign else ():
             if any(instance in foreign for instance, _ in launch.bases):
                 used = {launch.bases[view.buffer][0] for view in launch.launch.views()}
                 last.update((instance, launch.time) for instance in used & foreign)
@@ -219,24 +212,24 @@ class CodeWriter:
         """Returns a slot of the address table, and an offset in bytes."""
         index, base_bytes = placed.bases[view.buffer]
         offset_bytes = base_bytes + view.offset_bytes
-        if index in self._overlay.guests:
-            host, offset = self._overlay.guests[index]
+        if index in self.overlay.guests:
+            host, offset = self.overlay.guests[index]
             return self._local_slot(host, self._locals[host]), offset + offset_bytes
-        if self._layout.instances[index].kind == "arena":
-            return self._region_slot(index), self._offsets[index] + offset_bytes
-        if index in self._fixed:
+        if self.layout.instances[index].kind == "arena":
+            return self._region_slot(index), self.offsets[index] + offset_bytes
+        if index in self.fixed:
             return self._bound_slot(index), offset_bytes
         # Known only in a run: the function writes the address into the table, then calls the loop.
         base = self._base(placed.place(view))
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
 
     def _region_slot(self, instance: int) -> int:
-        device = self._layout.instances[instance].device
+        device = self.layout.instances[instance].device
         if device is not None:
             if device not in self._code.arenas:
                 self._code.arenas[device] = self._new_slot()
             return self._code.arenas[device]
-        region = self._regions.get(instance)
+        region = self.regions.get(instance)
         if region is None:
             return ARENA_SLOT
         if region not in self._code.regions:
@@ -287,7 +280,7 @@ class CodeWriter:
         self._lines.append(f"  {', '.join(targets)}{comma} = {call}")
         for target, view in zip(targets, launch.results, strict=True):
             if target != "_":
-                device = self._layout.instances[placed.place(view).instance].device
+                device = self.layout.instances[placed.place(view).instance].device
                 self._check(target, view, launch.name, device)
 
     def _check(self, target: str, view: View, operator: str, device: torch.device | None) -> None:
@@ -309,7 +302,7 @@ class CodeWriter:
         if not isinstance(view, View):
             return "_"
         place = placed.place(view)
-        instance = self._layout.instances[place.instance]
+        instance = self.layout.instances[place.instance]
         if instance.kind != "foreign":
             return "_"
         name = (
@@ -337,8 +330,8 @@ class CodeWriter:
         key = (placed.instance, placed.dtype, placed.offset_bytes)
         if key not in self._starts:
             start = placed
-            kind = self._layout.instances[placed.instance].kind
-            if kind != "arena" and placed.instance not in self._fixed:
+            kind = self.layout.instances[placed.instance].kind
+            if kind != "arena" and placed.instance not in self.fixed:
                 base = self._base(placed)
                 if (base.dtype, base.offset_bytes) == (placed.dtype, placed.offset_bytes):
                     start = base
@@ -367,11 +360,11 @@ class CodeWriter:
 
     def _new_name(self, placed: Placed) -> str:
         name = f"v{len(self._names)}"
-        assert placed.instance not in self._overlay.guests, "a guest has no address before a run"
-        if self._layout.instances[placed.instance].kind == "arena":
+        assert placed.instance not in self.overlay.guests, "a guest has no address before a run"
+        if self.layout.instances[placed.instance].kind == "arena":
             self._code.arena_views[name] = placed
             return name
-        if placed.instance in self._fixed:
+        if placed.instance in self.fixed:
             self._code.model_views[name] = placed
             return name
         base = self._base(placed)
@@ -392,13 +385,13 @@ class CodeWriter:
     def _base(self, placed: Placed) -> Placed:
         """Returns the local tensor that a view starts from, made here if the user gets it."""
         if placed.instance not in self._locals:
-            base = _result_base(self._layout, self._part, placed)
+            base = _result_base(self.layout, self.part, placed)
             self._make_result(placed.instance, base)
         return self._locals[placed.instance]
 
     def _make_result(self, instance: int, base: Placed) -> None:
         """Allocates a buffer that the user will own; views of it start from here."""
-        found = self._layout.instances[instance]
+        found = self.layout.instances[instance]
         assert found.kind == "result", found
         self._code.num_made_per_run += 1
         name, dtype = f"r{instance}", self._constant(base.dtype)

@@ -49,6 +49,7 @@ Make = Callable[[Type, str], ir.Value]
 """Makes a value of a type, with a name."""
 
 
+@dataclass(frozen=True)
 class ControlNodes:
     """Writes one control-flow operator.
 
@@ -58,12 +59,9 @@ class ControlNodes:
         names: taken in the graph around.
     """
 
-    def __init__(
-        self, functions: Mapping[Closure, ir.Function], make: Make, names: UniqueNames
-    ) -> None:
-        self._functions = functions
-        self._make = make
-        self._names = names
+    functions: Mapping[Closure, ir.Function]
+    make: Make
+    names: UniqueNames
 
     def nodes(self, control: Control, operands: Sequence[ir.Value]) -> list[ir.Node]:
         """Returns the nodes of an operator; the last one gives its results."""
@@ -105,9 +103,9 @@ class ControlNodes:
         same = operands[number:]
         first = self._call(test, operands)
         step = ir.Value(
-            name=self._names.take("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(())
+            name=self.names.take("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(())
         )
-        flag = self._make(test.output_types[0], self._names.take("goes_on"))
+        flag = self.make(test.output_types[0], self.names.take("goes_on"))
         entries = self._entries(body.input_types[:number])
         call = self._call(body, [*entries, *same])
         again = self._call(test, [*call.outputs, *same])
@@ -119,17 +117,17 @@ class ControlNodes:
         return [first, loop]
 
     def _entries(self, types: Sequence[Type]) -> list[ir.Value]:
-        return [self._make(type_, self._names.take("given")) for type_ in types]
+        return [self.make(type_, self.names.take("given")) for type_ in types]
 
     def _call(self, body: Closure, args: Sequence[ir.Value]) -> ir.Node:
-        function, types = self._functions[body], body.output_types
-        outputs = [self._make(type_, self._names.take("made")) for type_ in types]
+        function, types = self.functions[body], body.output_types
+        outputs = [self.make(type_, self.names.take("made")) for type_ in types]
         return ir.Node(
             function.domain,
             function.name,
             args,
             outputs=outputs,
-            name=self._names.take(function.name),
+            name=self.names.take(function.name),
         )
 
     def _graph(
@@ -139,7 +137,7 @@ class ControlNodes:
         nodes: Sequence[ir.Node],
         outputs: Sequence[ir.Value],
     ) -> ir.Graph:
-        return ir.Graph(inputs, outputs, nodes=nodes, name=self._names.take(name))
+        return ir.Graph(inputs, outputs, nodes=nodes, name=self.names.take(name))
 
 
 DOMAIN = "lazyinline"
