@@ -112,39 +112,22 @@ class Arenas:
         return (arena,) if arena.untyped_storage().nbytes() >= arena.numel() else None
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = (
-        "_owner",
-        "_starts",
-        "addresses",
-        "arena",
-        "code",
-        "home",
-        "others",
-        "runners",
-        "tensors",
-    )
+    code: object
+    arena: torch.Tensor
+    runners: tuple[Runner, ...]
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    owner: Lender | None
+    others: Mapping[torch.device, torch.Tensor] = field(default_factory=dict)
+    home: Arena | None = None
+    _starts: list[int] = field(init=False)
 
-    def __init__(
-        self,
-        code: object,
-        arena: torch.Tensor,
-        runners: tuple[Runner, ...],
-        tensors: list[torch.Tensor],
-        addresses: list[int],
-        owner: Lender | None,
-        others: Mapping[torch.device, torch.Tensor] | None = None,
-        home: Arena | None = None,
-    ) -> None:
-        self.code, self.arena, self.home = code, arena, home
-        self.others = others or {}
+    def __post_init__(self) -> None:
         self._starts = [memory.data_ptr() for memory in self._arenas()]
-        self.runners = runners
-        self.tensors = tensors
-        self.addresses = addresses
-        self._owner = owner
 
     def owned_by(self, owner: Lender | None, home: Arena | None = None) -> Lease:
         """Returns a lease on the same arena that gives it back to this program."""
@@ -167,11 +150,11 @@ class Lease:
 
     def hand_over(self) -> None:
         """Leaves the arena to another lease on it."""
-        self._owner = None
+        self.owner = None
 
     def release(self) -> None:
         """Gives the arena back to its program."""
-        owner, self._owner = self._owner, None
+        owner, self.owner = self.owner, None
         if owner is not None:
             owner.release(self)
 

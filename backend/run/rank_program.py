@@ -8,7 +8,7 @@ way to or from another rank keeps its place until it has arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from types import CodeType
 from typing import Any, Literal, TypeAlias
@@ -74,6 +74,7 @@ class BufferRow:
     use: BufferUse
 
 
+@dataclass(eq=False)
 class RankPlan:
     """One arena for all that a rank runs.
 
@@ -86,27 +87,23 @@ class RankPlan:
             of a unit that takes them. They are the last of all tensors.
     """
 
-    def __init__(
-        self,
-        units: Mapping[int, UnitLayout],
-        schedule: Schedule,
-        plan: Callable[[Buffers], ArenaPlan],
-        tensors_of: Mapping[int, Sequence[int]],
-        sums: Sequence[TensorType] = (),
-    ) -> None:
-        self.units = units
-        self.tensors_of = tensors_of
-        self.sums = sums
-        self.schedule = schedule
-        self._numbers = {run: i for i, run in enumerate(schedule.runs)}
+    units: Mapping[int, UnitLayout]
+    schedule: Schedule
+    plan: InitVar[Callable[[Buffers], ArenaPlan]]
+    tensors_of: Mapping[int, Sequence[int]]
+    sums: Sequence[TensorType] = ()
+
+    def __post_init__(self, plan: Callable[[Buffers], ArenaPlan]) -> None:
+        self._numbers = {run: i for i, run in enumerate(self.schedule.runs)}
         self._part_numbers = {
             unit: {spec.name: i for i, spec in enumerate(layout.specs)}
-            for unit, layout in units.items()
+            for unit, layout in self.units.items()
         }
         self._times = self._run_times()
         # An outbox that the same rank takes from is the inbox there, so nothing is copied.
         self._joined = self._join()
-        first_sum = 1 + max(max(own, default=0) for own in tensors_of.values()) - len(sums)
+        last = max(max(own, default=0) for own in self.tensors_of.values())
+        first_sum = 1 + last - len(self.sums)
         self._first = self._first_additions(first_sum)
         lives = self.region_lives()
         self.arena = plan(_buffers(lives))
