@@ -42,8 +42,8 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "reuse": (9_905, 34),
     "autodiff": (6_325, 21),
     "recompute": (1_181, 4),
-    "pipeline_parallel": (7_817, 25),
-    "backend": (12_775, 46),
+    "pipeline_parallel": (7_812, 25),
+    "backend": (12_746, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
