@@ -201,12 +201,13 @@ class Moves:
                 if kind == "":
                     return None
                 # A gather moves what it makes and a scatter what it takes: the larger of both.
-                share = 0.0 if kind == "slice" else self._share(present)
+                share = 0.0 if kind == "slice" else self.share(present)
                 present[axis] = reached
-                steps.append((kind, axis, max(share, self._share(present))))
+                steps.append((kind, axis, max(share, self.share(present))))
         return tuple(steps)
 
-    def _share(self, layouts: Sequence[Layout]) -> float:
+    def share(self, layouts: Sequence[Layout]) -> float:
+        """Returns the part of a tensor that a rank has."""
         sizes = [a.size for a, one in zip(self._axes, layouts, strict=True) if one.is_split]
         return 1 / math.prod(sizes)
 

@@ -5,7 +5,6 @@ A solution is read by operator and by slot: as the plan that shards a program, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -281,7 +280,7 @@ def find_plan(
     moves = Moves(axes)
     pins = {name: (axis, layout_of(one)) for name, (axis, one) in (pinned or {}).items()}
     choices = Choices(folded, axes, rates, pins)
-    memory = _memory(choices, axes)
+    memory = _memory(choices, moves)
     solution = Problem(choices, moves, memory, memory_bytes_per_rank).solve()
     taken = Taken(choices, moves, solution)
     plan = MeshPlan(
@@ -335,7 +334,7 @@ def cheapest_plan(
     return replace(plans[best], plan=replace(plan, recompute=best, table=table))
 
 
-def _memory(choices: Choices, axes: Sequence[Axis]) -> dict[Group, Any]:
+def _memory(choices: Choices, moves: Moves) -> dict[Group, Any]:
     """Returns the bytes that a rank holds of each slot, for each of its options."""
     found = {}
     for item in choices.slots:
@@ -344,10 +343,5 @@ def _memory(choices: Choices, axes: Sequence[Axis]) -> dict[Group, Any]:
         times = {"parameter": STATES_PER_PARAMETER * slot.held, "saved": slot.held}
         if num_bytes := times.get(slot.kind, 0) * slot.type.num_bytes:
             layouts = item.group.layouts(item, 0, is_output=True)
-            found[item.group] = np.array([num_bytes * _share(one, axes) for one in layouts])
+            found[item.group] = np.array([num_bytes * moves.share(one) for one in layouts])
     return found
-
-
-def _share(layouts: Layouts, axes: Sequence[Axis]) -> float:
-    pairs = zip(axes, layouts, strict=True)
-    return 1 / math.prod(axis.size for axis, one in pairs if one.is_split)
