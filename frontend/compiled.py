@@ -135,10 +135,9 @@ class CompiledProgram:
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused.
     ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
-    ahead of losses; where one cannot be differentiated, it gives the program with numbers for
-    sizes, for autograd to run. ``linker`` links it for another shape, where sizes are symbols.
-    ``lowered`` is the compile up to link, of which a file is made. ``values`` are the numbers that
-    its symbols have here.
+    ahead of losses; None where autograd has to run the program. ``linker`` links it for another
+    shape, where sizes are symbols. ``lowered`` is the compile up to link, of which a file is made.
+    ``values`` are the numbers that its symbols have here.
     """
 
     captured: CapturedModel
@@ -147,7 +146,7 @@ class CompiledProgram:
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
-    gradients: Callable[[GradientRequest], CompiledGradients | Program] | None = None
+    gradients: Callable[[GradientRequest], CompiledGradients | None] | None = None
     linker: Relinking | None = None
     lowered: Any = None
     values: Values | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +22,7 @@ from ..autodiff.derivative import Derivative
 from ..autodiff.flows import saved_inputs
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..backend.run.rank_program import RankPlan, RankProgram
-from ..reuse.errors import NotDifferentiatedError, PlanError
+from ..reuse.errors import LazyInlineError, NotDifferentiatedError, PlanError
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ..reuse.ir.torch_symbols import Values, type_at
 from .capture.regions import CapturedModel, Sizes
@@ -43,7 +44,7 @@ from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
-from .passes.numbers import AtNumbers, TypesAt, results_at
+from .passes.numbers import TypesAt, results_at
 from .passes.recompute import choose_recompute
 from .passes.state import (
     Compilation,
@@ -193,7 +194,7 @@ class Linker:
         settled: which symbols had turned out to be others, or numbers, when it was compiled.
         watched_inputs: see :class:`CompiledProgram`.
         backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
-        gradients: links programs of gradients; None where sizes cannot be symbols.
+        gradients: links programs of gradients, with symbols for sizes.
         refused: those that autograd takes of the program, run operator by operator.
     """
 
@@ -202,7 +203,7 @@ class Linker:
     settled: tuple[Any, ...]
     watched_inputs: tuple[int, ...]
     backwards: dict[Closure, Compilation] = field(default_factory=dict)
-    gradients: dict[GradientRequest, Linker | None] = field(default_factory=dict)
+    gradients: dict[GradientRequest, Linker] = field(default_factory=dict)
     refused: set[GradientRequest] = field(default_factory=set)
 
     @property
@@ -356,60 +357,53 @@ class Linker:
 
     def compile_gradients(
         self, values: Values | None, counted: CompileReport, request: GradientRequest
-    ) -> CompiledGradients | Program:
+    ) -> CompiledGradients | None:
         """Compiles gradients that are differentiated; with symbols, once for all shapes.
 
         Returns:
-            They; or the program with numbers for sizes, of which autograd can take them.
+            They; None where autograd has to take them of the program, run operator by operator.
         """
         with other_threads_waiting():
-            linked = None
-            if values is not None and request not in self.refused:
-                linked = self._linked_gradients(values, counted, request)
-            if linked is not None:
-                return linked
-        with one_at_a_time():
-            captured, compiler = self.lowered.captured, self.compiler
-            if values is not None:
-                program = AtNumbers(values).program(captured.program)
-                captured = replace(captured, program=program, sizes=None)
-                # What is kept per closure would be kept for closures of one shape.
-                compiler = Compiler(compiler.options)
             if request in self.refused:
-                return captured.program
+                return None
             try:
-                linker, state = compiler.compile_gradients(captured, request, None)
-            except NotDifferentiatedError as error:
-                if compiler.options.fallback == "error" or not request.is_differentiated:
+                if values is not None and request in self.gradients:
+                    return self._relinked_gradients(self.gradients[request], values, counted)
+                with one_at_a_time(), self._sizes_open():
+                    captured, compiler = self.lowered.captured, self.compiler
+                    # Were a size settled, what is kept per closure would be right for that alone.
+                    compiler = compiler if values is None else Compiler(compiler.options)
+                    linker, state = compiler.compile_gradients(captured, request, values)
+            except Exception as error:
+                # With symbols it is made for all shapes or for none: PyTorch takes it then.
+                may_be = isinstance(error, NotDifferentiatedError) or values is not None
+                is_none = isinstance(error, programs.NoGradientsError)
+                strict = self.compiler.options.fallback == "error"
+                if is_none or not may_be or strict or not request.is_differentiated:
                     raise
                 self.refused.add(request)
                 counted.eager_kernels.append(f"the gradient that is differentiated: {error}")
                 said = f"A gradient is differentiated operator by operator. {error}"
                 warnings.warn(said, stacklevel=2)
-                return captured.program
+                return None
+            if values is not None:
+                self.gradients[request] = linker
             counted.num_gradients += 1
-            return linker.gradients_of(linker.result(state), None, counted)
+            return linker.gradients_of(linker.result(state), values, counted)
 
-    def _linked_gradients(
-        self, values: Values, counted: CompileReport, request: GradientRequest
+    def _sizes_open(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.sizes is None else self.sizes.staying_open()
+
+    def _relinked_gradients(
+        self, known: Linker, values: Values, counted: CompileReport
     ) -> CompiledGradients | None:
         """Links gradients for one shape; None where what was asked of sizes has other answers."""
-        try:
-            if request not in self.gradients:
-                self.gradients[request] = None
-                # Were a size settled, what is kept per closure would be right for that alone.
-                compiler, captured = Compiler(self.compiler.options), self.lowered.captured
-                with self.sizes.staying_open():
-                    linker, state = compiler.compile_gradients(captured, request, values)
-                self.gradients[request] = linker
-                counted.num_gradients += 1
-                return linker.gradients_of(linker.result(state), values, counted)
-            known = self.gradients[request]
-            if known is not None and known.sizes.are_right(values):
-                return known.gradients_of(known.relink(values)[0], values, counted)
-        except Exception:  # for these sizes alone it is compiled without symbols
+        if not known.sizes.are_right(values):
             return None
-        return None
+        try:
+            return known.gradients_of(known.relink(values)[0], values, counted)
+        except LazyInlineError:
+            return None
 
     def gradients_of(
         self, compiled: Compiled, values: Values | None, counted: CompileReport

@@ -157,6 +157,7 @@ def test_gradients_that_are_differentiated_are_compiled_once() -> None:
     assert compiled.last_report.num_compiles == 1
 
 
+@pytest.mark.filterwarnings("ignore:A gradient is differentiated operator by operator")
 def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
     model, plain = potential(1)
     compiled = lazyinline.compile(model, dynamic=True, backend="eager")
@@ -165,8 +166,8 @@ def test_gradients_that_settle_a_size_leave_it_open_in_the_forward() -> None:
     with mock.patch.object(torch_make_fx._EmbeddingGradient, "backward", settling):
         for shape in FORCE_SHAPES[:2]:
             assert_forces_as_eager(compiled, model, plain, shape, "embedding.weight")
-            assert compiled.last_report.num_gradients == 1, "for these sizes alone"
-    assert compiled.last_report.num_compiles == 1
+    report = compiled.last_report
+    assert (report.num_gradients, report.num_compiles, report.num_links) == (0, 1, 1)
 
 
 def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> None:

@@ -19,14 +19,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from ...backend.run.planned import unchanged
-from ...reuse.ir.leaf import interpret
-from ...reuse.ir.program import Program
 from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
 from .torch_engine import (
@@ -204,8 +201,13 @@ class Gradients:
         self._compiled = compiled
         self._differentiably = differentiably
         self.again = again
-        self._made: dict[GradientRequest, tuple[CompiledGradients | Program, Run | None]] = {}
+        self._made: dict[GradientRequest, tuple[CompiledGradients | None, Run | None]] = {}
         self._ahead: dict[GradientRequest, Ahead | None] = {}
+
+    @property
+    def interpret(self) -> Run:
+        """Runs the program operator by operator."""
+        return self._compiled.interpret
 
     @property
     def habit(self) -> Habit:
@@ -217,7 +219,7 @@ class Gradients:
         """Returns whether an earlier call's were, so that this call's likely will be."""
         return bool(self._made)
 
-    def of(self, request: GradientRequest) -> tuple[CompiledGradients | Program, Run | None]:
+    def of(self, request: GradientRequest) -> tuple[CompiledGradients | None, Run | None]:
         """Returns the program of gradients, and what runs it with a backward.
 
         Where that cannot be compiled, it is the program that autograd takes gradients of.
@@ -230,7 +232,7 @@ class Gradients:
         if request not in self._made:
             made = self._compiled.gradients(request)
             run = None
-            if not isinstance(made, Program) and made.compiled.derivative is not None:
+            if made is not None and made.compiled.derivative is not None:
                 run = self._differentiably(made.compiled)
             self._made[request] = made, run
         return self._made[request]
@@ -259,7 +261,7 @@ class Gradients:
             made, run = self.of(request)
         except Exception:  # whatever it is, the forward runs as it did
             return None
-        if isinstance(made, Program):
+        if made is None:
             return None
         if made.gradients.outputs != request.outputs or (run is None) == request.is_differentiated:
             return None
@@ -298,11 +300,10 @@ class FirstBackward:
         moving = tuple(o for o, c in zip(self.outputs, cotangents, strict=True) if c.requires_grad)
         request = GradientRequest(self.outputs, moving, self.asked)
         made, run = self.gradients.of(request)
-        if isinstance(made, Program):
-            given = dict(zip(self.outputs, cotangents, strict=True))
+        if made is None:
+            given, run = dict(zip(self.outputs, cotangents, strict=True)), self.gradients.interpret
             with torch.enable_grad():
-                run_as = partial(interpret, made)
-                return by_pytorch(run_as, inputs, self.asked, given, self.drawn_from)
+                return by_pytorch(run, inputs, self.asked, given, self.drawn_from)
         if run is None:
             return None
         self.gradients.habit.note(None if moving else request)

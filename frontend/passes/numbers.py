@@ -1,4 +1,4 @@
-"""Numbers in place of symbols: in a captured program, and in a linked one with its kernels.
+"""Numbers in place of symbols: among results, and in a linked program with its kernels.
 
 Kernels are made once, for symbols; a shape has them for its numbers while it is linked.
 """
@@ -13,13 +13,13 @@ import torch
 import torch.fx
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.traces.torch_make_fx import SizesAt, fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...backend.kernels.lower import kernel_at, numbered
 from ...backend.launches.kernel_list import SymbolicList
 from ...backend.link.link import FlatProgram, Launch
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
-from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_symbols import (
     SIZE_TYPES,
     SizeLiteral,
@@ -32,48 +32,6 @@ from ...reuse.ir.torch_symbols import (
 from ...reuse.ir.types import Type, flatten_type
 from .context import Context
 from .state import State
-
-
-class AtNumbers:
-    """Puts numbers in place of sizes, once per closure."""
-
-    def __init__(self, values: Values) -> None:
-        self._sizes = SizesAt(values)
-        self._closures: dict[Closure, Closure] = {}
-
-    def program(self, program: Program) -> Program:
-        """Returns the program for these sizes; as captured, not differentiated."""
-        new: dict[Value, Value] = {}
-
-        def of(values: tuple[Value, ...]) -> tuple[Value, ...]:
-            for value in values:
-                if value not in new:
-                    new[value] = Value(self._sizes.type(value.type), value.hint)
-            return tuple(new[value] for value in values)
-
-        inputs = of(program.inputs)
-        calls = tuple(
-            Call(self._closure(c.closure), of(c.args), of(c.results), c.path, c.recompute)
-            for c in program.calls
-        )
-        return replace(program, inputs=inputs, calls=calls, outputs=of(program.outputs))
-
-    def _closure(self, closure: Closure) -> Closure:
-        if closure not in self._closures:
-            if isinstance(closure, Composite):
-                made: Closure = replace(closure, program=self.program(closure.program))
-            else:
-                assert isinstance(closure, Leaf)
-                made = self._leaf(closure)
-            self._closures[closure] = made
-        return self._closures[closure]
-
-    def _leaf(self, leaf: Leaf) -> Leaf:
-        made = self._sizes.leaf(leaf)
-        if made is not leaf:
-            # The strides of a view depend on sizes, and aliasing is read off these examples.
-            note_examples(made)
-        return made
 
 
 @without_autocast()

@@ -334,6 +334,10 @@ def loss_output(program: ir.Program) -> int:
 # ---- create_graph=True: gradients as a program, with a backward -------------------------------
 
 
+class NoGradientsError(PlanError):
+    """There are no gradients, however they are taken."""
+
+
 @compile_pass("gradients", goals=("gradients",))
 def take_gradients(state: Compilation) -> Compilation:
     """Makes the program of results and gradients of a program, once per different closure."""
@@ -354,10 +358,10 @@ def take_gradients(state: Compilation) -> Compilation:
     ]
     made = state.context.gradient_programs.of(program, request.inputs, request.outputs, sources)
     if made is None:
-        raise PlanError("No gradient flows to an input or a parameter that requires grad.")
+        raise NoGradientsError("No gradient flows to an input or a parameter that requires grad.")
     _require_same_draws(program, made.program)
     if not used_inputs(made.program).isdisjoint(target for _, target in program.writes):
-        raise PlanError(
+        raise NoGradientsError(
             "There is no second derivative of a forward that changes a buffer it computes with: "
             "the gradient would be taken from what it is now. Call model.eval(), or call the model "
             "itself where its gradient is differentiated."
