@@ -117,16 +117,19 @@ def recompute(target: Target, policy: PolicyName | None = "full") -> Target:
             f"recompute marks take None or one of {POLICIES}, not {policy!r}. A budget is for a "
             "whole program: compile(model, recompute=Budget(...))."
         )
+    advice = " For a function, use torch.utils.checkpoint, which is honoured."
+    return _marked(target, _RECOMPUTE, policy or _SAVE, "recompute", advice)
+
+
+def _marked(target: Target, name: str, mark: Any, by: str, advice: str = "") -> Target:
+    """Puts a mark on a module, or a class of modules."""
     if isinstance(target, nn.Module):
         # Not by setattr: a module with a __setattr__ of its own need not know of marks.
-        target.__dict__[_RECOMPUTE] = policy or _SAVE
+        target.__dict__[name] = mark
     elif isinstance(target, type) and issubclass(target, nn.Module):
-        setattr(target, _RECOMPUTE, policy or _SAVE)
+        setattr(target, name, mark)
     else:
-        raise ReuseError(
-            f"recompute marks a module or a subclass of nn.Module, not {target!r}. For a function, "
-            "use torch.utils.checkpoint, which is honoured."
-        )
+        raise ReuseError(f"{by} marks a module or a subclass of nn.Module, not {target!r}.{advice}")
     return target
 
 
@@ -172,13 +175,7 @@ def shard(target: Target, parameters: Mapping[str, Any], *, output: Any = None) 
     Example:
         >>> lazyinline.shard(model.up, {"weight": Shard(0), "bias": Shard(0)})
     """
-    if isinstance(target, nn.Module):
-        target.__dict__[_SHARD] = (dict(parameters), output)
-    elif isinstance(target, type) and issubclass(target, nn.Module):
-        setattr(target, _SHARD, (dict(parameters), output))
-    else:
-        raise ReuseError(f"shard marks a module or a subclass of nn.Module, not {target!r}.")
-    return target
+    return _marked(target, _SHARD, (dict(parameters), output), "shard")
 
 
 def shard_mark(module: nn.Module) -> tuple[Mapping[str, Any], Any] | None:

@@ -180,7 +180,8 @@ class StepOptimizer:
                 # Fused CUDA kernels take the learning rate as a tensor, and the rest as numbers.
                 settings, fixed = TensorType(torch.float32, (), (), device), tuple(numbers[1:])
             if "betas" in group:
-                is_decoupled = isinstance(self.optimizer, AdamW) or _is_decoupled(group)
+                is_decoupled = isinstance(self.optimizer, AdamW)
+                is_decoupled = is_decoupled or bool(group.get("decoupled_weight_decay"))
                 yield UpdateGroup(ADAM, (is_decoupled, group["maximize"], fixed), settings, members)
             else:
                 flags = (group["nesterov"], group["maximize"], fixed)
@@ -360,10 +361,6 @@ def _settings_of(group: Mapping[str, Any]) -> list[float]:
 
 def _end_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + reach(tensor.shape, tensor.stride()) * tensor.element_size()
-
-
-def _is_decoupled(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", False))
 
 
 def _make_state(state: dict[str, Any], name: str, parameter: torch.Tensor) -> None:

@@ -142,26 +142,6 @@ class Backwards:
         return Backward(found, full) if found is not None else self._full
 
 
-class Absence:
-    """Finds the gradients that do not exist, rather than are zero: no used output leads there."""
-
-    def __init__(self, compiled: CompiledProgram) -> None:
-        self._compiled = compiled
-        self._found: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def of(self, unused: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns positions of gradients that only the given outputs lead to."""
-        if unused not in self._found:
-            derivative = self._compiled.derivative
-            assert derivative is not None
-            reach = self._compiled.facts.trained_inputs
-            outputs = set(derivative.cotangent_outputs).difference(unused)
-            used = frozenset().union(*(reach[output] for output in outputs))
-            inputs = enumerate(derivative.gradient_inputs)
-            self._found[unused] = tuple(i for i, index in inputs if index not in used)
-        return self._found[unused]
-
-
 class Bridge:
     """Runs a compiled program as a node of autograd, and holds what its runs have in common.
 
@@ -177,7 +157,7 @@ class Bridge:
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
         self.aliases = Aliases(self._facts.view_roots, derivative.cotangent_outputs)
-        self.absence = Absence(compiled)
+        self._absent: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
         # A buffer that the forward will overwrite is kept as it was.
@@ -210,6 +190,16 @@ class Bridge:
             places = tuple(self.derivative.gradient_inputs[i] for i in asked_inputs(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
         self._facts.habit.note(request)
+
+    def absent(self, unused: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns positions of gradients that are absent, not zero: no used output leads there."""
+        if unused not in self._absent:
+            reach, derivative = self._facts.trained_inputs, self.derivative
+            outputs = set(derivative.cotangent_outputs).difference(unused)
+            used = frozenset().union(*(reach[output] for output in outputs))
+            inputs = enumerate(derivative.gradient_inputs)
+            self._absent[unused] = tuple(i for i, index in inputs if index not in used)
+        return self._absent[unused]
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -445,7 +435,7 @@ class _CompiledFunction(torch.autograd.Function):
         for place, gradient in zip(backward.places, gradients, strict=True):
             results[place + 1] = gradient
         if unused:
-            absent = bridge.absence.of(unused)
+            absent = bridge.absent(unused)
             for place, type_ in enumerate(bridge.gradient_types):
                 if place in absent:
                     results[place + 1] = None

@@ -36,7 +36,7 @@ from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import CompileReport, PartRecord
 from ..sizes.shapes import CompileResult
-from ..tracing.frames import user_frame
+from ..tracing.frames import warn_user
 from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 
@@ -423,15 +423,12 @@ class ModelDispatcher(ModuleDispatcher):
         if 2 * count >= len(layers):
             return
         self._has_told = True
-        frame = user_frame(sys._getframe(1))
         but = f", but for parts with {count} of its {len(layers)} layers" if count else ""
         is_refused = found.refused is not None and found.tries != "doubling"  # an effect is not
         how = " fallback='error' makes that an error." if is_refused else ""
-        warnings.warn_explicit(
+        warn_user(
             f"{type(self.model).__name__} runs eagerly{but}: {found.reason.rstrip('.')}.{how} "
-            "See lazyinline.last_report(model).",
-            UserWarning,
-            *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
+            "See lazyinline.last_report(model)."
         )
 
     def _may_run_eagerly(self, error: LazyInlineError) -> bool:

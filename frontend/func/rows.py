@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -98,16 +98,9 @@ class Product(nn.Module):
 
 def at_once(make: Callable[[], nn.Module]) -> Callable[..., torch.Tensor]:
     """Returns what runs a program for each number of directions, made the first time."""
-    made: dict[int, nn.Module] = {}
-
-    def run(directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The number of directions is a size of the program: a symbol there would stop Taylor mode.
-        num = len(directions)
-        if num not in made:
-            made[num] = make()
-        return made[num](directions, *args, **kwargs)
-
-    return run
+    # The number of directions is a size of the program: a symbol there would stop Taylor mode.
+    made = cache(lambda num: make())
+    return lambda directions, *args, **kwargs: made(len(directions))(directions, *args, **kwargs)
 
 
 def cotangent_product(at: Computed, cotangent: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from ...reuse.process import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel, argument_names, shapes_of
 from ..checks.torch_state import Modes, TensorLayouts, have_own_memory
-from ..tracing.frames import user_frame
+from ..tracing.frames import warn_user
 
 _HOOK_TABLES = tuple(
     name
@@ -557,14 +555,12 @@ class KeptPrograms(Generic[AnyEntry]):
             names = argument_names(model, inputs.args, inputs.kwargs)
             self._differences += self._entries[0].guard.differences(inputs.leaves, names)
         if self._num_compiles == MANY_COMPILES:
-            frame = user_frame(sys._getframe(1))
-            warnings.warn_explicit(
+            warn_user(
                 f"{type(model).__name__} was compiled {MANY_COMPILES} times, since its calls "
                 f"differ: {_summary(self._differences)}. The {MAX_PROGRAMS} programs used last "
                 "are kept. Pass a number that keeps changing as a 0-d tensor, keep anything else "
                 "the same, or pad sizes to a few.",
                 CompiledRepeatedlyWarning,
-                *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
             )
 
     def _put_first(self, entry: AnyEntry) -> None:

@@ -136,7 +136,7 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     model = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
     report.devices = tuple(
         DeviceRecord(
-            _device_name(device, state.context.options.target),
+            "the host" if device == HOST else state.context.options.target or str(device),
             tuple(s.name for s in model if s.tensor.device == device),
             planned.other_bytes.get(device, 0) if index else planned.arena_bytes,
         )
@@ -145,11 +145,6 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
     counts = list(map(copied_between_devices, state.linked))
     report.num_copies = sum(number for number, _ in counts)
     report.copied_bytes = sum(num_bytes for _, num_bytes in counts)
-
-
-def _device_name(device: torch.device, target: str | None) -> str:
-    """Returns the name of a device, as the user knows it."""
-    return "the host" if device == HOST else target or str(device)
 
 
 def runs_of(state: Compilation, program: PlannedProgram) -> PlannedProgram | Runtime:

@@ -89,6 +89,12 @@ def capture(state: State) -> State:
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 
+def _captured_as(state: State, program: ir.Program) -> State:
+    """Returns the state with another program in place of the captured one."""
+    seen = replace(state.captured, program=program)
+    return replace(state, seen=seen, programs={PARTS[0]: program})
+
+
 @compile_pass("masks", goals=RUN, wanted=lambda state: has_masks(state.programs[PARTS[0]]))
 def tell_masks(state: State) -> State:
     """Leaves masks out that are constants and mean what attention has a word for."""
@@ -98,8 +104,7 @@ def tell_masks(state: State) -> State:
         return state
     state.report.told_masks = [f"{count} of @{name}" for name, count in masks.told.items()]
     program = state.context.known(program)
-    seen = replace(state.captured, program=program)
-    return replace(state, seen=seen, programs={PARTS[0]: program})
+    return _captured_as(state, program)
 
 
 @compile_pass(
@@ -123,8 +128,7 @@ def derive(state: State) -> State:
         ) from error
     state.report.nested_forward = list(map(str, fallbacks))
     state.report.modes = list(modes)
-    seen = replace(state.captured, program=program)
-    return replace(state, seen=seen, programs={PARTS[0]: program})
+    return _captured_as(state, program)
 
 
 @compile_pass(
@@ -143,8 +147,7 @@ def fuse_boundaries(state: State) -> State:
     ]
     if state.captured.sizes is None:
         program = state.context.known(program)
-    seen = replace(state.captured, program=program)
-    return replace(state, seen=seen, programs={PARTS[0]: program})
+    return _captured_as(state, program)
 
 
 @compile_pass("autodiff", goals=("module", "step", "gradients", "primitives"))
@@ -190,11 +193,7 @@ def repeat_micro_batches(state: State) -> State:
     return replace(state, composed=composed, programs={"step": composed.program})
 
 
-def _updates(state: State) -> bool:
-    return bool(state.goal.updates)
-
-
-@compile_pass("update", goals=("step",), wanted=_updates)
+@compile_pass("update", goals=("step",), wanted=lambda state: bool(state.goal.updates))
 def update_parameters(state: State) -> State:
     """Adds the optimizer's updates, each behind its gradient (where asked for)."""
     composed = with_updates(state.step, state.goal.updates)
@@ -366,8 +365,7 @@ def take_gradients(state: Compilation) -> Compilation:
             "the gradient would be taken from what it is now. Call model.eval(), or call the model "
             "itself where its gradient is differentiated."
         )
-    seen = replace(state.captured, program=made.program)
-    return replace(state, seen=seen, gradients=made, programs={PARTS[0]: made.program})
+    return replace(_captured_as(state, made.program), gradients=made)
 
 
 def _require_same_draws(program: ir.Program, gradients: ir.Program) -> None:

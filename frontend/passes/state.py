@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
+from ...backend.run.planned import PlannedProgram, Runtime
+from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...recompute.planner import Policy, PolicyName
 from ...reuse.ir.costs import OperatorCosts
@@ -99,14 +101,6 @@ class Unplanned:
     reason: str
 
 
-class Runnable(Protocol):
-    """The end of a compile: something that runs."""
-
-    @property
-    def num_launches(self) -> int:
-        """Kernel launches of one run."""
-
-
 class Shapes(Protocol):
     """Links for many shapes at once."""
 
@@ -160,7 +154,7 @@ class Compilation:
     symbolic: Compilation | None = None
     shapes: Shapes | None = None
     unplanned: Unplanned | None = None
-    runs: Runnable | None = None
+    runs: PlannedProgram | Runtime | RankProgram | None = None
     mesh_plan: MeshPlan | None = None
     fitting: PolicyName | None = None
     known: Mapping[str, Any] = field(default_factory=dict)

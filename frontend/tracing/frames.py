@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -134,6 +135,13 @@ def user_line() -> str:
         frame = user_frame(frame.f_back)
     shown = nearest if frame is None else frame
     return "an unknown line" if shown is None else frame_text(shown)
+
+
+def warn_user(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warns at the user's line."""
+    frame = user_frame(sys._getframe(1))
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+    warnings.warn_explicit(text, kind, *place)
 
 
 def is_standard_frame(frame: Any) -> bool:
