@@ -189,7 +189,7 @@ class Dispatcher(Generic[AnyEntry]):
         return self._report
 
     @property
-    def programs(self) -> KeptPrograms[AnyEntry]:
+    def entries(self) -> KeptPrograms[AnyEntry]:
         """The programs there are."""
         return self._entries
 
@@ -376,7 +376,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         model: whose calls they are.
         options: how they are compiled.
         dynamic: which sizes are symbols, see :class:`ShapeCache`; so do ``names``.
-        entries: the programs there are.
     """
 
     def __init__(
@@ -390,7 +389,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     ) -> None:
         super().__init__(model, options, dynamic, names, compiler)
         self.model, self.options, self.dynamic = model, options, dynamic
-        self.entries = self._entries
         self._eager: CompileReport | None = None
         self._refusals = Refusals()
         # Errors that captures raised and eager did not; shared by all parts of a model.

@@ -67,11 +67,6 @@ class ExportReport:
     max_relative_error: float | None = None
     conditions: tuple[str, ...] = ()
 
-    @property
-    def stored_nodes(self) -> int:
-        """Counts the nodes of the main graph and of every function, each once."""
-        return self.main_nodes + sum(self.functions.values())
-
     def __str__(self) -> str:
         checked = "not compared with eager"
         if self.max_relative_error is not None:

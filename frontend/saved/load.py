@@ -561,7 +561,7 @@ class _Refusing:
             NoProgramError: always.
         """
         rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
-        numbers = [x for x in self._calls.programs if x.compiled.linker is None]
+        numbers = [x for x in self._calls.entries if x.compiled.linker is None]
         rows += [_row(entry.guard, inputs) for entry in numbers]
         way = "training" if torch.is_grad_enabled() else "inference"
         raise NoProgramError(

@@ -177,7 +177,7 @@ def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
     """Returns the programs that fit the model as it is now."""
     numbers = [
         KeptProgram.of(entry.guard, entry.compiled)
-        for entry in calls.programs
+        for entry in calls.entries
         if entry.compiled.linker is None
     ]
     kept = [*numbers, *(KeptProgram.symbolic(*one) for one in calls.symbolic_programs)]
