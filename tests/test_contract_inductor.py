@@ -9,7 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -37,7 +37,9 @@ from lazyinline.backend.kernels.torch_corrections import (
     NOT_FROM_THE_END,
     decompositions,
     dtype_rules_made_once,
+    empty_tails_left_out,
     home_of_strides,
+    indices_printed_once,
     offsets_added_once,
     polynomials_expanded,
     quotients_checked,
@@ -317,6 +319,62 @@ def test_inductors_rules_of_dtypes_are_one_object_that_is_filled_once() -> None:
     assert rules() is rules() and rules().add is not add, "it is filled once without us"
 
 
+def loops(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    """Computes along each axis, across both, and from places that are read."""
+    added = torch.zeros_like(x).index_add(0, index, y)
+    return x.exp() * y[index], x.sum(0), x.softmax(1), (x.t() + y.t().cos()).clone(), added
+
+
+@contract(
+    f"{INDUCTOR}.scheduler.SchedulerNode.codegen",
+    f"{INDUCTOR}.virtualized.V",
+    f"{INDUCTOR}.codegen.cpp: CppVecKernel CppTile2DKernel",
+    f"{INDUCTOR}.codegen.cpp_utils.CppPrinter",
+)
+@pytest.mark.parametrize("shape", [(64, 32), (64, 7), (5, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_written_as_they_are_with_all_tails(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    kernels = resolve(f"{INDUCTOR}.codegen.cpp")
+    assert "tail_size" in parameters_of(kernels.CppVecKernel.__init__)
+    tiled = parameters_of(kernels.CppTile2DKernel.__init__)
+    assert {"inner_tail_size", "outer_tail_size"} <= {*tiled}
+    x, index = torch.ones(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.int64)
+    module = traced_on_fakes(loops, x, x, index, table=decompositions())
+
+    def written(*contexts: Any) -> tuple[list[str], int]:
+        texts, runs = list[str](), 0
+        node = resolve(f"{INDUCTOR}.loop_body.LoopBody")
+        run, known = node.__call__, torch_inductor.kernel_source
+
+        def counted(self: Any, *indices: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return run(self, *indices)
+
+        def noted(types: Any, text: str) -> Any:
+            texts.append(text)
+            return known(types, text)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(node, "__call__", counted))
+            stack.enter_context(mock.patch.object(torch_inductor, "kernel_source", noted))
+            stack.enter_context(mock.patch.object(torch_inductor, "quicker_writing", nullcontext))
+            stack.enter_context(torch_inductor.graph_cache_off())
+            for context in contexts:
+                stack.enter_context(context())
+            (made,) = compile_leaves([module], lambda: None)
+        assert not isinstance(made, NotCompiled), made
+        return texts, runs
+
+    (in_full, all_runs), (left_out, runs) = written(), written(empty_tails_left_out)
+    assert left_out == in_full and in_full
+    assert written(indices_printed_once) == (in_full, all_runs)
+    if shape == (64, 32) and torch_inductor.best_vector_units():
+        assert runs < all_runs, "the rest of a loop that leaves none was written"
+
+
 @pytest.mark.parametrize(
     ("name", "dynamic"), [("gpt2", None), ("gpt2", True), ("t5-encoder", None), ("vit", None)]
 )
@@ -467,7 +525,7 @@ def test_unasked_inductor_takes_the_first_good_instruction_set() -> None:
     f"{INDUCTOR}.codecache.pick_vec_isa",
     f"{INDUCTOR}.cpu_vec_isa.VecISA._probe_load?",
     f"{INDUCTOR}.config.cpp_cache_precompile_headers",
-    "torch.cpu: _is_avx512_bf16_supported _is_amx_fp16_supported",
+    "torch.cpu: _is_avx512_bf16_supported _is_amx_fp16_supported _is_vnni_supported",
 )
 def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> None:
     from torch._inductor import codecache, config
@@ -482,6 +540,9 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels() -> N
     never_built = f"{code}\n// {os.urandom(8).hex()}"
     with commands_noted() as commands, torch_inductor.vector_units_probed_here():
         assert isa.check_build(never_built)
+        num_built = len(commands)
+        assert all(map(isa.check_build, torch_inductor._asked_next(isa)))
+        assert len(commands) == num_built, "what is asked next is not in that file"
         assert not isa.check_build(f"{never_built}\n#error no such vectors")
     assert any(line in torch_inductor.build_setting() for line in commands), (
         "the flags are not those of kernels"

@@ -18,7 +18,7 @@ import torch.fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of, without_autocast
+from ...reuse.ir.leaf import LaidOut, as_it_is, stamp_of, without_autocast
 from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, environment_of_tensor, size_in, sizes_in
@@ -35,6 +35,7 @@ from .torch_make_fx import (
     WRITTEN,
     Decompositions,
     FakeTensorMode,
+    compute_anew,
     drop_copies,
     drop_pairs,
     fake_tensor,
@@ -142,11 +143,12 @@ def of_pure_memory(
     strip_detach(module)
     drop_pairs(module)
     mark_after_strided(module)
+    # Last, so that they win: a backend's rule for a draw is one for fresh memory.
+    table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
+    compute_anew(module, table)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
     _refuse_draws_into_gaps(module)
-    # Last, so that they win: a backend's rule for a draw is one for fresh memory.
-    table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
     functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
     drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
@@ -292,6 +294,14 @@ CHANGED_IN_PLACE = "has been modified by an inplace operation"
 """The error of PyTorch's autograd at a saved value that was changed in place since."""
 
 
+class _OtherTangentsError(Exception):
+    """The results that take a cotangent, or their types, are not what was expected."""
+
+    def __init__(self, types: Mapping[int, TensorType]) -> None:
+        super().__init__()
+        self.types = types
+
+
 class JointTrace:
     """Traces forward and backward of a leaf as one graph.
 
@@ -327,22 +337,48 @@ class JointTrace:
         # Only what is wanted: autograd then leaves out the branches that lead to nothing else.
         for index in wanted_inputs:
             primals[index].requires_grad_()
-        with self._attention():
-            tangents = self._find_tangents(mode, primals, wanted_outputs)
-        if self.tangent_outputs:
-            with mode, self._attention(), sizes_kept_open(mode), torch.enable_grad():
-                self._trace(primals, tangents, wanted_inputs, decompositions)
+        self.num_outputs = len(outputs_of(module))
+        self._wanted = tuple(wanted_inputs), tuple(wanted_outputs)
+        # A tangent is an input of the trace, and its type is that of a result, which nobody knows
+        # before. Nearly always it is that of the capture: then one trace is enough.
+        tangents = self._captured_tangents()
+        try:
+            self._trace(mode, primals, tangents, decompositions)
+        except _OtherTangentsError as found:
+            self.tangent_outputs = tuple(found.types)
+            if found.types:
+                self._trace(mode, primals, found.types, decompositions)
+
+    def _captured_tangents(self) -> dict[int, TensorType]:
+        """Returns the types of tangents if results are as captured, and all depend on an input."""
+        captured = captured_results(self._module)
+        known = {i: captured[i] for i in self._wanted[1] if isinstance(captured[i], torch.Tensor)}
+        moving = {i: t for i, t in known.items() if t.is_floating_point() or t.is_complex()}
+        return {i: TensorType.of(t).cotangent() for i, t in moving.items()}
 
     def _trace(
         self,
+        mode: FakeTensorMode,
         primals: list[torch.Tensor],
-        tangents: list[torch.Tensor],
-        wanted: Sequence[int],
+        types: Mapping[int, TensorType],
         decompositions: Decompositions,
     ) -> None:
-        sizes = sizes_in(self._module)
-        with _changes_of_saved_values_refused(self._module):
-            joint = traced(partial(self._joint, wanted), [primals, tangents], sizes, decompositions)
+        """Traces for tangents of these types.
+
+        Raises:
+            _OtherTangentsError: if they have others.
+        """
+        tangents, sizes = [fake_tensor(mode, t) for t in types.values()], sizes_in(self._module)
+        self.tangent_outputs = tuple(types)
+        with (
+            mode,
+            self._attention(),
+            sizes_kept_open(mode),
+            torch.enable_grad(),
+            _changes_of_saved_values_refused(self._module),
+        ):
+            function = partial(self._joint, types)
+            joint = traced(function, [primals, tangents], sizes, decompositions)
             self._tag_forward(joint)
             names = _rename_inputs(joint, len(primals))
             inputs = [*(p.detach() for p in primals), *tangents]
@@ -358,28 +394,24 @@ class JointTrace:
     def _is_differentiated(self) -> bool:
         return self._gradients == "differentiated"
 
-    def _find_tangents(
-        self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
-    ) -> list[torch.Tensor]:
-        with mode, sizes_kept_open(mode), torch.enable_grad():
-            outputs = ModalInterpreter(self._module, attention_as_traced).run_flat(primals)
-        self.num_outputs = len(outputs)
-        # A run before the trace: a tangent is an input of the trace, and its layout is that of the
-        # result, which nobody knows before.
-        self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
-        captured = captured_results(self._module)
-        types = {i: TensorType.of(outputs[i]) for i in self.tangent_outputs}
-        for i in (i for i in types if captured[i] is not None):
-            types[i] = replace(types[i], stride=TensorType.of(captured[i]).stride)
-        return [fake_tensor(mode, type_.cotangent()) for type_ in types.values()]
-
     def _joint(
-        self, wanted: Sequence[int], primals: list[torch.Tensor], tangents: list[torch.Tensor]
+        self,
+        types: Mapping[int, TensorType],
+        primals: list[torch.Tensor],
+        tangents: list[torch.Tensor],
     ) -> tuple[Any, ...]:
-        graph = growing_graph()
+        graph, (wanted, outputs_wanted) = growing_graph(), self._wanted
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
         interpreter = kind(self._module, graph, attention_as_traced)
-        outputs = results_as_captured(self._module, interpreter.run_flat(primals))
+        outputs = interpreter.run_flat(primals)
+        found = {i: TensorType.of(outputs[i]) for i in outputs_wanted if outputs[i].requires_grad}
+        captured = captured_results(self._module)
+        for i in (i for i in found if captured[i] is not None):
+            found[i] = replace(found[i], stride=TensorType.of(captured[i]).stride)
+        found = {i: type_.cotangent() for i, type_ in found.items()}
+        if found != types or not found:
+            raise _OtherTangentsError(found)
+        outputs = results_as_captured(self._module, outputs)
         # What stands in the graph now is the forward; all that autograd runs comes behind it.
         self._forward = {n.name for n in graph.nodes}
         gradients = torch.autograd.grad(

@@ -14,7 +14,7 @@ are numbers, of the sizes at hand.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_aggregate
 
-from ...reuse.ir.operators import is_view
+from ...reuse.ir.operators import changed_operand, is_view, may_draw, mutated_args
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import (
     SIZE_TYPES,
+    SizeLiteral,
     Values,
     environment_of,
     expression_of,
@@ -43,7 +44,7 @@ from ...reuse.ir.torch_symbols import (
 )
 from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
 from ...reuse.process import ProcessLock
-from ...reuse.torch_names import module_of
+from ...reuse.torch_names import module_of, operator_as_printed
 
 
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -125,6 +126,44 @@ def _beneath_marks(node: Any) -> tuple[Any, list[Any]]:
             marks.append(node.target)
         node = node.args[0]
     return beneath, marks
+
+
+def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
+    """Makes a change in place of what nobody else reads the operator that returns a new tensor.
+
+    PyTorch's formulas have them (``1 - x`` is one). To take them out by tracing the graph again
+    would come to the same, and takes as long as the trace.
+
+    Args:
+        module: traced, under a fake mode that is on.
+        but: operators that are taken apart.
+    """
+    for node in module.graph.nodes:
+        operand, plain = changed_operand(node), _out_of_place(node.target)
+        if operand is None or plain is None or node.target in but or plain in but:
+            continue
+        is_own = operand.op == "call_function" and list(operand.users) == [node]
+        if not is_own or is_view(operand) or mutated_args(operand):
+            continue
+        args, kwargs = map_aggregate((node.args, node.kwargs), _value)
+        made = plain(*args, **kwargs)
+        if TensorType.of(made) == TensorType.of(node.meta["val"]):
+            # Views of the result are known by its memory: the operand gets another.
+            node.target, operand.meta["val"] = plain, made
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, torch.fx.Node):
+        return argument.meta["val"]
+    return argument.size if isinstance(argument, SizeLiteral) else argument
+
+
+def _out_of_place(target: Any) -> Any:
+    """Returns the operator that computes what one writes in place; None if there is none."""
+    packet, _, overload = str(target).rpartition(".")
+    if not packet.startswith("aten.") or not packet.endswith("_") or may_draw(target):
+        return None
+    return operator_as_printed(f"{packet[:-1]}.{overload}")
 
 
 def drop_copies(module: torch.fx.GraphModule) -> None:

@@ -242,8 +242,8 @@ def _end_of_block(plain: str, start: int, braces: str = "{}") -> int:
 
 
 _LOG = logging.getLogger("lazyinline")
-# Reading the headers costs as much as building six kernels: fewer than this wait for others.
-_LEAST = 8
+# Reading the headers costs as much as building a few kernels: fewer than this wait for others.
+_LEAST = 24
 _LONGEST_BUILD_S = 600.0
 
 Kernel = Callable[..., Any]

@@ -17,6 +17,9 @@ Each correction of what it writes is a context; outside of it Inductor is as it 
 * Values that are found again. Before it lowers a graph Inductor runs it under fake tensors, because
   passes over it may have noted other strides. Ours keep the values of the trace, and with symbols
   in sizes a sixth of its time went there.
+* Tails of loops that leave none. A loop of 64 numbers, sixteen at a time, has no rest, and Inductor
+  wrote code for it and then left it out: a quarter of the kernels that it wrote for a potential.
+* Indices that are printed again: once for each kernel that is written of a loop.
 * Tiles added elsewhere. Where a kernel that several threads run adds to memory from tiles of two
   axes, it moves the index to the place within the tile twice before torch 2.15
   (pytorch/pytorch#191837): it adds to other memory, also past the end.
@@ -31,10 +34,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import sympy
 import torch
 import torch.fx
 from torch import Tensor
@@ -200,10 +204,55 @@ def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
     return all(v.fake_mode is mode for v in values if isinstance(v, FakeTensor))
 
 
+_TAILS = ("tail_size", "inner_tail_size", "outer_tail_size")
+
+
+@contextmanager
+def empty_tails_left_out() -> Iterator[None]:
+    """Lets Inductor write nothing, within this context, for the rest of a loop that leaves none."""
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    write = SchedulerNode.codegen
+
+    def write_some(self: Any, index_vars: Any) -> None:
+        if all(getattr(V.kernel, tail, None) != 0 for tail in _TAILS):
+            write(self, index_vars)
+
+    with mock.patch.object(SchedulerNode, "codegen", write_some):
+        yield
+
+
+@contextmanager
+def indices_printed_once() -> Iterator[None]:
+    """Lets Inductor print each index in C++ once within this context."""
+    from torch._inductor.codegen.cpp_utils import CppPrinter
+
+    write, written = CppPrinter._print, dict[Any, str]()
+
+    def write_once(self: Any, expression: Any, **settings: Any) -> str:
+        if settings or not isinstance(expression, sympy.Basic):
+            return write(self, expression, **settings)
+        if expression not in written:
+            written[expression] = write(self, expression)
+        return written[expression]
+
+    with mock.patch.object(CppPrinter, "_print", write_once):
+        yield
+
+
 @contextmanager
 def quicker_writing() -> Iterator[None]:
     """Holds what makes Inductor quicker within this context, and changes nothing that it writes."""
-    with polynomials_expanded(), dtype_rules_made_once(), values_as_traced():
+    with ExitStack() as stack:
+        for quicker in (
+            polynomials_expanded,
+            dtype_rules_made_once,
+            values_as_traced,
+            empty_tails_left_out,
+            indices_printed_once,
+        ):
+            stack.enter_context(quicker())
         yield
 
 

@@ -455,16 +455,38 @@ def _loads_here(isa: Any, path: str) -> bool:
 def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
     from torch._inductor import config
 
+    built = set[tuple[type, str]]()
+
     def check(isa: Any, code: str) -> bool:
+        if (type(isa), code) in built:
+            return True
         for _ in range(2):
             with contextlib.suppress(DamagedObjectError):
                 # With the header of kernels, which is precompiled, before it a probe costs less. Of
                 # code without vectors in it Inductor builds a file for no instruction set.
                 is_short = config.cpp_cache_precompile_headers and "at::vec::" in code
+                if is_short and _builds(isa, "\n".join([code, *map(_apart, _asked_next(isa))])):
+                    built.update((type(isa), one) for one in _asked_next(isa))
+                    return True
                 return (is_short and _builds(isa, code)) or check_build(isa, code)
         return False
 
     return check
+
+
+def _apart(code: str) -> str:
+    """Returns C++ that may name what the header of kernels names; it has included the others."""
+    return f"namespace asked {{\n{code}\n}}"
+
+
+def _asked_next(isa: Any) -> list[str]:
+    """Returns what Inductor will ask of an instruction set that is good: one file answers all."""
+    asked = {
+        "_avx512_bf16_code": torch.cpu._is_avx512_bf16_supported,
+        "_avx512_vnni_code": torch.cpu._is_vnni_supported,
+        "_amx_code": lambda: True,
+    }
+    return [getattr(isa, name) for name, asks in asked.items() if hasattr(isa, name) and asks()]
 
 
 def _further_instructions(isa: Any) -> ExitStack:
