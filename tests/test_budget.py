@@ -40,10 +40,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (29_067, 103),
     "reuse": (9_905, 34),
-    "autodiff": (6_325, 21),
+    "autodiff": (6_396, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_807, 25),
-    "backend": (12_746, 46),
+    "backend": (12_817, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
