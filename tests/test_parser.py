@@ -1,6 +1,8 @@
 """The printer and the parser are inverses; what is no program is refused where it stands."""
 
+import ast
 import re
+import time
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from apart import in_threads
 from models import Around, block
 from programs import random_program
 from torch import nn
@@ -321,3 +324,20 @@ def test_a_line_of_a_leaf_that_is_read_later_is_refused_where_it_stands() -> Non
     assert leaf.num_nodes > 1
     with pytest.raises(ParseError, match=rf"(?s)^line {at + 1}: there is no operator 'no_such_"):
         _ = leaf.module
+
+
+def test_threads_that_read_programs_parse_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's own parser fails where a finalizer lets another thread begin half way."""
+    text, parse, parsing = str(random_program(0)), ast.parse, []
+
+    def watched(*args: Any, **options: Any) -> ast.AST:
+        parsing.append(len(parsing))
+        time.sleep(0.001)
+        tree = parse(*args, **options)
+        assert parsing.pop() == 0
+        return tree
+
+    monkeypatch.setattr(ast, "parse", watched)
+    assert in_threads(lambda _: str(parse_program(text))) == [text] * 3

@@ -111,7 +111,7 @@ def parse_size(text: str, sizes: ReadSizes) -> Any:
     """
     reader = _Reader(text, "now", sizes)
     try:
-        return reader.computed(ast.parse(text, mode="eval").body)
+        return reader.computed(reading.parsed(text, "eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         reader.fail_at(1, 0, f"this cannot be read: {error}")
 
@@ -162,7 +162,7 @@ class _Reader:
 
     def _statements(self, text: str) -> list[Any]:
         try:
-            return ast.parse(_SIGNS.sub(self._as_python, text)).body
+            return reading.parsed(_SIGNS.sub(self._as_python, text)).body
         except SyntaxError as error:
             self.fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
         except (MemoryError, ValueError) as error:

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
+from ..process import ProcessLock
 from ..torch_names import memory_id, schema_of
 from .leaf import ModalInterpreter
 from .masks import ATTENTION
@@ -26,6 +27,9 @@ from .torch_symbols import ReadSizes
 from .types import StructType, TensorType, Type, flatten_type, reach, strides_that_matter
 
 _STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
+# CPython counts how deep a tree is in one number for all threads: where a finalizer lets another
+# thread parse half way, both fail with a SystemError (python/cpython#106905).
+_ONE_AT_A_TIME = ProcessLock()
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 
 
@@ -75,10 +79,16 @@ class LeafLater(Leaf):
         return self.read().module
 
 
+def parsed(text: str, mode: str = "exec") -> Any:
+    """Returns the tree of a text, of which Python runs nothing."""
+    with _ONE_AT_A_TIME:
+        return ast.parse(text, mode=mode)
+
+
 def is_as_said(node: torch.fx.Node, line: Any) -> bool:
     """Whether a node gives what stands in its line."""
     said = getattr(line, "annotation", None)
-    found = ast.parse(node_type(node).replace("[]", ""), mode="eval").body
+    found = parsed(node_type(node).replace("[]", ""), "eval").body
     # The stride of a dimension of one says nothing, and operators hand on one or another.
     texts = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(one)) for one in (said or found, found)]
     return texts[0] in (texts[1], "...")
