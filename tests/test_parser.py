@@ -261,6 +261,9 @@ REFUSED = {
     ("closure @f(%x: f32[3]) {\n  return %x\n«}»", ""): "expected a program at the end",
     ("program @main(%x: «f33[3]») {\n  return %x\n}", ""): "expected a type",
     ("program @main(%x: «f32[3:1,4]») {\n  return %x\n}", ""): "expected a type",
+    ("program @main(%x: f32[3], %y: f32[03]) {\n  return %x\n}", ""): "leading zeros",
+    ("program @main(%x: f32[3]@«f32[3]») {\n  return %x\n}", ""): "there is no device 'f32[3]'",
+    ("program @main(%x: f32«\u0294»3\u0295) {\n  return %x\n}", ""): "unexpected",
     ("program @main(%x: f32[3]@«gpu») {\n  return %x\n}", ""): "there is no device 'gpu'",
     ("program @main(%x: f32[3] = «input()») {\n  return\n}", ""): "what a tensor is bound to",
     (

@@ -11,6 +11,7 @@ import textwrap
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import onnxruntime
@@ -360,6 +361,20 @@ def test_weights_are_in_the_format_of_safetensors(tmp_path: pathlib.Path) -> Non
 
 
 # ---- trust ---------------------------------------------------------------------------------------
+
+
+def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1023), nn.Linear(1023, 7), nn.Tanh())
+    loaded = reloaded(compiled_for(model, torch.randn(2, 1024)), tmp_path)
+    tensors = list(loaded.parameters())
+    for tensor, saved in zip(tensors, model.parameters(), strict=True):
+        assert torch.equal(tensor, saved)
+        assert not tensor._is_view() and tensor.data_ptr() % 64 == 0
+        assert tensor.untyped_storage().nbytes() == 4 * tensor.numel()
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()) for t in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    shared = copy.deepcopy(loaded).share_memory()
+    assert all(map(torch.equal, shared.parameters(), tensors))
 
 
 def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(

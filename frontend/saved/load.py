@@ -194,7 +194,7 @@ class _Opened:
             found |= self._read(WEIGHTS)
         elif where == "beside":
             with open(beside(path), "rb") as file:
-                found |= read_tensors(file, os.fstat(file.fileno()).st_size, self._empty)
+                found |= self._laid_out(file, os.fstat(file.fileno()).st_size)
         else:
             raise FileError("it has no weights: give load a state_dict")
         self._parts_read = {name: found.pop(name) for name in [*found] if name in self._parted}
@@ -216,15 +216,17 @@ class _Opened:
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         name = self._own + name
         with self._parts.stream(name) as source:
-            return dict(read_tensors(source, self._parts.size_of(name), self._empty))
+            return self._laid_out(source, self._parts.size_of(name))
 
-    def _empty(self, name: str, described: Described) -> torch.Tensor:
-        type_ = self._part_types.get(name, self._types.get(name))
-        if type_ is None:
-            return torch.empty(described.shape, dtype=described.dtype, device="cpu")
-        if (type_.dtype, type_.shape) != (described.dtype, described.shape):
-            raise FileError(f"{name} is of another type than programs take")
-        return type_.empty()
+    def _laid_out(self, source: Any, size: int) -> dict[str, torch.Tensor]:
+        types = {**self._types, **self._part_types}
+
+        def check(name: str, described: Described) -> None:
+            type_ = types.get(name)
+            if type_ and (type_.dtype, type_.shape) != (described.dtype, described.shape):
+                raise FileError(f"{name} is of another type than programs take")
+
+        return {n: _as(types.get(n), t) for n, t in read_tensors(source, size, check)}
 
     def _given(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
         same = [name, *(other for other, first in self._names.ties if first == name)]
@@ -235,7 +237,7 @@ class _Opened:
         type_ = self._types.get(name, TensorType.of(own))
         if (type_.dtype, type_.shape) != (own.dtype, tuple(own.shape)):
             raise FileError(f"{name} of the state_dict is of another type than programs take")
-        return own if TensorType.of(own) == type_ else type_.empty().copy_(own)
+        return _as(type_, own)
 
     # ---- programs ------------------------------------------------------------------------
 
@@ -425,10 +427,8 @@ class _Opened:
             parameter = tensor_of(model, own)
             if kind != "step" and tensor.shape != parameter.shape:
                 raise FileError(f"{name} is of another shape than its parameter")
-            like = parameter.detach()
-            if kind != "step" and TensorType.of(tensor) != TensorType.of(like):
-                tensor = torch.empty_like(like).copy_(tensor)
-            update.optimizer.state[parameter][kind] = tensor
+            like = None if kind == "step" else TensorType.of(parameter)
+            update.optimizer.state[parameter][kind] = _as(like, tensor)
         return update
 
     def _state(
@@ -486,6 +486,12 @@ class _Opened:
 def _seen(captured: Program, sizes: KnownSizes | None = None) -> CapturedModel:
     """Returns what capture would have seen."""
     return CapturedModel(captured, [], RootEvidence(Reads(), (), ()), [], {}, sizes=sizes)
+
+
+def _as(type_: TensorType | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that is laid out as a type says, and the same one if it is already."""
+    is_so = type_ is None or TensorType.of(tensor) == type_
+    return tensor if type_ is None or is_so else type_.empty().copy_(tensor)
 
 
 def _place(number: int) -> str:

@@ -118,8 +118,10 @@ def _put(
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     """Returns a tensor of a model by its name."""
-    path, _, own = name.rpartition(".")
-    state = module_state(model.get_submodule(path))
+    *path, own = name.split(".")
+    for part in path:
+        model = model._modules[part]  # type: ignore[assignment]
+    state = module_state(model)
     tensors: dict[str, Any] = state["_parameters"]
     found: torch.Tensor = tensors[own] if own in tensors else state["_buffers"][own]
     return found

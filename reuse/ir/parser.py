@@ -38,17 +38,17 @@ _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a fil
 
 # Letters, which no printed name has, for what is none in Python.
 _LETTERS = {"%": "\u01c2", "@": "\u01c3", "$": "\u01c1", ".": "\u01c0"}
-_SIGNS = re.compile(
-    r"""(?P<text>'(?:[^'\\\n]|\\.)*')
+_SIGNS_TEXT = r"""
+    (?P<text>'(?:[^'\\\n]|\\.)*')
     | (?P<comment>(?<!\S)//.*)
     | ^(?P<head>[\w ]*\b(?:closure|program)[ ]) (?=@)
     | (?P<name>(?<![\w\]])[%@$][\w.]+)
+    | (?P<type>TYPE)
     | (?P<skipped>\bcall[ ](?=@) | (?<=\w)\[\] | \})
     | (?P<broken>,\n(?=[ ]{6}))
     | (?P<opened>\{$ | \{(?=[ ]+//))
-    | (?P<foreign>[;\#\\"{\u01c0-\u01c3]|:$|\bdef\b)""",
-    re.VERBOSE | re.MULTILINE,
-)
+    | (?P<foreign>[;\#\\"{\u0294\u0295\u01bb\u01be\u01c0-\u01c3]|:$|\bdef\b)"""
+_SIGNS = re.compile(_SIGNS_TEXT.replace("TYPE", reading.TYPE), re.VERBOSE | re.MULTILINE)
 # A leaf whose header has its results, and at least two lines behind the first.
 _LEAF = re.compile(
     r"^(?![^@\n]*\bcomposite\b)[\w ]*\bclosure @(?P<name>[\w.]+)"
@@ -125,6 +125,7 @@ class _Reader:
         self._leaf = self._leaf_now if bodies == "now" else self._leaf_later
         self._heads: list[list[str]] = []
         self._structs: dict[str, StructType] = {}
+        self._types: dict[str, TensorType] = {}
         self._closures: dict[str, ir.Closure] = {}
         self._sizes = sizes
         self._left_out: dict[str, tuple[int, int]] = {}
@@ -171,6 +172,10 @@ class _Reader:
     def _as_python(self, found: re.Match[str]) -> str:
         """Returns as many characters of Python for a sign that Python does not have."""
         sign, text = str(found.lastgroup), found[0]
+        if sign == "name":
+            return _LETTERS[text[0]] + text[1:].replace(".", _LETTERS["."])
+        if sign == "type":
+            return text.translate(reading.AS_NAMES)
         if sign == "foreign":
             line = self._text.count("\n", 0, found.start())
             start = self._text.rfind("\n", 0, found.start()) + 1
@@ -178,8 +183,6 @@ class _Reader:
         if sign == "head":
             self._heads.append(text.split())
             return "def".ljust(len(text))
-        if sign == "name":
-            return _LETTERS[text[0]] + text[1:].replace(".", _LETTERS["."])
         same = {"text": text, "comment": "#" + text[1:], "opened": ":", "broken": ",\\\n"}
         return same.get(sign, " " * len(text))
 
@@ -209,7 +212,7 @@ class _Reader:
     def _used(self, tree: Any, names: Mapping[str, Any], mark: str = "%") -> Any:
         """Returns what has a name."""
         name = self._name(getattr(tree, "id", ""))
-        if name not in names or not tree.id.startswith(_LETTERS[mark]):
+        if name not in names or tree.id[0] != _LETTERS[mark]:
             self._fail(tree, f"{mark}{name} is not defined")
         return names[name]
 
@@ -221,8 +224,12 @@ class _Reader:
     # ---- types -------------------------------------------------------------------------------
 
     def _type(self, tree: Any) -> Type:
-        if isinstance(tree, ast.Name) and tree.id in self._structs:
-            return self._structs[tree.id]
+        if isinstance(tree, ast.Name):
+            if tree.id in self._structs:
+                return self._structs[tree.id]
+            if tree.id not in self._types:
+                self._types[tree.id] = self._tensor_type(tree)
+            return self._types[tree.id]
         return self._struct(tree) if isinstance(tree, ast.Call) else self._tensor_type(tree)
 
     def _struct(self, tree: Any) -> StructType:
@@ -234,6 +241,7 @@ class _Reader:
         whole, device, sizes = tree, torch.device("cpu"), []
         if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.MatMult):
             tree, device = tree.left, self._device(tree.right)
+        tree = reading.with_sizes(tree)
         if isinstance(tree, ast.Subscript):
             sizes = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
             tree = tree.value
@@ -250,7 +258,8 @@ class _Reader:
         return TensorType(dtype, shape, stride, device)
 
     def _device(self, tree: Any) -> torch.device:
-        name = tree.value if isinstance(tree, ast.Constant) else ast.unparse(tree)
+        given = reading.with_sizes(tree)
+        name = given.value if isinstance(given, ast.Constant) else ast.unparse(given)
         try:
             return torch.device(re.sub(r"\[(\d+)\]$", r":\1", str(name)))
         except RuntimeError:

@@ -24,12 +24,17 @@ from .masks import ATTENTION
 from .printer import node_type
 from .program import Leaf
 from .torch_symbols import ReadSizes
-from .types import StructType, TensorType, Type, flatten_type, reach, strides_that_matter
+from .types import DTYPES, StructType, TensorType, Type, flatten_type, reach, strides_that_matter
 
 _STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
 # CPython counts how deep a tree is in one number for all threads: where a finalizer lets another
 # thread parse half way, both fail with a SystemError (python/cpython#106905).
 _ONE_AT_A_TIME = ProcessLock()
+_SIZE = "(?:0|[1-9][0-9]{,18})"
+# A type is read as one name: most of a text is types, and few of them differ.
+TYPE = rf"\b(?:{'|'.join(DTYPES)})\[{_SIZE}(?:[,:]{_SIZE})*\]"
+AS_NAMES = str.maketrans("[],:", "\u0294\u0295\u01bb\u01be")
+_AS_TYPES = {letter: sign for sign, letter in AS_NAMES.items()}
 _MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 
 
@@ -62,6 +67,20 @@ def parts(tree: Any) -> list[Any]:
     return tree.elts if isinstance(tree, ast.Tuple) else [tree]
 
 
+def with_sizes(tree: Any) -> Any:
+    """Returns a type that was read as one name as the expression that it is."""
+    name = getattr(tree, "id", "")
+    text = name.translate(_AS_TYPES)
+    if text == name:
+        return tree
+    found = ast.parse(text, mode="eval").body
+    for one in ast.walk(found):  # where a mistake is shown, in bytes
+        if isinstance(one, ast.expr):
+            start = tree.col_offset + len(name[: one.col_offset].encode())
+            one.lineno, one.col_offset = tree.lineno, start
+    return found
+
+
 class LeafLater(Leaf):
     """A leaf whose operators are read when something asks for them."""
 
@@ -88,10 +107,12 @@ def parsed(text: str, mode: str = "exec") -> Any:
 def is_as_said(node: torch.fx.Node, line: Any) -> bool:
     """Whether a node gives what stands in its line."""
     said = getattr(line, "annotation", None)
-    found = parsed(node_type(node).replace("[]", ""), "eval").body
+    texts = [node_type(node).replace("[]", "")]
+    if said is not None:
+        texts.append(ast.unparse(said).translate(_AS_TYPES))
     # The stride of a dimension of one says nothing, and operators hand on one or another.
-    texts = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(one)) for one in (said or found, found)]
-    return texts[0] in (texts[1], "...")
+    plain = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(parsed(text))) for text in texts]
+    return plain[-1] in (plain[0], "...")
 
 
 def are_equal(said: list[TensorType], found: list[TensorType], sizes: ReadSizes) -> bool:
