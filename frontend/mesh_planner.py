@@ -29,6 +29,7 @@ from .passes.state import Compilation, Goal, Judge, OnMesh, Planner, Subject
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ..pipeline_parallel.mesh.layouts import Axis
+    from ..pipeline_parallel.mesh.traffic import MeshCosts
 
 
 Plan: TypeAlias = Mapping[str, Any] | Literal["auto"] | None
@@ -51,15 +52,18 @@ class AskedPlan:
 
     def stages(self, subject: Subject) -> OnMesh:
         """Returns where stages of a pipeline along one dimension lie: over the others."""
-        from ..pipeline_parallel.mesh.traffic import MeshCosts
-
-        own, limit = _without(self.mesh, stage_dimension(self.mesh)), self.memory_bytes_per_rank
+        own, limit = without_stages(self.mesh), self.memory_bytes_per_rank
         # The step that is planned is that of all stages, of which a rank has one part in so many.
         whole = limit and limit * (self.mesh.size() // own.size())
         asked = replace(self, mesh=own, memory_bytes_per_rank=whole)
-        rates, axes = asked.rates()
-        costs = MeshCosts(rates, fused=False, axes=axes)
-        return OnMesh(own, planner_of(subject, asked), limit, costs)
+        return OnMesh(own, planner_of(subject, asked), limit, asked.costs(), self.mesh)
+
+    def costs(self) -> MeshCosts:
+        """Returns what operators and collectives of stages cost over the mesh."""
+        from ..pipeline_parallel.mesh.traffic import MeshCosts
+
+        rates, axes = self.rates()
+        return MeshCosts(rates, fused=False, axes=axes)
 
     def rates(self) -> tuple[Rates, Sequence[Axis]]:
         """Returns the rates of a rank's device, and of the dimensions of the mesh."""
@@ -78,8 +82,9 @@ def stage_dimension(mesh: Any) -> str | None:
     return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
 
 
-def _without(mesh: Any, dim: str | None) -> Any:
-    """Returns this rank's part of a mesh, without one dimension."""
+def without_stages(mesh: Any) -> Any:
+    """Returns this rank's part of a mesh, without the dimension along which stages lie."""
+    dim = stage_dimension(mesh)
     others = tuple(name for name in mesh.mesh_dim_names if name != dim)
     if not others:
         raise PlanError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,20 +15,18 @@ from torch import Tensor, nn
 
 from ..autodiff.flows import Draws
 from ..autodiff.training_program import Sums
-from ..backend.arena.arena import ArenaPlan
 from ..backend.kernels.lower import BackendName
 from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.mesh.links import Links
-from ..pipeline_parallel.mesh.plan import REPLICATED, MeshPlan, Placements
+from ..pipeline_parallel.mesh.plan import REPLICATED
 from ..pipeline_parallel.process_groups import Ranks, all_ranks, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
-from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.leaf import called_without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
-from ..reuse.ir.types import TensorType, in_own_storage
+from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .batch import Batch, LossFunction, LossModel, check_count
 from .capture.blocks import Reuse
@@ -38,137 +34,18 @@ from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
+from .mesh_parameters import KeptOnMesh, MeshParameters, gradient_of, local_part, part_of
 from .mesh_planner import AskedPlan, stage_dimension
 from .options import Batching, Options
 from .page.page import compile_page
 from .page.sections import mesh_section
 from .page.write import write_page
 from .passes.context import Context
-from .passes.mesh import sharded_step
+from .passes.mesh import rank_orders, sharded_step
 from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline, check_sums, table_of
-
-
-@dataclass(frozen=True)
-class _Held:
-    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
-
-    tables: tuple[tuple[dict[str, Any], str], ...]
-    captured: Tensor
-    own: Tensor
-
-
-class MeshParameters:
-    """The model's parameters as DTensors, and stand-ins for what was captured.
-
-    Args:
-        model: whose parameters are replaced.
-        mesh: that they lie on.
-        plan: how.
-        only: the identities of those to replace; None for all.
-        read: those of a file by name, in place of the model's own.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Any,
-        plan: MeshPlan,
-        only: Container[int] | None = None,
-        read: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        names: dict[int, str] = {}
-        tensors: dict[int, Tensor] = {}
-        for path, module in walk_modules(model):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (only is None or id(parameter) in only):
-                    places.setdefault(id(parameter), []).append((module._parameters, name))
-                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-                    tensors[id(parameter)] = parameter
-        self._held: dict[int, _Held] = {}
-        for key, tensor in tensors.items():
-            layout = plan.parameters[names[key]]
-            # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
-            given = None if read is None else read[names[key]]
-            whole = distribute_tensor(tensor.detach(), mesh, layout) if given is None else given
-            own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
-            _put(held.tables, own)
-            # The captured program holds the old parameter, and is not to hold its memory.
-            nothing = math.nan if tensor.is_floating_point() else 0
-            tensor.data = tensor.new_full((), nothing).expand_as(tensor)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns what took the place of a captured tensor; buffers stay."""
-        held = self._held.get(id(tensor))
-        return tensor if held is None else held.own
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of what modules hold within :meth:`as_captured`."""
-        found = (one.own for one in self._held.values() if one.captured is tensor)
-        return local_part(next(found, tensor))
-
-    @contextmanager
-    def as_captured(self) -> Iterator[None]:
-        """Within it modules hold what looks like the parameters they were captured with."""
-        # The guard compares what modules hold with what they held, which were no DTensors.
-        for one in self._held.values():
-            _put(one.tables, one.captured)
-        try:
-            yield
-        finally:
-            for one in self._held.values():
-                _put(one.tables, one.own)
-
-    def check_present(self) -> None:
-        """Raises PlanError if a parameter was replaced."""
-        for held in self._held.values():
-            for table, name in held.tables:
-                if table.get(name) is not held.own:
-                    raise PlanError(
-                        f"The parameter {name} was replaced since the model was parallelized. "
-                        "Change parameters in place, or parallelize the model anew."
-                    )
-
-
-def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
-    for table, name in tables:
-        table[name] = tensor
-
-
-def _stand_in(tensor: Tensor) -> nn.Parameter:
-    """Returns a parameter of the same layout, without memory: only its type is compared."""
-    memory = TensorType.of(tensor).empty()
-    memory.untyped_storage().resize_(0)
-    return nn.Parameter(memory, requires_grad=tensor.requires_grad)
-
-
-def gradient_of(parameter: Any, local: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
-    from ..pipeline_parallel.mesh.torch_parts import distributed
-
-    return distributed(local, parameter.device_mesh, parameter.placements, parameter)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
-    """Returns this rank's part of a tensor that it has whole."""
-    coordinate = mesh.get_coordinate()
-    for index, placement in enumerate(layout):
-        if placement.is_shard():
-            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
-    return tensor
-
 
 # ---- Steps over a mesh ---------------------------------------------------------------------------
 
@@ -351,7 +228,7 @@ class ParallelStep:
         self.plan = sharded_step(state)
         # The search for a plan of memory ends by time, so that may differ.
         order = [(one.kind, one.axis, one.num_bytes) for one in self.plan.collectives]
-        self._agreement.check_plan(f"{replace(self.plan, memory=None)}\n{order}")
+        self._agreement.check_plans({"plan": f"{replace(self.plan, memory=None)}\n{order}"})
         self._draws = bool(Draws().of(self._step.program.calls))
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]
@@ -418,14 +295,10 @@ class ParallelStep:
             return torch.stack(list(outputs[: self._num_parts])).mean()
 
     @property
-    def kept(
-        self,
-    ) -> tuple[
-        nn.Module, Guard, Compilation, Sequence[ArenaPlan], MeshParameters, Ranks, Sequence[int]
-    ]:
-        """Returns its parts that a file holds; of the ranks their order in the mesh, too."""
-        own = self.model, self._guard, self._lowered, self._runner.plans, self._parameters
-        return *own, self._agreement.ranks, self._mesh.mesh.flatten().tolist()
+    def kept_on_mesh(self) -> KeptOnMesh:
+        """Returns its parts that a file holds."""
+        own = self._guard, self._lowered, self._runner.plans, self._parameters
+        return KeptOnMesh(*own, self._mesh, self._agreement.ranks)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: what lies where and what is moved, the program, its memory, its passes.
@@ -490,17 +363,26 @@ class ParallelPipeline(Pipeline):
 
     The parameters of this rank's stages become DTensors over the mesh without the dimension of the
     pipeline. Those of other stages stay as they are, and get no gradient.
+
+    Args:
+        asked: what it is made of.
+        read: the parameters of a file by name, in place of the model's own.
     """
 
-    def __init__(self, asked: AskedPipeline) -> None:
+    def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
+        self._read = read or {}
         super().__init__(asked)
-        assert self.plan.layouts is not None
-        assert asked.on_mesh is not None
-        self._mesh, self._batch_lies = asked.on_mesh.mesh, self.plan.layouts.batch
+        (state,), on_mesh = self._made, asked.on_mesh
+        assert state.mesh_plan is not None and on_mesh is not None
+        self._mesh, self._batch_lies = on_mesh.mesh, state.mesh_plan.batch
         self._agreement = _Agreement(self._mesh)
-        self._agreement.check_plan(self.plan.moved_text)
+        # What other ranks do is not predicted of a file, which would read all their operators.
+        moved = str(state.mesh_plan) if asked.opened else self.plan.moved_text
+        self._agreement.check_plans({"plan": moved, **rank_orders(state)})
         own = {id(source.tensor) for source in self._own_tensors()}
-        self._on_mesh = MeshParameters(asked.model.model, self._mesh, self.plan.layouts, own)
+        model, plan = asked.model.model, state.mesh_plan
+        self._on_mesh = MeshParameters(model, self._mesh, plan, own, read)
+        self._read = {}
         self._tensors = [self._on_mesh.of(tensor) for tensor in self._guard.tensors]
         self._given: dict[Tensor, Tensor] = {}
 
@@ -522,6 +404,17 @@ class ParallelPipeline(Pipeline):
         with self._agreement.collectives():
             loss = super().step(*args, **kwargs)
         return self._ranks.broadcast(loss, self._loss_type, self._table.rank_of[-1])
+
+    @property
+    def kept_on_mesh(self) -> KeptOnMesh:
+        """Returns its parts that a file holds."""
+        (state,), on_mesh = self._made, self._asked.on_mesh
+        assert on_mesh is not None
+        own = self._guard, state, (), self._on_mesh
+        return KeptOnMesh(*own, on_mesh.whole, self._agreement.ranks)
+
+    def _first_value(self, source: ModelTensor) -> Tensor:
+        return local_part(self._read.get(tensor_name(source.name), source.tensor))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's part, which ``torch.distributed.checkpoint`` saves and loads."""
@@ -569,11 +462,14 @@ class _Agreement:
         self.ranks: Ranks = all_ranks(torch.device(mesh.device_type))
         self._is_checked = False
 
-    def check_plan(self, plan: str) -> None:
-        """Raises PipelineError if plans differ."""
+    def check_plans(self, plans: Mapping[str, str]) -> None:
+        """Raises PipelineError if plans of one name differ."""
         text = "Ranks have different plans, so their collectives would not meet"
-        encoded = torch.tensor(list(plan.encode()), dtype=torch.uint8, device="cpu")
-        self.ranks.check_same_values({"plan": encoded}, text)
+        encoded = {
+            name: torch.tensor(list(plan.encode()), dtype=torch.uint8, device="cpu")
+            for name, plan in plans.items()
+        }
+        self.ranks.check_same_values(encoded, text)
 
     def check_batch(self, parts: Sequence[Sequence[Any]], *, draws: bool) -> None:
         """Raises PipelineError if the first batches differ, or what is drawn from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -165,6 +165,7 @@ class AskedPipeline:
         splitting: how the model is cut into stages.
         on_mesh: the mesh that stages are split over, if they are.
         opened: puts in what a file says, in place of what passes up to recompute make.
+        together: makes something of a file, or raises on all ranks.
         file: a digest of that.
     """
 
@@ -176,6 +177,7 @@ class AskedPipeline:
     splitting: Splitting
     on_mesh: OnMesh | None = None
     opened: Callable[[RankCompilation], RankCompilation] | None = None
+    together: Callable[[Callable[[], RankCompilation]], RankCompilation] = lambda make: make()
     file: str = ""
 
     def begun(self) -> RankCompilation:
@@ -186,7 +188,7 @@ class AskedPipeline:
         state = started(self.context, subject, *asked)
         state = replace(state, has_replicas=self.ranks.data_group is not None)
         if self.opened is not None:
-            return self.opened(state)
+            return self.together(partial(self.opened, state))
         return run(between(PASSES, "capture", "derive"), state)
 
     def guard(self, state: RankCompilation) -> Guard:
@@ -279,6 +281,9 @@ class Pipeline:
         return made
 
     def _fitted_in_turn(self, state: RankCompilation) -> RankCompilation:
+        return self._asked.together(partial(self._made_in_turn, state))
+
+    def _made_in_turn(self, state: RankCompilation) -> RankCompilation:
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with self._ranks.leader_first(place), state.context.cached(self.last_report):
@@ -328,14 +333,18 @@ class Pipeline:
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
         """Checks that tensors which several ranks hold start from the same values."""
         check_runnable(self._model)
-        own = {s.name: s.tensor for s in self._own_tensors()}
-        check_leaves(own.items())
+        check_leaves((s.name, s.tensor) for s in self._own_tensors())
+        own = {s.name: self._first_value(s) for s in self._own_tensors()}
         ranks: dict[str, set[int]] = {}
         for one in derived:
             for source in one.stage.model_tensors:
                 ranks.setdefault(source.name, set()).add(self._table.rank_of[one.stage.index])
         shared = {n: t for n, t in own.items() if len(ranks[n]) > 1}
         self._ranks.check_same_tensors(shared, own)
+
+    def _first_value(self, source: ModelTensor) -> Tensor:
+        """Returns what a tensor of the model holds on this rank before the first step."""
+        return source.tensor
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank's stages use, under the model's own names."""

@@ -1,4 +1,4 @@
-"""Forged files of steps over a mesh: a sentence on each rank, and none waits for another.
+"""Forged files of several ranks: a sentence on each, and none waits for another.
 
 Here this process is one rank of a group whose collectives move nothing.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import test_hostile_files
-from parallel_models import mesh_of, tiny, tokens
+import test_pipeline
+from parallel_models import MEGATRON, mesh_of, tiny, tokens
 from rank_threads import one_of_many
 from ranks import run_ranks
 from test_hostile_files import (
@@ -72,8 +73,9 @@ def test_what_a_file_of_a_mesh_cannot_say_is_refused_by_name(tmp_path: pathlib.P
         with pytest.raises(lazyinline.FileError, match="'beside' is of whole tensors"):
             lazyinline.save(step, path, weights="beside")
         mesh = mesh_of(pipeline=1, tensor=2)
-        stages = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh, **options)
-        with pytest.raises(lazyinline.FileError, match="whose stages are split over a mesh"):
+        halves: Any = {"schedule": "InterleavedZeroBubble", "num_stages": 2}
+        stages = lazyinline.parallelize(tiny(2), tokens(), mesh=mesh, **options, **halves)
+        with pytest.raises(lazyinline.FileError, match="InterleavedZeroBubble splits backwards"):
             lazyinline.save(stages, path)
     assert not path.exists()
 
@@ -187,16 +189,154 @@ def test_ranks_whose_collectives_would_not_meet_are_refused(
     assert "would not meet" in said[0]
 
 
+# ---- stages over a mesh --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of two stages, each over two ranks."""
+    path, found = tmp_path_factory.mktemp("staged") / "stages.lz", dict[str, Any]()
+    for rank in range(4):
+        with one_of_many(4, rank):
+            mesh = mesh_of(pipeline=2, tensor=2)
+            options: Any = {"backend": "eager", "micro_batches": 2, "plan": MEGATRON}
+            pipe: Any = lazyinline.parallelize(tiny(2), tokens(rows=8), mesh=mesh, **options)
+            found |= _parts_on_mesh(pipe, "inside")
+    write_parts(path, found, None)
+    return path.read_bytes()
+
+
+def test_a_file_of_stages_over_a_mesh_is_opened_by_as_many_ranks(
+    staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "stages.lz"
+    said = "is a step over a mesh ([['pipeline', 2], ['tensor', 2]]), and torch.distributed has 2"
+    with one_of_many(2):
+        assert said in opened(staged, path)
+    for rank in range(4):
+        with one_of_many(4, rank):
+            assert not opened(staged, path)
+            with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
+                lazyinline.load(path, state_dict={})
+    assert [what for what, _ in captured_programs(path)] == ["TinyLlama, training"]
+
+
+FORWARD = "mesh/0/programs/0/stages/0/forward.txt"
+LAST = "mesh/2/programs/0/stages/1/forward.txt"
+AXES = '["pipeline",2],["tensor",2]'
+
+
+@pytest.mark.parametrize(
+    ("rank", "part", "old", "new", "said"),
+    [
+        (0, "model.json", '["pipeline",2]', '["data",2]', "no mesh of such dimensions and ranks"),
+        (0, "model.json", '["tensor",2]', '["pp",2]', "no mesh of such dimensions and ranks"),
+        (0, "model.json", AXES, '["pipeline",1],["tensor",4]', "and its mesh is another"),
+        (0, "model.json", "[2,2,2,2]", "[2,2,2,1]", "of 2 rank(s) in 1 replica(s), and"),
+        (0, "model.json", '0.gate.weight":"S0"', '0.gate.weight":"R"', "is of another type"),
+        (2, "model.json", '1.gate.weight":"S0"', '1.gate.weight":"S1"', "is of another type"),
+        (0, FORWARD, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
+        (2, LAST, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
+        (0, FORWARD, "'sum', 'tensor'", "'xor', 'tensor'", "which has 2 ranks, is told ['xor']"),
+        (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "nothing waits"),
+        (0, FORWARD, "return %v_17, %v_18", "return %a7, %v_18", "the header has other result"),
+        (0, FORWARD, "%a2: f64[16]", "%a2: f64[17]", "cannot be given this"),
+    ],
+)
+def test_stages_over_a_mesh_that_cannot_be_are_refused(
+    rank: int, part: str, old: str, new: str, said: str, staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    parts = parts_in(staged)
+    text = parts[part].decode()
+    assert old in text
+    parts[part] = text.replace(old, new).encode()
+    with one_of_many(4, rank):
+        assert said in opened(written(parts), tmp_path / "stages.lz")
+
+
+FLAT = """aten closure @flat(%a0: f64[4,8,16]) -> (f64[32,16]) {
+  %1: f64[32,16] = view(%a0, [32, 16])
+  return %1
+}
+
+"""
+WHOLE = """aten closure @whole(%a0: f64[32,16]) -> (f64[4,8,16]) {
+  %1: f64[4,8,16] = view(%a0, [4, 8, 16])
+  return %1
+}
+
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stage_that_sends_what_the_next_one_does_not_take_is_refused(
+    rank: int, staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    parts = parts_in(staged)
+    changes = {
+        FORWARD: [
+            ("program @main", FLAT + "program @main"),
+            (") -> (f64[4,8,16], $struct0) {  // 72", ") -> (f64[32,16], $struct0) {  // 72"),
+            ("  return %v_17, %v_18", "  %sent = call @flat(%v_17)\n  return %sent, %v_18"),
+        ],
+        FORWARD.replace("forward", "backward"): [
+            ("program @main", WHOLE + "program @main"),
+            ("%a11: f64[4,8,16]) -> (f64[32,16]", "%given: f64[32,16]) -> (f64[32,16]"),
+            ("  %v_17, %v_18, %v_19,", "  %a11 = call @whole(%given)\n  %v_17, %v_18, %v_19,"),
+        ],
+    }
+    for name, pairs in changes.items():
+        text = parts[name].decode()
+        for old, new in pairs:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        parts[name] = text.encode()
+    with one_of_many(4, rank):
+        said = opened(written(parts), tmp_path / "stages.lz")
+    assert "stage 0 sends other types than the next one takes" in said
+
+
+def test_parts_of_other_stages_and_missing_ones_are_refused(
+    staged: bytes, tmp_path: pathlib.Path
+) -> None:
+    path, parts = tmp_path / "stages.lz", parts_in(staged)
+    with one_of_many(4):
+        for name in ("forward.txt", "backward.txt", "boundary.json"):
+            first, last = (f"mesh/{2 * i}/programs/0/stages/{i}/{name}" for i in range(2))
+            assert opened(written(parts | {first: parts[last], last: parts[first]}), path), name
+            without = {n: content for n, content in parts.items() if n != last}
+            assert f"it has no part {last}" in opened(written(without), path)
+        weights, empty = "mesh/0/weights.safetensors", parts["mesh/0/constants.safetensors"]
+        assert "its weights have no" in opened(written(parts | {weights: empty}), path)
+
+
+# ---- files of several ranks ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of a pipeline of two stages on one rank."""
+    path = tmp_path_factory.mktemp("piped") / "pipe.lz"
+    with one_of_many(1):
+        model, args = test_pipeline.net_and_batch(layers=2)
+        lazyinline.save(test_pipeline.make(model, args, "Interleaved1F1B"), path)
+    return path.read_bytes()
+
+
 @pytest.mark.sweep(keep="few")
 @pytest.mark.parametrize("count", [40, 2_000], ids=["few", "many"])
-def test_a_forged_step_over_a_mesh_is_refused_in_a_sentence(
+@pytest.mark.parametrize(("kind", "world"), [("piped", 1), ("meshed", 2), ("staged", 4)])
+def test_a_forged_file_of_several_ranks_is_refused_in_a_sentence(
+    kind: str,
+    world: int,
     count: int,
-    meshed: bytes,
+    request: pytest.FixtureRequest,
     tmp_path: pathlib.Path,
-    nothing_is_done: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    content: bytes = request.getfixturevalue(kind)
+    request.getfixturevalue("nothing_is_done")  # from here on: the file was written before
     ways = (swapped, left_out, json_changed, text_changed, size_changed)
-    with one_of_many(2):
-        assert refused(meshed, tmp_path / "mesh.lz", range(count), *ways) > count // 3
+    with one_of_many(world):
+        assert refused(content, tmp_path / "forged.lz", range(count), *ways) > count // 3

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...reuse.errors import FileError
@@ -99,7 +100,7 @@ class _Memory:
             self._region, self._used = memoryview(region), 0
         part = self._region[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        storage = torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+        storage = torch.from_numpy(np.frombuffer(part, np.uint8)).untyped_storage()
         made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]
         return made, part
 

@@ -338,6 +338,18 @@ def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]
     }
 
 
+def rank_orders(state: RankCompilation) -> dict[str, str]:
+    """Returns the collectives of each part of a rank's stages, in the order that others meet."""
+    from ...pipeline_parallel.mesh.traffic import collectives_in
+
+    linked = rank_traffic(state) if isinstance(state.runs, RankProgram) else {}
+    parts = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
+    return {
+        name: str([(c.kind, c.axis, c.num_bytes) for c in linked.get(p) or collectives_in(p)])
+        for name, p in parts.items()
+    }
+
+
 def _num_bytes(values: Sequence[Value]) -> int:
     return _total(map(tensor_type, values))
 

@@ -52,12 +52,14 @@ class OnMesh:
         planner: says what lies where.
         memory_bytes_per_rank: with stages, what those of a rank may hold.
         costs: with stages, of operators and collectives.
+        whole: with stages, the mesh of all ranks, of which this one is a part.
     """
 
     mesh: Any
     planner: Planner
     memory_bytes_per_rank: int | None = None
     costs: OperatorCosts | None = None
+    whole: Any = None
 
 
 @dataclass(frozen=True)

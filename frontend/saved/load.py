@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,10 +17,12 @@ from ...backend.cache.codec import decode_value
 from ...backend.files.container import Parts, open_parts, read_json
 from ...backend.files.safetensors import Described, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
+from ...pipeline_parallel.cut import Colors, cut_program
 from ...pipeline_parallel.process_groups import all_ranks
+from ...pipeline_parallel.steps import check_draws
 from ...recompute.planner import Budget
 from ...reuse import torch_pytree
-from ...reuse.errors import FileError, NoProgramError, door
+from ...reuse.errors import FileError, door
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir.program import ModelTensor, Program, Source, UserInput, wants_gradient
@@ -31,16 +33,16 @@ from ..capture.surroundings import garbage_collection_paused
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
-from ..guards.guard import Guard, Inputs, shown
+from ..guards.guard import Guard
 from ..options import Batching, Options
-from ..parallel import ParallelStep
+from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.context import Context
 from ..passes.link import linked
 from ..passes.mesh import sharded_step
-from ..passes.programs import PARTS, tensor_name
+from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, Splitting
 from ..passes.stages import of_rank
-from ..passes.state import Compilation, Goal, OnMesh, Subject, between, run, step_goal
+from ..passes.state import Compilation, Goal, Subject, between, run, step_goal
 from ..pipeline import AskedPipeline, Pipeline
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult
@@ -50,8 +52,11 @@ from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
 from .ranks import check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
-from .saved_model import SavedModel, TensorNames, class_name_of, set_modes, tensor_of
+from .saved_model import Refusing, SavedModel, TensorNames, class_name_of, set_modes, tensor_of
 from .trees import tree_of
+
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from .mesh import SavedMesh
 
 _LOWER, _LOWER_AND_LINK = between(PASSES, "lower", "lower"), between(PASSES, "lower", "predict")
 
@@ -95,12 +100,14 @@ def load(
     store = open_cache()
     with garbage_collection_paused(), open_parts(path, store) as parts:
         opened = _Opened(parts, store if trust or parts.is_signed else None)
-        if opened.is_on_mesh:
-            return opened.on_mesh(path, state_dict, mesh)
-        if mesh is not None:
+        if opened.is_on_mesh and state_dict is not None:
+            raise FileError("a state_dict has whole tensors: load it into the model afterwards")
+        if mesh is not None and not opened.is_on_mesh:
             raise FileError("mesh= is for a step over a mesh, which it is not")
         if opened.is_pipeline:
-            return opened.pipeline(path, state_dict)
+            return opened.pipeline(path, state_dict, mesh)
+        if opened.is_on_mesh:
+            return opened.on_mesh(path, mesh)
         model = opened.module(path, state_dict)
         return opened.adopted(model)
 
@@ -146,6 +153,7 @@ class _Opened:
         self.is_pipeline, self.is_on_mesh = "ranks" in told, "mesh" in told
         self._own = ""  # where the parts of this rank are
         self._absent: set[str] = set()  # tensors of other ranks
+        self._needed = set[str]()  # of several ranks, those that this one has to have
         settings = None
         if self._batching is not None:
             # Of a stand-in for each tensor: programs are read before there are any.
@@ -201,9 +209,8 @@ class _Opened:
         if self.is_pipeline or self.is_on_mesh:  # other ranks have the others
             every = {*self._names.saved, *self._names.unsaved, *self._types}
             self._absent = every - found.keys()
-            missing = self._absent - self._parts_read.keys() if self.is_on_mesh else ()
-            if missing:
-                raise FileError(f"it has no {min(missing)} for this rank")
+            if missing := self._needed & self._absent - self._parts_read.keys():
+                raise FileError(f"its weights have no {min(missing)} for this rank")
             found |= {name: self._stand_in(name) for name in self._absent}
         return SavedModel(str(self._told["class"]), self._names, found)
 
@@ -262,7 +269,7 @@ class _Opened:
                 # Symbols of two captures are not the same, so each has a compiler of its own.
                 own = compiler if inputs.sizes is None else Compiler(self.options)
                 self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
-        calls.refuse_others(_Refusing(calls, self._told["class"]))
+        calls.refuse_others(Refusing(calls, self._told["class"]))
         return loaded
 
     def _put_objects(self) -> None:
@@ -271,26 +278,46 @@ class _Opened:
                 self._store.put_object(name.partition("/")[2], self._parts.read(name))
 
     def pipeline(
-        self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
+        self,
+        path: str | os.PathLike[str],
+        state_dict: Mapping[str, torch.Tensor] | None,
+        given: Any,
     ) -> Pipeline:
         """Returns this rank's part of a pipeline, with the tensors of its stages; a collective."""
         told, program, said = self._told["programs"][0], self._programs[0], self._told["ranks"]
-        ranks, table = read_ranks(said)
-        self._own = f"ranks/{ranks.rank}/"
-        model = together(ranks, lambda: self.module(path, state_dict))
+        trusted, mesh = self._store is not None, self._mesh(given)
+        ranks, table = read_ranks(said, mesh and mesh.whole)
+        if mesh is None:
+            self._own = f"ranks/{ranks.rank}/"
+        elif not mesh.plan.replicas:  # each has parts of its own, and none is compared
+            ranks = replace(ranks, data_group=None)
+
+        def own_tensors() -> tuple[SavedModel, Colors]:
+            colors = read_colors(said[-1], table.num_stages)
+            stages = cut_program(program.captured, colors, table.num_stages)
+            own = (stages[i].model_tensors for i in table.stages_of(ranks.rank))
+            self._needed = {source.name for sources in own for source in sources}
+            if mesh is not None:
+                self._in_parts(mesh, self._needed)
+            return self.module(path, state_dict), colors
+
+        model, colors = together(ranks, own_tensors)
         inputs = _inputs(told, program, table.num_micro_batches)
 
         def opened(state: RankCompilation) -> RankCompilation:
             seen = self._seen_with_loss(model, state.report)
-            colors = read_colors(said[-1], table.num_stages)
             state = replace(state, seen=seen, colors=colors, programs={PARTS[0]: seen.program})
             state = run(between(PASSES, "split", "split"), state)
-            stages = tuple(read_stages(state, self._parts, trusted=self._store is not None))
-            state = of_rank(replace(state, plain=stages, derived=stages), state.rank)
-            own = [s.name for one in state.own for s in one.stage.model_tensors]
-            if missing := {tensor_name(name) for name in own} & self._absent:
-                raise FileError(f"its weights have no {min(missing)}")
-            return state
+            local = None
+            if mesh is not None:
+                local = mesh.stages(program.captured, ranks, table, trusted=trusted)
+            stages = tuple(read_stages(state, self._parts, local, trusted=trusted))
+            state = replace(state, plain=stages, derived=stages)
+            if mesh is not None:
+                state = replace(state, mesh_plan=mesh.plan)
+                backwards = [p for one in state.own for p in one.backward if p is not None]
+                check_draws([one.forward for one in stages], backwards, "cpu")
+            return of_rank(state, state.rank)
 
         with _modes(told["modes"]):
             set_modes(model, *told["training"])
@@ -304,9 +331,14 @@ class _Opened:
                 ranks,
                 table,
                 Splitting("auto"),
-                opened=lambda state: together(ranks, partial(opened, state)),
+                None if mesh is None else mesh.on_mesh(self.options),
+                opened=opened,
+                together=partial(together, ranks),
                 file=self._parts.digest,
             )
+            if mesh is not None:
+                held = partial(mesh.parameters, self._parts_read, self._types)
+                return ParallelPipeline(asked, together(ranks, held))
             return Pipeline(asked, together(ranks, lambda: self._optimizer_of(model)))
 
     def _seen_with_loss(self, model: SavedModel, report: CompileReport) -> CapturedModel:
@@ -323,26 +355,37 @@ class _Opened:
         report.describe(seen)
         return seen
 
-    def on_mesh(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: Mapping[str, torch.Tensor] | None,
-        given: Any,
-    ) -> ParallelStep:
-        """Returns this rank's part of a step over a mesh, with its tensors; a collective."""
+    def _mesh(self, given: Any) -> SavedMesh | None:
+        """Returns the mesh of a file, if it has one; a collective."""
+        if not self.is_on_mesh:
+            return None
         # Imported late: DTensor takes as long to import as all of lazyinline.
-        from .mesh import MAX_MICRO_BATCHES, SavedLayouts, place_of, read_step
+        from .mesh import SavedMesh
 
-        if state_dict is not None:
-            raise FileError("a state_dict has whole tensors: load it into the model afterwards")
-        said, told, program = self._told["mesh"], self._told["programs"][0], self._programs[0]
+        said = self._told["mesh"]
         check_number(len(said[1]), f"a step over a mesh ({str(said[0])[:80]})")
         ranks = all_ranks(torch.device("cpu"))
         same = {"file (its digest)": self._parts.digest[:12], "mesh= is given": given is not None}
         ranks.check_same_program(None, same, "so their programs would not fit together")
-        layouts = together(ranks, lambda: SavedLayouts.read(said, given))
-        mesh = layouts.mesh() if given is None else given
-        self._own, batching = place_of(layouts.row.index(ranks.rank)), self._batching
+        read = partial(SavedMesh.read, said, given, has_stages=self.is_pipeline)
+        mesh = together(ranks, read)
+        self._own = mesh.place_of(ranks.rank)
+        return mesh if mesh.mesh else None  # which makes it, on all ranks
+
+    def _in_parts(self, mesh: SavedMesh, needed: Container[str]) -> Program:
+        """Has parts read of the parameters that are needed; returns the program that takes them."""
+        own = mesh.localized(self._programs[0].captured)
+        self._part_types = {source.name: type_ for _, source, type_ in model_inputs(own)}
+        self._parted = [name for name in self._names.parameters if name in needed]
+        return own
+
+    def on_mesh(self, path: str | os.PathLike[str], given: Any) -> ParallelStep:
+        """Returns this rank's part of a step over a mesh, with its tensors; a collective."""
+        from .mesh import MAX_MICRO_BATCHES, read_step
+
+        told, program, mesh = self._told["programs"][0], self._programs[0], self._mesh(given)
+        assert mesh is not None
+        ranks, batching = all_ranks(torch.device("cpu")), self._batching
         if batching is None or batching.micro_batches not in range(1, MAX_MICRO_BATCHES):
             raise FileError("it is no training step with a number of micro-batches")
         inputs = _inputs(told, program, batching.micro_batches)
@@ -351,14 +394,13 @@ class _Opened:
         report, trusted = context.report(train=True), self._store is not None
 
         def opened() -> tuple[SavedModel, Compilation, dict[str, torch.Tensor]]:
-            own = layouts.localized(program.captured, mesh)
-            self._part_types = {s.name: type_ for _, s, type_ in model_inputs(own)}
-            self._parted = self._names.parameters
+            self._needed = {*self._names.saved, *self._names.unsaved, *self._types}
+            own = self._in_parts(mesh, self._needed)
             model = self.module(path, None)
             set_modes(model, *told["training"])
             place = self._own + _place(0)
-            read = read_step(self._parts, place, own, layouts, batching, trusted=trusted)
-            goal = replace(step_goal(batching), on_mesh=OnMesh(mesh, lambda *_: layouts.plan))
+            read = read_step(self._parts, place, own, mesh.plan, batching, trusted=trusted)
+            goal = replace(step_goal(batching), on_mesh=mesh.on_mesh(self.options))
             state = Compilation(
                 context=context,
                 report=report,
@@ -367,15 +409,11 @@ class _Opened:
                 seen=self._seen_with_loss(model, report),
                 composed=read.step,
                 programs=read.runs,
-                mesh_plan=layouts.plan,
+                mesh_plan=mesh.plan,
             )
             if trusted:
                 take_made(context, self._parts, place, read)
-            held = {
-                name: layouts.parameter(name, part, self._types.get(name), mesh)
-                for name, part in self._parts_read.items()
-            }
-            return model, state, held
+            return model, state, mesh.parameters(self._parts_read, self._types)
 
         def linked_in_turn() -> Compilation:
             with ranks.leader_first(context.cache_place), context.cached(report):
@@ -547,46 +585,6 @@ def _first_part(leaf: Any, count: int) -> Any:
     if count == 1 or not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_like(leaf).tensor_split(count)[0]
-
-
-class _Refusing:
-    """Refuses a call that no program of a file is for.
-
-    Args:
-        calls: has the programs.
-        class_name: of the model.
-    """
-
-    def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
-        self._calls, self._class_name = calls, class_name
-
-    def __call__(self, inputs: Inputs) -> NoReturn:
-        """Says what there is.
-
-        Raises:
-            NoProgramError: always.
-        """
-        rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
-        numbers = [x for x in self._calls.entries if x.compiled.linker is None]
-        rows += [_row(entry.guard, inputs) for entry in numbers]
-        way = "training" if torch.is_grad_enabled() else "inference"
-        raise NoProgramError(
-            f"This {self._class_name} was loaded from a file, which has programs and no Python: "
-            f"none of them is for a call like this, {way} with {shown(inputs.given)}. It has "
-            f"{'; '.join(dict.fromkeys(rows)) or 'none for the model as it is now'}. Call it as "
-            "before it was saved, or save it after such a call."
-        )
-
-
-def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
-    """Says what a program is for, and why a call is not that."""
-    way = "training" if guard.modes.captured[0][0] else "inference"
-    row = f"{way} with {shown(guard.layouts)}"
-    if linker is None:
-        return row
-    is_resized = guard.resized(inputs.given) is not None
-    why = linker.sizes.why_not(inputs.leaves) if is_resized else ""
-    return f"{row} and of further sizes{f' (not of these: {why})' if why else ''}"
 
 
 @contextmanager

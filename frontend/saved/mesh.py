@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...backend.files.container import Content, Parts, read_json
+from ...pipeline_parallel.actions import ActionTable
+from ...pipeline_parallel.cut import Stage
 from ...pipeline_parallel.mesh.layouts import WHOLE, split
-from ...pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ...pipeline_parallel.mesh.plan import PIPELINE, MeshPlan, Placements
 from ...pipeline_parallel.mesh.torch_collectives import COLLECTIVES, OWN, check_collective
 from ...pipeline_parallel.mesh.torch_parts import distributed
 from ...pipeline_parallel.mesh.torch_sharding import local_type, replicated
 from ...pipeline_parallel.mesh.torch_sharding_rules import layout_of, placement
+from ...pipeline_parallel.process_groups import Ranks
 from ...reuse.errors import FileError
 from ...reuse.ir.program import (
     Leaf,
@@ -28,8 +33,12 @@ from ...reuse.ir.program import (
     tensor_type,
     walk_closures,
 )
-from ...reuse.ir.types import TensorType, contiguous_stride
-from ..options import Batching
+from ...reuse.ir.types import TensorType, Type, contiguous_stride
+from ..mesh_parameters import KeptOnMesh
+from ..mesh_planner import AskedPlan, without_stages
+from ..options import Batching, Options
+from ..passes.programs import PARTS, tensor_name
+from ..passes.state import OnMesh
 from .parts import BOUNDARY, CAPTURED, STEP, ReadProgram, read_texts, step_of
 
 MAX_MICRO_BATCHES = 2**17  # which a step has one after another
@@ -46,10 +55,12 @@ def place_of(position: int) -> str:
 # ---- to a file -----------------------------------------------------------------------------------
 
 
-def mesh_data(plan: MeshPlan, row: Sequence[int]) -> Any:
-    """Returns a mesh of ranks in that order, and how tensors lie on it, as JSON holds it."""
+def mesh_data(plan: MeshPlan, kept: KeptOnMesh) -> Any:
+    """Returns a mesh and its ranks, and how tensors lie on it, as JSON holds it."""
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
-    return [plan.axes, row, lies, list(map(_text, plan.batch)), plan.whole, plan.table]
+    batch = list(map(_text, plan.batch))
+    axes = [*zip(kept.mesh.mesh_dim_names, kept.mesh.mesh.shape, strict=True)]
+    return [axes, kept.row, lies, batch, plan.whole, plan.table]
 
 
 def placed(parts: Mapping[str, Content], position: int) -> dict[str, Content]:
@@ -67,14 +78,23 @@ def _text(layout: Placements) -> str:
 
 
 @dataclass(frozen=True)
-class SavedLayouts:
-    """How tensors lie on the mesh of a file, whose ranks are in the order of ``row``."""
+class SavedMesh:
+    """The mesh of a file, how tensors lie on it, and where the parts of this rank are.
+
+    Attributes:
+        plan: how they lie, on the dimensions that they are split over.
+        axes: all dimensions: stages lie along one more.
+        row: its ranks, in order.
+        given: the mesh itself, if there was one.
+    """
 
     plan: MeshPlan
+    axes: Sequence[tuple[str, int]]
     row: Sequence[int]
+    given: DeviceMesh | None
 
     @classmethod
-    def read(cls, said: Any, given: DeviceMesh | None) -> SavedLayouts:
+    def read(cls, said: Any, given: DeviceMesh | None, *, has_stages: bool) -> SavedMesh:
         """Reads what :func:`mesh_data` made.
 
         Raises:
@@ -82,40 +102,61 @@ class SavedLayouts:
         """
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
-        sound = all(type(n) is str and n for n in names) and len(set(names)) == len(names) > 0
+        sound = all(type(n) is str and n for n in names) and len(set(names)) == len(names)
         # Bounded, so that their product stays a number that can be listed.
         sound = sound and all(type(size) is int and 0 < size < 2**20 for size in sizes)
+        axes = tuple(zip(names, sizes, strict=True))
+        own = tuple(axis for axis in axes if axis[0] not in PIPELINE)
+        sound = sound and bool(own) and len(axes) - len(own) == has_stages
         if not sound or sorted(row) != list(range(math.prod(sizes))):
             raise FileError(f"there is no mesh of such dimensions and ranks: {str(axes)[:80]}")
         plan = MeshPlan(
-            tuple(zip(names, sizes, strict=True)),
-            {name: _layout(text, len(sizes)) for name, text in lies.items()},
-            tuple(_layout(text, len(sizes)) for text in batch),
+            own,
+            {name: _layout(text, len(own)) for name, text in lies.items()},
+            tuple(_layout(text, len(own)) for text in batch),
             whole=tuple(map(str, whole)),
             table=str(table),
         )
         if given is None:
-            return cls(plan, row)
+            return cls(plan, axes, row, None)
         found = tuple(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
-        if (found, given.device_type) != (plan.axes, "cpu"):
+        if (found, given.device_type) != (axes, "cpu"):
             text = f"{MeshPlan(found).mesh_text} on {given.device_type}"
-            raise FileError(f"it is for a mesh of {plan.mesh_text} on cpu, and mesh= is {text}")
+            expected = MeshPlan(axes).mesh_text
+            raise FileError(f"it is for a mesh of {expected} on cpu, and mesh= is {text}")
         # Its ranks may be in another order: parts go by the position in a mesh.
-        return cls(plan, given.mesh.flatten().tolist())
+        return cls(plan, axes, given.mesh.flatten().tolist(), given)
 
-    def mesh(self) -> DeviceMesh:
-        """Makes the mesh; a collective."""
-        names, sizes = zip(*self.plan.axes, strict=True)
+    @cached_property
+    def whole(self) -> DeviceMesh:
+        """The mesh of all ranks, which is made if it is not given: a collective."""
+        names, sizes = zip(*self.axes, strict=True)
         ranks = torch.tensor(self.row, device="cpu").reshape(sizes)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        return self.given or DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
-    def localized(self, program: Program, mesh: DeviceMesh) -> Program:
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """This rank's part of it, that tensors are split over."""
+        has_stages = len(self.axes) > len(self.plan.axes)
+        own: DeviceMesh = without_stages(self.whole) if has_stages else self.whole
+        return own
+
+    def place_of(self, rank: int) -> str:
+        """Returns where the parts of a rank are."""
+        return place_of(self.row.index(rank))
+
+    def on_mesh(self, options: Options) -> OnMesh:
+        """Returns where its programs run, and what they cost."""
+        costs = AskedPlan(self.mesh, None, None, options).costs()
+        return OnMesh(self.mesh, lambda *_: self.plan, None, costs, self.whole)
+
+    def localized(self, program: Program) -> Program:
         """Returns a program that takes this rank's parts.
 
         Raises:
             FileError: if something cannot be split as it is said to lie.
         """
-        inputs, whole = [], replicated(mesh)
+        inputs, whole = [], replicated(self.mesh)
         for source, value in zip(program.sources, program.inputs, strict=True):
             # A tensor that the plan does not name is whole on each rank.
             layout = whole
@@ -126,24 +167,74 @@ class SavedLayouts:
                     raise FileError(f"nothing says how {source.name} of the batch lies")
                 layout = self.plan.batch[source.index]
             type_ = tensor_type(value)
-            _check_split(layout, mesh.mesh.shape, type_.shape)
-            inputs.append(Value(local_type(type_, mesh, layout)))
+            _check_split(layout, self.mesh.mesh.shape, type_.shape)
+            inputs.append(Value(local_type(type_, self.mesh, layout)))
         return replace(program, inputs=tuple(inputs))
 
-    def parameter(
-        self, name: str, local: torch.Tensor, whole: TensorType | None, mesh: DeviceMesh
-    ) -> torch.Tensor:
-        """Returns a parameter of which this rank has a part; ``whole`` is what programs take."""
-        layout = self.plan.parameters[name]
+    def parameters(
+        self, read: Mapping[str, torch.Tensor], types: Mapping[str, TensorType]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the parameters whose parts were read; ``types`` are what programs take."""
+        return {name: self._parameter(name, part, types.get(name)) for name, part in read.items()}
+
+    def _parameter(self, name: str, local: torch.Tensor, whole: TensorType | None) -> torch.Tensor:
+        layout, sizes = self.plan.parameters[name], self.mesh.mesh.shape
         if whole is None:  # then nothing has compared it
             shape = list(local.shape)
-            for one, size in zip(map(layout_of, layout), mesh.mesh.shape, strict=True):
+            for one, size in zip(map(layout_of, layout), sizes, strict=True):
                 if one is not None and one.is_split:
                     shape[one.dim] *= size
-            _check_split(layout, mesh.mesh.shape, shape)
+            _check_split(layout, sizes, shape)
             stride = contiguous_stride(tuple(shape))
             whole = TensorType(local.dtype, tuple(shape), stride, local.device)
-        return distributed(local, mesh, layout, whole)
+        return distributed(local, self.mesh, layout, whole)
+
+    def stages(
+        self, captured: Program, ranks: Ranks, table: ActionTable, *, trusted: bool
+    ) -> Callable[[Stage], tuple[str, dict[str, Any]]]:
+        """Returns what says of a stage where its parts are, and how they are read."""
+        local = self.localized(captured)
+        types = {
+            s.name if isinstance(s, ModelTensor) else s.index: v.type
+            for s, v in zip(local.sources, local.inputs, strict=True)
+        }
+        line = next(row for row in ranks.rows if dist.get_rank() in row)
+
+        def reading(stage: Stage) -> tuple[str, dict[str, Any]]:
+            own = partial(self._local_stage, types, stage, trusted=trusted)
+            return self.place_of(line[table.rank_of[stage.index]]), {"own": OWN, "local": own}
+
+        return reading
+
+    def _local_stage(
+        self,
+        types: Mapping[Any, Type],
+        stage: Stage,
+        programs: Mapping[str, Program],
+        *,
+        trusted: bool,
+    ) -> Program:
+        """Returns a stage as a rank has it: its forward says what it receives and sends.
+
+        Raises:
+            FileError: if it takes others of its own than the captured program, or gives others.
+        """
+        if not trusted:
+            _check_collectives(programs, self.plan)
+        forward, first, sent = programs[PARTS[0]], stage.num_received, stage.num_sent
+        own = [
+            types[tensor_name(s.name) if isinstance(s, ModelTensor) else s.index]
+            for s in stage.sources
+        ]
+        results = [value.type for value in stage.program.outputs]
+        for output, position in stage.writes:
+            results[output] = own[position]
+        taken, given = ([v.type for v in row] for row in (forward.inputs, forward.outputs))
+        travels = all(isinstance(type_, TensorType) for type_ in (*taken[:first], *given[:sent]))
+        is_sound = travels and len(taken) == first + len(own) and len(given) >= len(results)
+        if not is_sound or (taken[first:], given[sent : len(results)]) != (own, results[sent:]):
+            raise FileError(f"stage {stage.index} takes or gives other types than it has parts of")
+        return replace(forward, outputs=forward.outputs[: len(results)])
 
 
 def _layout(text: Any, number: int) -> Placements:
@@ -173,7 +264,7 @@ def read_step(
     parts: Parts,
     place: str,
     captured: Program,
-    layouts: SavedLayouts,
+    plan: MeshPlan,
     batching: Batching,
     *,
     trusted: bool,
@@ -183,13 +274,19 @@ def read_step(
     Raises:
         FileError: if it is none, or has a collective that its mesh cannot run.
     """
-    programs, sizes = read_texts(parts, place, [STEP], own=OWN, trusted=trusted), layouts.plan.axes
+    programs = read_texts(parts, place, [STEP], own=OWN, trusted=trusted)
     # What this machine has signed came from a compile, which made its collectives itself.
-    for closure in () if trusted else walk_closures(programs[STEP]):
-        for node in closure.nodes if isinstance(closure, Leaf) else ():
-            if node.target in COLLECTIVES:
-                check_collective(node, dict(sizes))
+    if not trusted:
+        _check_collectives(programs, plan)
     step = step_of(captured, programs[STEP], [], read_json(parts.read(place + BOUNDARY)))
     if len(step.batch) != batching.micro_batches:
         raise FileError("a step takes another number of micro-batches")
     return ReadProgram(captured, programs, step=step)
+
+
+def _check_collectives(programs: Mapping[str, Program], plan: MeshPlan) -> None:
+    """Raises FileError for a collective that the mesh of a plan cannot run."""
+    for closure in (one for program in programs.values() for one in walk_closures(program)):
+        for node in closure.nodes if isinstance(closure, Leaf) else ():
+            if node.target in COLLECTIVES:
+                check_collective(node, dict(plan.axes))

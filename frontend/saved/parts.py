@@ -8,7 +8,7 @@ it; else it is made again of the text.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -286,12 +286,18 @@ def read_runs(
     captured: Program,
     boundary: Any,
     sizes: ReadSizes | None = None,
+    local: Callable[[Mapping[str, Program]], Program] | None = None,
+    own: Container[Any] = (),
     *,
     trusted: bool,
 ) -> ReadProgram:
-    """Reads what runs of a captured program: a forward, and its backward if it has one."""
+    """Reads what runs of a captured program: a forward, and its backward if it has one.
+
+    Over a mesh ``local`` makes of them what they are compared with: of this rank's types.
+    """
     names = PARTS[: 1 if boundary is None else 2]
-    programs = read_texts(parts, place, names, sizes, trusted=trusted)
+    programs = read_texts(parts, place, names, sizes, own, trusted=trusted)
+    captured = captured if local is None else local(programs)
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
         return ReadProgram(captured, programs, sizes)

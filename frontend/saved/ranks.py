@@ -13,18 +13,25 @@ from ...autodiff.leaf_derivative import Request
 from ...backend.files.container import Content, Parts, read_json, to_json, write_parts
 from ...backend.files.torch_store import open_cache
 from ...pipeline_parallel.actions import ActionTable, schedule_name
-from ...pipeline_parallel.cut import Colors
-from ...pipeline_parallel.process_groups import DATA_DIM, PIPELINE_DIM, Ranks, ranks_of
+from ...pipeline_parallel.cut import Colors, Stage
+from ...pipeline_parallel.mesh.plan import REPLICATED
+from ...pipeline_parallel.process_groups import (
+    DATA_DIM,
+    PIPELINE_DIM,
+    Ranks,
+    ranks_along,
+    ranks_of,
+)
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...reuse.errors import FileError
 from ...reuse.ir.program import Composite, walk_closures
+from ..mesh_planner import stage_dimension
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
 from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
 
 Made = TypeVar("Made")
 
-_PROGRAM = "programs/0/"
 _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
 
 
@@ -43,6 +50,11 @@ def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
     if why := ranks.agreed_reason(why):
         raise FileError(" ".join(why.split())) from cause
     return cast(Made, made)
+
+
+def stage_place(index: int) -> str:
+    """Returns where the parts of a stage are."""
+    return f"programs/0/stages/{index}/"
 
 
 # ---- to a file -----------------------------------------------------------------------------------
@@ -74,7 +86,7 @@ def stage_parts(
     kept: KeptProgram, state: RankCompilation, one: StageDerivative
 ) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a stage."""
-    place = f"{_PROGRAM}stages/{one.stage.index}/"
+    place = stage_place(one.stage.index)
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
     own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
     launches = state.context.recorded
@@ -101,8 +113,12 @@ def check_number(number: int, what: str) -> None:
         )
 
 
-def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
+def read_ranks(said: Any, mesh: Any = None) -> tuple[Ranks, ActionTable]:
     """Returns this rank's place, and what PyTorch's schedule has each rank do; a collective.
+
+    Args:
+        said: what :func:`ranks_data` made.
+        mesh: that stages are split over, with its dimension of stages.
 
     Raises:
         FileError: if other ranks are there than wrote the file.
@@ -118,6 +134,13 @@ def read_ranks(said: Any) -> tuple[Ranks, ActionTable]:
     table = action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
     what = f"a pipeline of {ranks} rank(s) in {replicas} replica(s)"
     check_number(ranks * replicas, what)
+    if mesh is not None:
+        dim = stage_dimension(mesh)
+        assert dim is not None
+        found = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
+        if (found.num_ranks, len(found.rows)) != (ranks, replicas):
+            raise FileError(f"it is {what}, and its mesh is another")
+        return found, table
     if replicas == 1:
         return ranks_of(None, timeout_s), table
     from torch.distributed.device_mesh import init_device_mesh
@@ -138,19 +161,39 @@ def read_colors(said: Any, num_stages: int) -> Colors:
     return tuple(one if type(one) is int else read_colors(one, num_stages) for one in said)
 
 
-def read_stages(state: RankCompilation, parts: Parts, *, trusted: bool) -> list[StageDerivative]:
+def read_stages(
+    state: RankCompilation,
+    parts: Parts,
+    local: Callable[[Stage], tuple[str, dict[str, Any]]] | None = None,
+    *,
+    trusted: bool,
+) -> list[StageDerivative]:
     """Reads the derivatives of the stages of a rank's compile, all, and checks them.
 
     What runs on other ranks is not looked into: only what it sends and sums.
+
+    Args:
+        state: of the compile, whose stages are cut.
+        parts: of the file.
+        local: of a stage that is split over a mesh, where its parts are and how they are read.
+        trusted: read operators when something asks for them.
     """
     found: list[StageDerivative] = []
     splitter = Splitter() if state.table.splits_backward else None
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
     own = state.table.stages_of(state.rank)
     for stage in reversed(state.stages):
-        is_own, place = stage.index in own, f"{_PROGRAM}stages/{stage.index}/"
+        is_own, place = stage.index in own, stage_place(stage.index)
+        more: dict[str, Any] = {"trusted": trusted or not is_own}
+        if local is not None:
+            before, how = local(stage)
+            place, more = before + place, more | how
         boundary = read_json(parts.read(place + BOUNDARY))
-        read = read_runs(parts, place, stage.program, boundary, trusted=trusted or not is_own)
+        read = read_runs(parts, place, stage.program, boundary, **more)
+        if local is not None:  # what travels is as the forward says, on both ends
+            stage = replace(stage, program=read.captured)
+            if found and stage.sent_types != found[0].stage.received_types:
+                raise FileError(f"stage {stage.index} sends other types than the next one takes")
         if trusted and is_own:
             take_made(state.context, parts, place, read)
         derivative, taken = read.derivative, arriving

@@ -24,10 +24,11 @@ from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
 from ..options import Batching, Options
-from ..parallel import ParallelStep
+from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.many_shapes import launches_for_all
+from ..passes.rank import RankCompilation
 from ..passes.state import Compilation
-from ..pipeline import Pipeline
+from ..pipeline import AskedPipeline, Pipeline
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
 from .parts import (
@@ -85,16 +86,16 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
     """
     if weights not in get_args(Weights):
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
+    if isinstance(compiled, ParallelStep | ParallelPipeline):
+        kept = compiled.kept_on_mesh
+        save_together(path, kept.ranks, kept.row, partial(_parts_on_mesh, compiled, weights))
+        return
     if isinstance(compiled, Pipeline):
         ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
         if ranks.group is None:
             write_parts(path, make(), open_cache())
         else:  # replicas hold the same
             save_together(path, ranks, ranks.rows[0], make)
-        return
-    if isinstance(compiled, ParallelStep):
-        *_, ranks, row = compiled.kept
-        save_together(path, ranks, row, partial(_parts_on_mesh, compiled, weights))
         return
     if isinstance(compiled, TrainingStep):
         model, _, options, batching, _, optimizer = compiled.made_of
@@ -117,24 +118,13 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
 def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
     """Returns the parts of those ranks of a pipeline that are compiled here."""
     asked, guard, made, optimizer = pipe.kept
-    if asked.on_mesh is not None:
-        raise FileError("A pipeline whose stages are split over a mesh cannot be saved.")
     if not guard.rebind():
         raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
     if weights == "beside":
         raise FileError('weights="beside" is one file of a model; of ranks they are "inside".')
     found: dict[str, Content] = {}
     for one in made:
-        kept = KeptProgram(guard, replace(one, programs={}))
-        saved = _Saved(
-            asked.model.model,
-            asked.context.options,
-            [kept],
-            optimizer,
-            ranks=ranks_data(asked.table, asked.ranks, one.colors),
-            ids=asked.ids_of(one, guard.tensors),
-            count=asked.table.num_micro_batches,
-        )
+        saved, kept = _saved_stages(asked, guard, one, optimizer)
         for name, content in saved.parts(weights):
             if name.endswith(TENSORS):
                 found[f"ranks/{one.rank}/{name}"] = content
@@ -145,32 +135,68 @@ def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
     return found
 
 
-def _parts_on_mesh(step: ParallelStep, weights: Weights) -> dict[str, Content]:
+def _saved_stages(
+    asked: AskedPipeline,
+    guard: Guard,
+    one: RankCompilation,
+    optimizer: StepOptimizer | None = None,
+    own: Container[Any] = (),
+    **more: Any,
+) -> tuple[_Saved, KeptProgram]:
+    """Returns what writes the captured program of a rank, and the tensors of its stages."""
+    kept = KeptProgram(guard, replace(one, programs={}), own=own)
+    saved = _Saved(
+        asked.model.model,
+        asked.context.options,
+        [kept],
+        optimizer,
+        ranks=ranks_data(asked.table, asked.ranks, one.colors),
+        ids=asked.ids_of(one, guard.tensors),
+        count=asked.table.num_micro_batches,
+        **more,
+    )
+    return saved, kept
+
+
+def _parts_on_mesh(
+    compiled: ParallelStep | ParallelPipeline, weights: Weights
+) -> dict[str, Content]:
     """Returns the parts of a step over a mesh that this rank writes: its programs and tensors."""
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ...pipeline_parallel.mesh.torch_collectives import OWN
-    from .mesh import mesh_data, placed
+    from .mesh import OWN, mesh_data, placed
 
     if weights != "inside":
         raise FileError(f"weights={weights!r} is of whole tensors; of a mesh they are inside.")
-    model, guard, lowered, plans, parameters, ranks, row = step.kept
-    batching, plan = lowered.goal.batching, lowered.mesh_plan
-    assert plan is not None
+    kept = compiled.kept_on_mesh
+    guard, lowered, plan, parameters = kept.guard, kept.lowered, kept.plan, kept.parameters
+    more = {"mesh": mesh_data(plan, kept), "part_of": parameters.part_of}
     with parameters.as_captured():
         if not guard.rebind():
             raise FileError("The model's tensors no longer fit this step: parallelize it anew.")
-        saved = _Saved(
-            model,
-            lowered.context.options,
-            [KeptProgram(guard, lowered, plans, own=OWN)],
-            batching=batching,
-            mesh=mesh_data(plan, row),
-            count=batching.micro_batches,
-            part_of=parameters.part_of,
-        )
-        parts = dict(saved.parts(weights))
-    parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
-    return placed(parts, row.index(ranks.rank))
+        if isinstance(compiled, ParallelStep):
+            batching = lowered.goal.batching
+            saved = _Saved(
+                compiled.model,
+                lowered.context.options,
+                [KeptProgram(guard, lowered, kept.plans, own=OWN)],
+                batching=batching,
+                count=batching.micro_batches,
+                **more,
+            )
+            parts = dict(saved.parts(weights))
+            parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
+        else:
+            asked, _, (one,), _ = compiled.kept
+            if asked.table.splits_backward:
+                raise FileError(
+                    f"{asked.table.schedule} splits backwards, and over a mesh there are but their "
+                    "halves, where a file has each whole: save it by another schedule."
+                )
+            saved, program = _saved_stages(asked, guard, one, own=OWN, **more)
+            parts = dict(saved.parts(weights))
+            for stage in one.own:
+                parts |= stage_parts(program, one, stage)
+    return placed(parts, kept.row.index(kept.ranks.rank))
 
 
 def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:

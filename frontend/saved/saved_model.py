@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...reuse.errors import FileError
+from ...reuse.errors import FileError, NoProgramError
 from ...reuse.evidence.module_state import module_state, walk_modules
+from ..dispatch.dispatcher import Dispatcher
+from ..guards.guard import Guard, Inputs, shown
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,46 @@ def class_name_of(model: nn.Module) -> str:
     """Returns the name of a model's class, also of one that was saved."""
     is_saved = isinstance(model, SavedModel)
     return str(model._lazyinline_class_name) if is_saved else type(model).__name__
+
+
+# ---- calls that nothing is there for -------------------------------------------------------------
+
+
+class Refusing:
+    """Refuses a call that no program of a file is for.
+
+    Args:
+        calls: has the programs.
+        class_name: of the model.
+    """
+
+    def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
+        self._calls, self._class_name = calls, class_name
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        """Says what there is.
+
+        Raises:
+            NoProgramError: always.
+        """
+        rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
+        numbers = [x for x in self._calls.entries if x.compiled.linker is None]
+        rows += [_row(entry.guard, inputs) for entry in numbers]
+        way = "training" if torch.is_grad_enabled() else "inference"
+        raise NoProgramError(
+            f"This {self._class_name} was loaded from a file, which has programs and no Python: "
+            f"none of them is for a call like this, {way} with {shown(inputs.given)}. It has "
+            f"{'; '.join(dict.fromkeys(rows)) or 'none for the model as it is now'}. Call it as "
+            "before it was saved, or save it after such a call."
+        )
+
+
+def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
+    """Says what a program is for, and why a call is not that."""
+    way = "training" if guard.modes.captured[0][0] else "inference"
+    row = f"{way} with {shown(guard.layouts)}"
+    if linker is None:
+        return row
+    is_resized = guard.resized(inputs.given) is not None
+    why = linker.sizes.why_not(inputs.leaves) if is_resized else ""
+    return f"{row} and of further sizes{f' (not of these: {why})' if why else ''}"

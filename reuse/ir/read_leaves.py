@@ -67,13 +67,19 @@ def parts(tree: Any) -> list[Any]:
     return tree.elts if isinstance(tree, ast.Tuple) else [tree]
 
 
+def parsed(text: str, mode: str = "exec") -> Any:
+    """Returns the tree of a text, of which Python runs nothing."""
+    with _ONE_AT_A_TIME:
+        return ast.parse(text, mode=mode)
+
+
 def with_sizes(tree: Any) -> Any:
     """Returns a type that was read as one name as the expression that it is."""
     name = getattr(tree, "id", "")
     text = name.translate(_AS_TYPES)
     if text == name:
         return tree
-    found = ast.parse(text, mode="eval").body
+    found = parsed(text, "eval").body
     for one in ast.walk(found):  # where a mistake is shown, in bytes
         if isinstance(one, ast.expr):
             start = tree.col_offset + len(name[: one.col_offset].encode())
@@ -96,12 +102,6 @@ class LeafLater(Leaf):
     def module(self) -> torch.fx.GraphModule:  # type: ignore[override]
         """The body."""
         return self.read().module
-
-
-def parsed(text: str, mode: str = "exec") -> Any:
-    """Returns the tree of a text, of which Python runs nothing."""
-    with _ONE_AT_A_TIME:
-        return ast.parse(text, mode=mode)
 
 
 def is_as_said(node: torch.fx.Node, line: Any) -> bool:
