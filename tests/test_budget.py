@@ -38,15 +38,15 @@ from link_tree import ROOT
 # pipeline_parallel +20, backend +2), steps over a mesh, GPU targets and zero-bubble schedules as
 # files (frontend +411, reuse +34, pipeline_parallel +44), values taken as traced (backend +81),
 # stages over a mesh as files (frontend +320), weights read into huge pages and types of a text read
-# once (backend +33, reuse +25), leaves traced once and fewer files of kernels (autodiff +50, backend
+# once (backend +33, reuse +25), leaves traced once, fewer files of kernels (autodiff +50, backend
 # +90).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (29_067, 103),
-    "reuse": (9_915, 34),
+    "frontend": (29_387, 104),
+    "reuse": (9_945, 34),
     "autodiff": (6_396, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_807, 25),
-    "backend": (12_817, 46),
+    "backend": (12_844, 46),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
