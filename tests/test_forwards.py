@@ -383,7 +383,7 @@ def test_a_warning_is_given_as_often_as_eager_gives_it(name: str, action: str) -
         model = world.model
         run = lazyinline.compile(model, backend="eager") if is_compiled else model
         given.append(world.value("saying")(run, action, 4, *world.inputs()[0]))
-    if (name, action) == ("and needs a number", "always"):  # two calls try to capture it, more often
+    if (name, action) == ("and needs a number", "always"):  # two calls try a capture
         given = [[*(list(dict.fromkeys(x)) for x in calls[:2]), *calls[2:]] for calls in given]
     assert given[0] == given[1]
 
