@@ -54,7 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.sweep(keep=["greedy", "second prompt"])
+@pytest.mark.sweep(keep=["greedy", "second prompt", "encoder"])
 def test_generate_runs_the_program_and_gives_eagers_tokens(kind: str) -> None:
     make, options, prompts, made, in_place = CASES[kind]
     model = make().eval()

@@ -84,7 +84,8 @@ def _computes_alike(node: Node) -> bool:
     if schema is None or may_draw(node.target) or not isinstance(value, torch.Tensor):
         return False
     is_known = schema.name.startswith("aten::") and "empty" not in schema.name
-    return is_known and value.nbytes <= _MOST_BYTES
+    # Not nbytes: it refuses a size that was a symbol, even one that is known to be a number.
+    return is_known and value.numel() * value.element_size() <= _MOST_BYTES
 
 
 _Given: TypeAlias = Sequence[_Constant | None]
