@@ -149,7 +149,9 @@ def test_conjugates_of_any_layout_leave_a_block(name: str) -> None:
     want, want_out = expected(x)
     loss.backward()
     want.backward()
-    assert torch.equal(out, want_out) and out.stride() == want_out.stride()
+    # A solver that gets a conjugate written out solves the same numbers in another order.
+    same = relative_error(out, want_out) <= 1e-6 if "solver" in name else torch.equal(out, want_out)
+    assert same and out.stride() == want_out.stride()
     assert_same_gradients(model, expected, 1e-5)
     step = lazyinline.compile_step(stepped, backend="eager", loss_fn=lambda pair: pair[0])
     assert relative_error(step(x), want.detach()) <= 1e-5
