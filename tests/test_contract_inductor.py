@@ -327,9 +327,10 @@ def loops(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 
 @contract(
     f"{INDUCTOR}.scheduler.SchedulerNode.codegen",
-    f"{INDUCTOR}.virtualized.V",
+    f"{INDUCTOR}.virtualized: V V.kernel",
     f"{INDUCTOR}.codegen.cpp: CppVecKernel CppTile2DKernel",
-    f"{INDUCTOR}.codegen.cpp_utils.CppPrinter",
+    f"{INDUCTOR}.codegen.cpp_utils: CppPrinter CppPrinter._print",
+    "._print",
 )
 @pytest.mark.parametrize("shape", [(64, 32), (64, 7), (5, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
