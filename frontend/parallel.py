@@ -87,9 +87,9 @@ def parallelize(
         mesh: a ``DeviceMesh`` of all ranks. Its dimension ``"data"`` (``dp``, ``dp_replicate``)
             splits the batch, ``"fsdp"`` (``dp_shard``) the batch and, between uses, parameters,
             ``"tensor"`` (``tp``) what the plan says, ``"pipeline"`` (``pp``) the model into stages.
-        plan: styles of ``torch.distributed.tensor.parallel`` by patterns of module paths, as
-            torchtitan has them; :func:`.marks.shard` pins more, and the rest follows by DTensor's
-            rules. ``"auto"`` finds what takes least time, whatever the dimensions are named.
+        plan: ``ColwiseParallel``, ``RowwiseParallel``, ``SequenceParallel`` by patterns of module
+            paths, as torchtitan has them; :func:`.marks.shard` pins more, and the rest follows by
+            DTensor's rules. ``"auto"`` finds the quickest, whatever the dimensions are named.
         memory_bytes_per_rank: with ``"auto"``, what a rank may hold, two tensors of optimizer state
             for each parameter included; ``recompute`` is weighed, too, unless it is given.
         links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them.
@@ -113,6 +113,7 @@ def parallelize(
         >>> parallel = lazyinline.parallelize(model, (ids, targets), mesh=mesh, plan=plan)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> loss = parallel.step(ids, targets)
+        >>> optimizer.step()
     """
     check_example("parallelize", model, args)
     check_count(micro_batches)

@@ -86,8 +86,9 @@ def pipeline(
         num_stages: a multiple of the pipeline's ranks.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
         sums: only ``"as_gradients"``: gradients of micro-batches are added up in their own dtype.
-        schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``,
-            ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
+        schedule: ``"GPipe"`` or ``"1F1B"`` (one stage per rank), ``"Interleaved1F1B"``,
+            ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"``, ``"DualPipeV"`` (two
+            stages per rank).
         split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
             :func:`.marks.stage` win over both.
         loss_fn: computes the scalar loss from the model's output.

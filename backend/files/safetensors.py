@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,8 @@ class _Memory:
         if self._used + num_bytes > len(self._region):
             # Each region is given back with the last tensor in it, so none is larger than need be.
             region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANON)
-            region.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a system that knows the word may be built without such pages
+                region.madvise(mmap.MADV_HUGEPAGE)
             self._region, self._used = memoryview(region), 0
         part = self._region[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
