@@ -372,7 +372,8 @@ def test_kernels_are_written_as_they_are_with_all_tails(
     (in_full, all_runs), (left_out, runs) = written(), written(empty_tails_left_out)
     assert left_out == in_full and in_full
     assert written(indices_printed_once) == (in_full, all_runs)
-    if shape == (64, 32) and torch_inductor.best_vector_units():
+    # ATEN_CPU_CAPABILITY may say that there are none.
+    if shape == (64, 32) and resolve(f"{INDUCTOR}.cpu_vec_isa").pick_vec_isa():
         assert runs < all_runs, "the rest of a loop that leaves none was written"
 
 
