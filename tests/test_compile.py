@@ -243,6 +243,31 @@ def test_models_train_as_in_eager(kind: str, backend: str) -> None:
         assert out["list"][0] is out["h"] and out["x"] is x
 
 
+class NormOfChannels(nn.Module):
+    """An image whose channels are normalised where they lie, as ConvNeXt and Swin begin."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, channels, 4, 4), nn.LayerNorm(channels)
+        self.weight = nn.Parameter(torch.randn(2, channels, 8, 8))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.norm(self.patches(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.weight
+
+
+# Kernels that read one operand along rows and another along columns go through tiles: with 16
+# channels and 64 places nothing is left beside the tiles, with 7 or 8 channels something is.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [7, 8, 16])
+def test_kernels_that_read_across_rows_sum_gradients_as_eager(
+    channels: int, dtype: torch.dtype
+) -> None:
+    seed_all()
+    image = torch.randn(2, 3, 32, 32, dtype=dtype)
+    model = NormOfChannels(channels).to(dtype)
+    assert_equals_eager(model, (image,), backend="inductor", optimizer=sgd)
+
+
 # ---- which program runs: modes, layouts, arguments --------------------------------------------
 
 

@@ -204,25 +204,6 @@ def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
     return all(v.fake_mode is mode for v in values if isinstance(v, FakeTensor))
 
 
-_TAILS = ("tail_size", "inner_tail_size", "outer_tail_size")
-
-
-@contextmanager
-def empty_tails_left_out() -> Iterator[None]:
-    """Lets Inductor write nothing, within this context, for the rest of a loop that leaves none."""
-    from torch._inductor.scheduler import SchedulerNode
-    from torch._inductor.virtualized import V
-
-    write = SchedulerNode.codegen
-
-    def write_some(self: Any, index_vars: Any) -> None:
-        if all(getattr(V.kernel, tail, None) != 0 for tail in _TAILS):
-            write(self, index_vars)
-
-    with mock.patch.object(SchedulerNode, "codegen", write_some):
-        yield
-
-
 @contextmanager
 def indices_printed_once() -> Iterator[None]:
     """Lets Inductor print each index in C++ once within this context."""
@@ -249,7 +230,6 @@ def quicker_writing() -> Iterator[None]:
             polynomials_expanded,
             dtype_rules_made_once,
             values_as_traced,
-            empty_tails_left_out,
             indices_printed_once,
         ):
             stack.enter_context(quicker())
