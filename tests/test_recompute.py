@@ -413,7 +413,7 @@ def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch)
     linked = BudgetFit._linked
 
     def noted(self: Any, counts: Any) -> int:
-        guess = self._peaks.guessed(self._choice(counts))
+        guess = self._peaks.guessed(self._asked(counts))
         pairs.append((guess, linked(self, counts)))
         return pairs[-1][1]
 
