@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import func
 from lazyinline.frontend.capture.regions import ModeChoice
-from lazyinline.frontend.func import transforms
 from lazyinline.reuse.errors import PlanError
 from lazyinline.reuse.ir.costs import OperatorCosts, ProgramCosts
 
@@ -104,8 +103,7 @@ def test_every_mode_equals_torch_func_and_the_one_with_fewer_flops_is_taken(
         torch.testing.assert_close(found, wanted)
     report = reports.pop("auto")
     flops = {mode: flops_of(of) for mode, of in reports.items()}
-    # A pass along lines may be worth up to this more, see there.
-    assert flops_of(report) <= transforms._WORTH * min(flops.values())
+    assert flops_of(report) == min(flops.values())
     if best:
         assert flops[best] == flops_of(report)
         assert choice_of(report).mode == best
