@@ -461,7 +461,7 @@ def made_by(state: Compilation) -> Made:
         backward=None if backward is None else _bare(backward),
         micro_batches=state.goal.batching.micro_batches,
         kernels={leaf: one for leaf, one in context.recorded.items() if leaf in held},
-        memory=_memory(planned),
+        memory=None if state.unplanned else _memory(planned),
         frontiers=partial(context.recompute.frontiers, request) if asked and request else tuple,
     )
 

@@ -44,7 +44,6 @@ from .passes.rank import (
     model_places,
     started,
     sum_names,
-    unplanned_rank,
 )
 from .passes.stages import limit_bytes
 from .passes.state import OnMesh, Subject, between, run
@@ -230,8 +229,8 @@ class Pipeline:
         self._state: tuple[list[Tensor], StateFacts] | None = None
         self._token: object = None
         self._loss_type = tensor_type(program.outputs[0])
-        self._planned = state.runs if isinstance(state.runs, RankProgram) else None
-        self._runs = self._planned or unplanned_rank(state)
+        assert isinstance(state.runs, RankProgram)
+        self._runs = state.runs
         self._sum_names = sum_names(state)
         self._sums = GradientSums()
         own = self._own_tensors()
@@ -256,7 +255,7 @@ class Pipeline:
         # Of a file when something asks for it: to predict reads the operators of all stages.
         state = run(between(PASSES, "predict"), state) if state.predicted is None else state
         more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
-        if state.mesh_plan is not None and isinstance(state.runs, RankProgram):
+        if state.mesh_plan is not None and state.planned is not None:
             more["memory"] = rank_memory(state)
         return ShownPlan.of(state.plan, report, rank=state.rank, **more)
 
@@ -312,9 +311,7 @@ class Pipeline:
             for source, type_ in derived.trained_types:
                 if source.name in self._sum_names:
                     self._sums.add_parameter(source.name, type_)
-        # Places in an arena hold in the order they were planned for, and in no other.
-        progress = Progress(state.order) if self._planned is not None else None
-        splits = self._table.splits_backward
+        progress, splits = Progress(state.order), self._table.splits_backward
         return [
             StageSteps(
                 d, self._runs, progress, self._tensors_of(d.stage), seed, splits, self._draws
@@ -391,17 +388,16 @@ class Pipeline:
         Parameters, gradient sums and the batch are not in it.
 
         Raises:
-            PipelineError: if memory is not planned here (backend, device, a buffer that changes).
+            PipelineError: if memory is not planned here (device, kernels).
         """
-        if self._planned is None:
-            why = self.last_report.unplanned
+        if why := self.last_report.unplanned:
             raise PipelineError(f"The memory of this rank's stages is not planned: {why}.")
-        return self._planned.plan.held_bytes
+        return self._runs.plan.held_bytes
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of this rank's arena; 0 before the first step."""
-        return 0 if self._planned is None else self._planned.arena_bytes
+        return self._runs.arena_bytes
 
     def measured_s(self) -> dict[tuple[int, str], float]:
         """Returns mean seconds of each kind of action, of all stages; every rank calls it.
@@ -447,8 +443,7 @@ class Pipeline:
         with self._draws.step(len(micro_batches)):
             losses = self._runner.step([self._rows(leaves) for leaves in micro_batches])
         with torch.no_grad():
-            if self._planned is not None:
-                self._planned.run_due()
+            self._runs.run_due()
             self._reduction.run()
             for update in self._updates:
                 if update.after is None:
@@ -569,7 +564,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
         limit = limit_bytes(made, state.rank)
-        held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
+        held = made.planned.plan.held_bytes if made.planned is not None else 0
         if limit is None or held <= limit:
             return made
         # More each time: less to save is more to compute again, which needs scratch of its own.

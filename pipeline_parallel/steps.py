@@ -175,7 +175,7 @@ class StageSteps:
     Args:
         derived: the stage and its backward.
         runner: runs the parts of all stages of this rank.
-        progress: of the rank through the order that its memory was planned for; None if it was not.
+        progress: of the rank through the order that its memory was planned for.
         tensors: the model's tensors, in the order of ``stage.model_tensors``.
         seed: the gradient of one micro-batch's loss.
         splits: whether backwards of this schedule come in two halves.
@@ -184,7 +184,7 @@ class StageSteps:
 
     derived: StageDerivative
     runner: RankRunner
-    progress: Progress | None
+    progress: Progress
     tensors: Callable[[], Sequence[Tensor]]
     seed: float
     splits: bool
@@ -241,16 +241,14 @@ class StageSteps:
 
     def _run(self, kind: str, micro_batch: int) -> list[Tensor]:
         stage = self.derived.stage.index
-        if self.progress is not None:
-            self.progress.begin(Action(kind, stage, micro_batch))
+        self.progress.begin(Action(kind, stage, micro_batch))
         return self.runner.run(stage, kind, micro_batch, self._given[micro_batch])
 
     def inbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
         """Returns memory to receive the values of another rank into."""
         stage = self.derived.stage.index
-        if self.progress is not None:
-            kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self.splits else BACKWARD
-            self.progress.check_receive(Action(kind, stage, micro_batch))
+        kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self.splits else BACKWARD
+        self.progress.check_receive(Action(kind, stage, micro_batch))
         return self.runner.inbox(stage, way, micro_batch)
 
     def begin_with(self, seed: Tensor) -> None:
@@ -266,5 +264,4 @@ class StageSteps:
         """Begins again, without micro-batches in flight."""
         self._given.clear()
         self.runner.forget()
-        if self.progress is not None:
-            self.progress.start()
+        self.progress.start()

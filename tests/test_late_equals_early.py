@@ -30,7 +30,7 @@ from lazyinline.backend.kernels.lower import (
     lower_leaves,
 )
 from lazyinline.backend.link.link import link
-from lazyinline.backend.run.unplanned import closures_run
+from lazyinline.backend.run.planned import closures_run
 from lazyinline.reuse.ir.leaf import Stamp, flat_types, flatten_value, interpret, is_active
 from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, Unpack, Value, count_calls
 from lazyinline.reuse.ir.types import StructType, TensorType

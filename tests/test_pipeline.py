@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
 from lazyinline.frontend.page.page import plan_page
+from lazyinline.frontend.passes import link
 
 MICRO_BATCHES = 4
 BATCH = 8
@@ -104,6 +106,67 @@ def make(model: nn.Module, args: tuple[Any, ...], schedule: str = "ZBVZeroBubble
     return lazyinline.pipeline(model, args, schedule=schedule, **options)
 
 
+def unplanned() -> Any:
+    """Lets no memory be planned, as on a GPU: closures allocate."""
+    why = link.Unplanned("not planned in this test")
+    return mock.patch.object(link, "other_devices", lambda devices: why)
+
+
+def unlike_planned(
+    model: nn.Module, args: tuple[Tensor, ...], schedule: str, **options: Any
+) -> list[str]:
+    """Trains without a plan beside eager, and beside a planned rank; says what differs."""
+    other = copy.deepcopy(model)
+    planned = make(other, args, schedule, **options)
+    with unplanned():
+        pipe = make(model, args, schedule, **options)
+    wrong = [] if pipe.last_report.unplanned and not planned.last_report.unplanned else ["planned"]
+    for unit in pipe._runs.plan.units.values():  # closures may return views of what they take
+        placed = (p for part in unit.layout.parts for p in part.launches if p.of is not None)
+        kinds = {unit.layout.instances[base].kind for p in placed for base, _ in p.bases}
+        wrong += ["a closure works in the arena"] if "arena" in kinds else []
+    theirs = torch.optim.AdamW([p for _, p in planned.named_parameters()], lr=1e-3)
+    expected = []
+    for _ in range(3):
+        expected.append(planned.step(*args))
+        theirs.step()
+    wrong += train(pipe, model, args)  # the same three steps
+    wrong += differing(dict(planned.named_parameters()), dict(pipe.named_parameters()))
+    wrong += differing(planned.state_dict(), pipe.state_dict())
+    expected.append(planned.step(*args))
+    found = pipe.step(*args)
+    return wrong + ([] if found is None or torch.equal(found, expected[-1]) else ["the last loss"])
+
+
+def differing(want: dict[str, Tensor], have: dict[str, Tensor]) -> list[str]:
+    """Names tensors, and their gradients, that are not equal to the bit."""
+    wrong = [] if want.keys() == have.keys() else [f"{want.keys()} and {have.keys()}"]
+    for name in want.keys() & have.keys():
+        pairs = [(want[name], have[name]), (want[name].grad, have[name].grad)]
+        same = (a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+        wrong += [] if all(same) else [name]
+    return wrong
+
+
+@lazy_inline
+class Layouts(nn.Module):
+    """Hands on tensors of any layout, a view of what it takes too, and changes a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(self.linear(x)) * self.seen.clone()[None] + sum(o.sum() for o in others) / 99
+        y = y + (others[-1].square().sum() if others else 0)
+        self.seen.add_(y.detach().mean(0))
+        wide = torch.stack([y, y * y], 2)
+        return y, y.t(), y[:, :1].expand(-1, 6), wide[..., 1], wide[::2, 1:, 0], y.sum(), x[:, 1:]
+
+
 class Unpacking(nn.Module):
     """Takes a batch apart; each block needs a part of it in its backward."""
 
@@ -163,6 +226,35 @@ def test_a_buffer_that_forward_changes_is_kept_for_each_backward(alone: None) ->
     torch.stack(parts).mean().backward()
     assert_same_gradients(model, reference)
     assert_close(list(model.buffers()), list(reference.buffers()))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Layouts() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: tuple[Tensor, ...] = (x,)
+        for part in self.parts:
+            values = part(*values)
+        return torch.stack([value.square().mean() for value in values]).sum()
+
+
+def chain_and_batch() -> tuple[Chain, tuple[Tensor]]:
+    torch.manual_seed(0)
+    chain = Chain()
+    for number, layer in enumerate(chain.parts):
+        lazyinline.stage(layer, number // 2)
+    return chain, (torch.randn(BATCH, 4),)
+
+
+@pytest.mark.parametrize("schedule", OF_ONE_RANK)
+@pytest.mark.sweep(keep=["LoopedBFS", "ZBVZero"])
+def test_ranks_without_a_plan_give_what_planned_ones_give(alone: None, schedule: str) -> None:
+    recompute = "full" if schedule == "LoopedBFS" else None
+    assert not unlike_planned(*chain_and_batch(), schedule, recompute=recompute)
+    if schedule == "LoopedBFS":
+        assert not unlike_planned(*net_and_batch(width=32), schedule, backend="inductor")
 
 
 def test_marks_decide_the_stage(alone: None) -> None:

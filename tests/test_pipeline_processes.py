@@ -12,7 +12,7 @@ from comparing import relative_error
 from conftest import selected
 from memory_events import memory_use
 from ranks import LIMIT_S, run_ranks, said_by_survivors, two_replicas
-from test_pipeline import Net, make, net_and_batch, train
+from test_pipeline import Net, chain_and_batch, make, net_and_batch, train, unlike_planned
 from test_pipeline_optimizer import UPDATES
 
 from lazyinline import PipelineError
@@ -34,6 +34,22 @@ def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong
 
 
+def train_without_a_plan(rank: int, folder: pathlib.Path) -> list[str]:
+    """What ranks send lies where closures put it, in the layouts that wires ask for."""
+    wrong = []
+    for schedule, num_stages, more in (
+        ("GPipe", 2, {}),
+        ("1F1B", 2, {"recompute": "full"}),
+        ("Interleaved1F1B", 4, {}),
+        ("InterleavedZeroBubble", 4, {}),
+    ):
+        model, args = net_and_batch()
+        found = unlike_planned(model, args, schedule, num_stages=num_stages, **more)
+        wrong += [f"{schedule}: {text}" for text in found]
+    chain, args = chain_and_batch()
+    return wrong + unlike_planned(chain, args, "1F1B")
+
+
 @pytest.fixture(scope="module")
 def two_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -50,6 +66,7 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
         kernels_of_a_start,  # first, while the cache is empty
         train_with_schedules,
         train_in_planned_memory,
+        train_without_a_plan,
         save_and_go_on_with_other_stages,
         disagree,
         average_over_replicas,
@@ -66,6 +83,7 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     "task",
     [
         "train_with_schedules",
+        "train_without_a_plan",
         "save_and_go_on_with_other_stages",
         "average_over_replicas",
         "share_the_optimizer",

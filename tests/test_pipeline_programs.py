@@ -12,7 +12,6 @@ import torch
 from comparing import num_calls
 from programs import assert_same, random_arguments, random_program
 from test_pipeline_plan import table_of
-from torch import Tensor
 
 import lazyinline
 from lazyinline import PipelineError
@@ -29,7 +28,6 @@ from lazyinline.pipeline_parallel.stage_derivative import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput
-from lazyinline.reuse.ir.types import TensorType, Wire
 from lazyinline.reuse.ir.verify import verify
 
 SEEDS = range(60)
@@ -188,21 +186,6 @@ def test_stages_that_a_schedule_cannot_place_are_refused(
 ) -> None:
     with pytest.raises(PipelineError, match=message):
         action_table(schedule, num_stages, 2, 8)
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride"),
-    [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((3, 4), (0, 1)), ((3, 4), (8, 2)), ((), ())],
-)
-def test_a_tensor_of_any_layout_travels(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    wire = Wire(TensorType(torch.float32, shape, stride, torch.device("cpu")))
-    tensor = torch.arange(64.0).as_strided(shape, stride, 5)
-    packed: Tensor = wire.pack(tensor)
-    buffer = wire.buffer()
-    assert packed.is_contiguous() and packed.shape == buffer.shape
-    arrived = wire.unpack(buffer.copy_(packed))
-    assert torch.equal(arrived, tensor)
-    assert arrived.stride() == stride
 
 
 def test_without_processes_the_error_says_how_to_start() -> None:

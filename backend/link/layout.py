@@ -152,9 +152,9 @@ class Layout:
         self.givens[index] = Placed(index, type_.dtype, type_.shape, type_.stride, 0)
         return self.givens[index]
 
-    def arena(self, num_bytes: int, part: int) -> int:
-        """Adds a buffer in the arena; no launch takes over one that belongs to no part (-1)."""
-        return self._add(Instance("arena", num_bytes, self.time, self.time + 1, part))
+    def new(self, num_bytes: int, part: int, kind: BufferKind = "arena") -> int:
+        """Adds a buffer; no launch takes over one that belongs to no part (-1)."""
+        return self._add(Instance(kind, num_bytes, self.time, self.time + 1, part))
 
     def add(
         self,
@@ -218,11 +218,16 @@ class Layout:
         return [self.apply("add_", sink, slots[slot]) for slot in waiting for sink in sinks[slot]]
 
     def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
-        """Makes a launch, now, of a method of tensors that changes one by another."""
+        """Makes a launch, now, of a method of tensors that changes one by another.
+
+        A target outside of the arena is there once its launch made it: as a copy.
+        """
         views = tuple(
             View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, source))
         )
         launch = self.method(name, views)
+        if self.instances[target.instance].kind == "foreign":
+            launch = Launch("clone", torch.clone, views[1:], (), views[:1], "tensor")
         bases = tuple((p.instance, p.offset_bytes) for p in (target, source))
         for placed in (target, source):
             instance = self.instances[placed.instance]

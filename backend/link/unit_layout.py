@@ -8,7 +8,8 @@ Each part is laid out once, whatever the number of flights. What a buffer is dec
 * a slab holds what one phase of a flight leaves for another, all buffers with the same two phases,
 * an inbox or outbox holds one value on its way to or from another unit.
 
-A run is then given the places of its regions, and nothing else.
+A run is then given the places of its regions, and nothing else. Where memory is not planned, each
+closure is one launch that allocates what it returns, so that boxes alone are in the arena.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,12 +27,13 @@ from ...reuse.ir.types import TensorType, Wire, contiguous_stride, reach
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList
-from .layout import Layout, Part, Placed, PlacedLaunch, buffers_of
+from .layout import BufferKind, Layout, Part, Placed, PlacedLaunch, buffers_of
 from .link import FlatProgram
 from .program_writer import CodeWriter
 from .torch_generated import GeneratedCode
 
 PlanBuffers = Callable[[Buffers], ArenaPlan]
+UnitResults: TypeAlias = Literal["planned", "allocated"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ class UnitLayout:
         given_types: of what the caller gives.
         plan: places the scratch of a phase.
         num_phases: most phases of a part. More of them need less memory and more regions.
+        results: ``"allocated"`` where launches allocate what they return. It may be a view of what
+            they take, so nothing that they take lies where something else will.
     """
 
     def __init__(
@@ -163,11 +167,16 @@ class UnitLayout:
         given_types: Sequence[TensorType],
         plan: PlanBuffers,
         num_phases: int = 1,
+        results: UnitResults = "planned",
     ) -> None:
         self.specs = parts
-        self.layout = Layout()
+        self.results = results
+        self.layout = Layout(runs="native" if results == "planned" else "python")
+        # What a part takes and a later one, too.
+        self._shared = {(s.part, s.index) for p in parts for s in p.sources if s.kind == "input"}
         self.inboxes: dict[str, list[Box]] = {}
         self.outboxes: dict[str, list[Box]] = {}
+        self._tensor_types = tensor_types
         self._tensors = [self.layout.given(t) for t in tensor_types]
         self._given = [self.layout.given(t) for t in given_types]
         self.fixed = {p.instance: i for i, p in enumerate(self._tensors)}
@@ -196,9 +205,9 @@ class UnitLayout:
         for wire in spec.inboxes:
             # It belongs to no part (-1): a receive may fill it before the part starts, so that no
             # launch may take its memory over.
-            self._inbox_places[spec.way].append((self.layout.arena(wire.num_bytes, -1), wire))
+            self._inbox_places[spec.way].append((self.layout.new(wire.num_bytes, -1), wire))
         unpacked: list[Any] = []
-        inputs = [self._input(spec, source, number, unpacked) for source in spec.sources]
+        inputs = [self._input(spec, index, number, unpacked) for index in range(len(spec.sources))]
         sinks: dict[int, list[Placed]] = {}
         for output, tensor in spec.sums.items():
             sinks.setdefault(spec.flat.outputs[output], []).append(self._tensors[tensor])
@@ -215,18 +224,26 @@ class UnitLayout:
         for output, wire in spec.outboxes:
             place = self._outbox(number, part, part.outputs[output], wire)
             self._outbox_places.setdefault(spec.way, []).append((place, wire))
+        for output in spec.returned:  # the caller takes it after the copies that travel were made
+            instance = self.layout.instances[part.outputs[output].instance]
+            instance.death = max(instance.death, self.layout.time)
         self._spans.append((start, self.layout.time))
         # A part may launch nothing, and two parts must never share a moment: buffers
         # are distinguished by the part in which they live.
         self.layout.time += 1
         return part
 
-    def _input(self, spec: PartSpec, source: Source, number: int, unpacked: list[Any]) -> Placed:
+    def _input(self, spec: PartSpec, index: int, number: int, unpacked: list[Any]) -> Placed:
+        source = spec.sources[index]
         if source.kind == "inbox":
             way = source.part or spec.way
             return self._arrived(*self._inbox_places[way][source.index], number, unpacked)
         if source.kind == "model":
-            return self._tensors[source.index]
+            tensor = self._tensors[source.index]
+            if source.index not in spec.written or (spec.name, index) not in self._shared:
+                return tensor
+            # The caller changes it after the part; a backward reads it as this part did.
+            return self._copied(Wire(self._tensor_types[source.index]), tensor, number, unpacked)
         if source.kind == "given":
             return self._given[source.index]
         names = [s.name for s in self.specs[:number]]
@@ -236,14 +253,21 @@ class UnitLayout:
     def _arrived(self, instance: int, wire: Wire, number: int, unpacked: list[Any]) -> Placed:
         """Returns a value that arrived, in the layout that its type asks for."""
         type_ = wire.type
-        if wire.as_it_stands:
-            return Placed(instance, type_.dtype, type_.shape, type_.stride, 0)
-        num_bytes = reach(wire.once, type_.stride) * type_.dtype.itemsize
-        spread = self.layout.arena(num_bytes, number)
-        whole = Placed(spread, type_.dtype, wire.once, type_.stride, 0)
-        box = Placed(instance, type_.dtype, wire.once, contiguous_stride(wire.once), 0)
-        unpacked.append(self.layout.apply("copy_", whole, box))
-        return Placed(spread, type_.dtype, type_.shape, type_.stride, 0)
+        stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
+        box = Placed(instance, type_.dtype, wire.once, stride, 0)
+        if wire.as_it_stands and self.results == "planned":
+            return replace(box, shape=type_.shape)
+        return self._copied(wire, box, number, unpacked)
+
+    def _copied(self, wire: Wire, source: Placed, number: int, launches: list[Any]) -> Placed:
+        """Copies a value, each element once, into the layout that its type asks for."""
+        type_ = wire.type
+        kind: BufferKind = "arena" if self.results == "planned" else "foreign"
+        num_bytes = max(reach(wire.once, type_.stride), 0) * type_.dtype.itemsize
+        made = self.layout.new(num_bytes, number, kind)
+        copy = Placed(made, type_.dtype, wire.once, type_.stride, 0)
+        launches.append(self.layout.apply("copy_", copy, replace(source, shape=wire.once)))
+        return replace(copy, shape=type_.shape)
 
     def _outbox(self, number: int, part: Part, placed: Placed, wire: Wire) -> int:
         """Returns the buffer that travels: the output's own where it fits, else a copy."""
@@ -252,7 +276,7 @@ class UnitLayout:
         whole = instance.kind == "arena" and instance.num_bytes == wire.num_bytes
         if same and whole and wire.as_it_stands:
             return placed.instance
-        box = self.layout.arena(wire.num_bytes, number)
+        box = self.layout.new(wire.num_bytes, number)
         stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
         target = Placed(box, type_.dtype, wire.once, stride, 0)
         source = replace(placed, shape=wire.once)

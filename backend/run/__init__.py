@@ -3,5 +3,4 @@
 planned         a planned program: every buffer has an address; its forward and backward, run
 leases          who works in which arena of it, and which are kept while nobody does
 rank_program    what a pipeline rank runs, and where everything lies
-unplanned       closures one by one, without a plan of memory: programs, the parts of a rank
 """

@@ -477,6 +477,12 @@ class _Flight:
     borrowed: list[tuple[torch.Tensor, int]]  # user inputs that were saved, and their versions
 
 
+def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> Runner:
+    """Returns what runs a flat program of closures that allocate what they return."""
+    program = PlannedProgram([flat], kernel_lists, [], [len(flat.outputs)], results="allocated")
+    return program.lease([]).runners[0]
+
+
 class Runtime:
     """Runs a forward, and the backward of a *flight*: what a forward keeps for its backward.
 

@@ -20,9 +20,9 @@ from ...reuse.ir.leaf import called_without_autocast
 from ...reuse.ir.types import TensorType
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
-from ..launches.torch_native import check_memory
+from ..launches.torch_native import check_addresses, check_memory
 from ..link.placement import Tools
-from ..link.torch_generated import Memory, Runner
+from ..link.torch_generated import Memory, Runner, as_predicted
 from ..link.unit_layout import Box, PlacedBuffer, UnitLayout
 from .leases import new_memory
 
@@ -399,12 +399,13 @@ class RankProgram:
         foreign = self._foreign.setdefault((unit, flight), {})
         between = layout.hand_overs[number]
         inputs = [given[i] for i in between.given]
+        check_addresses(inputs)
         inputs += [foreign[i] for i in between.taken]
+        for instance in between.done:
+            del foreign[instance]
         found = self._runner(unit, number, flight)(inputs)
         num_returned = len(layout.specs[number].returned)
         foreign.update(zip(between.left, found[num_returned:], strict=True))
-        for instance in between.done:
-            del foreign[instance]
         return found[:num_returned]
 
     def inbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
@@ -450,4 +451,6 @@ class RankProgram:
         key = (unit, number, sets)
         if key not in self._compiled:
             self._compiled[key] = compile(code.source, "<lazyinline program>", "exec")
-        return memory.runner(code, self._compiled[key])
+        # Closures may work on several devices: what they return is on the one that it says.
+        names = {} if layout.results == "planned" else {"as_predicted": as_predicted}
+        return memory.runner(code, self._compiled[key], **names)

@@ -32,7 +32,7 @@ from ...backend.link.control import record_control
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Place, Tools
-from ...backend.run.unplanned import closures_run
+from ...backend.run.planned import closures_run
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves

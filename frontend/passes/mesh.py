@@ -11,7 +11,6 @@ from ...autodiff.leaf_derivative import Request
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...autodiff.training_program import StepProgram
 from ...backend.run.planned import PlannedProgram
-from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.actions import BACKWARD, FORWARD
 from ...pipeline_parallel.coloring import CallCost, NoSplitError
 from ...pipeline_parallel.cut import Stage
@@ -268,9 +267,9 @@ def rank_memory(state: RankCompilation) -> RankMemory:
     from ...pipeline_parallel.mesh.torch_sharding import local_type
     from ...pipeline_parallel.mesh.traffic import RankMemory
 
-    plan, runs, program = state.mesh_plan, state.runs, state.captured.program
+    plan, runs, program = state.mesh_plan, state.planned, state.captured.program
     assert plan is not None and state.goal.on_mesh is not None
-    assert isinstance(runs, RankProgram)
+    assert runs is not None
     pairs = [(one.stage.model_tensors, one.stage.model_types) for one in state.own]
     held = {id(s.tensor): t for pair in pairs for s, t in zip(*pair, strict=True)}
     rows = [
@@ -327,8 +326,8 @@ def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]
     """Returns what each part of a linked rank's stages moves for a micro-batch."""
     from ...pipeline_parallel.mesh.traffic import collectives_of
 
-    assert isinstance(state.runs, RankProgram)
-    units = state.runs.plan.units
+    assert state.planned is not None
+    units = state.planned.plan.units
     return {
         program: collectives_of(program, part.launches, part_name(one, kind))
         for one in state.own
@@ -342,7 +341,7 @@ def rank_orders(state: RankCompilation) -> dict[str, str]:
     """Returns the collectives of each part of a rank's stages, in the order that others meet."""
     from ...pipeline_parallel.mesh.traffic import collectives_in
 
-    linked = rank_traffic(state) if isinstance(state.runs, RankProgram) else {}
+    linked = rank_traffic(state) if state.planned is not None else {}
     parts = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
     return {
         name: str([(c.kind, c.axis, c.num_bytes) for c in linked.get(p) or collectives_in(p)])

@@ -6,8 +6,8 @@ The planned program says who uses which buffer when, in the schedule's order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -16,10 +16,9 @@ from torch import nn
 from ...autodiff.training_program import StepProgram
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram
-from ...backend.link.placement import place
-from ...backend.link.unit_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ...backend.link.placement import Place, Tools, place
+from ...backend.link.unit_layout import PartSpec, Source, UnitLayout, UnitResults
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
-from ...backend.run.unplanned import UnplannedRank
 from ...pipeline_parallel.actions import (
     ACTION_TEXT,
     BACKWARD,
@@ -46,8 +45,8 @@ from ...reuse.ir.types import TensorType, Wire
 from ..marks import STAGE_MARK
 from ..tracing.frames import WHOLE, user_path
 from .context import Context
-from .link import changed_buffer, hindrance, launches
-from .state import Compilation, Goal, OnMesh, Subject, Unplanned
+from .link import devices_of, launches
+from .state import Compilation, Goal, OnMesh, Subject
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -171,6 +170,11 @@ class RankCompilation(Compilation):
         return [self.derived[stage] for stage in self.table.stages_of(self.rank)]
 
     @property
+    def planned(self) -> RankProgram | None:
+        """Returns the linked rank, if its memory is planned."""
+        return self.runs if isinstance(self.runs, RankProgram) and not self.unplanned else None
+
+    @property
     def order(self) -> RankOrder:
         """Returns the actions of this rank in order, once it is linked."""
         assert self.ordered is not None
@@ -232,33 +236,47 @@ def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
     )
 
 
-def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
-    """Plans all that a rank runs, linked already, in one arena."""
-    own = state.own
-    written = (changed_buffer(d.stage.sourced_program, d.derivative) for d in own)
-    why = hindrance(state) or next(filter(None, written), None)
-    if why is not None:
-        return why
-    schedule = _schedule(state, sorted(one.stage.index for one in own))
-    kernel_lists, tools = launches(state), state.context.tools
+def plan_rank(state: RankCompilation) -> RankProgram:
+    """Plans all that a rank runs, linked already, in one arena; or, unplanned, what travels."""
+    schedule = _schedule(state, sorted(one.stage.index for one in state.own))
+    kernel_lists, tools = _launches_and_tools(state)
     plan_regions = partial(place, tools=tools)
+    results: UnitResults = "planned" if state.unplanned is None else "allocated"
+    made = partial(UnitLayout, kernel_lists=kernel_lists, plan=plan_regions, results=results)
 
     def planned(num_phases: int) -> RankPlan:
-        units = {
-            one.stage.index: unit_of(one, state.flats, kernel_lists, plan_regions, num_phases)
-            for one in own
-        }
+        units = {one.stage.index: unit_of(one, state.flats, made, num_phases) for one in state.own}
         for one in state.updates:
             flat = state.flats[update_name(one)]
             types = [flat.slot_types[slot] for slot in flat.inputs]
             spec = PartSpec(UPDATE, UPDATE, flat, [Source("model", i) for i in range(len(types))])
-            units[one.unit] = UnitLayout([spec], kernel_lists, types, [], plan_regions)
+            units[one.unit] = made([spec], tensor_types=types, given_types=[])
         return RankPlan(units, schedule, plan_regions, places, list(held_sums(state).values()))
 
-    places = tensor_places(state)
-    tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
+    places, most = tensor_places(state), _MAX_PHASES if state.unplanned is None else 0
+    tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= most]
     best = min(map(planned, tried), key=lambda plan: plan.held_bytes)
     return RankProgram(best, tools)
+
+
+def _launches_and_tools(state: RankCompilation) -> tuple[Mapping[Leaf, KernelList], Tools]:
+    """Returns the launches of each leaf, one that allocates where memory is not planned; and where.
+
+    Raises:
+        PipelineError: if what travels lies on several devices.
+    """
+    if state.unplanned is None:
+        return launches(state), state.context.tools
+    device = devices_of(state.linked)[0]
+    for one in state.own:
+        for type_ in (*one.stage.received_types, *one.stage.sent_types):
+            if type_.device != device:
+                raise PipelineError(
+                    f"Stage {one.stage.index} works on {device}, and a neighbour hands it, or gets "
+                    f"from it, a tensor on {type_.device}. Move that to {device} in the forward."
+                )
+    tools = replace(state.context.tools, place=Place(device=device))
+    return state.context.closures_of(state.linked), tools
 
 
 def tensor_places(state: RankCompilation) -> dict[int, list[int]]:
@@ -311,14 +329,6 @@ def part_name(derived: StageDerivative, kind: str) -> str:
     return f"stage {derived.stage.index}, {ACTION_TEXT[kind]}"
 
 
-def unplanned_rank(state: RankCompilation) -> UnplannedRank:
-    """Returns what runs a rank where memory is not planned: closures one by one."""
-    units = {one.stage.index: part_specs(one, state.flats) for one in state.own}
-    lists = state.context.closures_of(state.linked)
-    places = tensor_places(state)
-    return UnplannedRank(units, lists, _handed(sorted(units)), places)
-
-
 def parts_of(derived: StageDerivative) -> dict[str, Program]:
     """Returns the programs of a stage, in the order in which a micro-batch needs them."""
     names = (BACKWARD,) if derived.halves is None else (BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -369,8 +379,7 @@ def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:
 def unit_of(
     derived: StageDerivative,
     flats: Mapping[str, FlatProgram],
-    kernel_lists: Mapping[Leaf, KernelList],
-    plan: PlanBuffers,
+    made: Callable[..., UnitLayout],
     num_phases: int = 1,
 ) -> UnitLayout:
     """Lays out the parts of a stage."""
@@ -379,7 +388,8 @@ def unit_of(
     seed = [] if stage.num_sent else [derived.cotangent_types[0]]
     parts = part_specs(derived, flats)
     given = [*_given_types(derived), *seed]
-    return UnitLayout(parts, kernel_lists, [*stage.model_types, *sums], given, plan, num_phases)
+    types = [*stage.model_types, *sums]
+    return made(parts, tensor_types=types, given_types=given, num_phases=num_phases)
 
 
 def part_specs(derived: StageDerivative, flats: Mapping[str, FlatProgram]) -> list[PartSpec]:

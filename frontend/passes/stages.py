@@ -12,7 +12,7 @@ from functools import partial
 
 from ...autodiff.derivative import Request
 from ...autodiff.training_program import NotUpdatedError, step_of_sums, with_updates
-from ...backend.link.unit_layout import least
+from ...backend.link.unit_layout import UnitLayout, least
 from ...pipeline_parallel.cut import Stage, cut_program
 from ...pipeline_parallel.plan import make_plan, rank_order
 from ...pipeline_parallel.process_groups import users_of
@@ -36,7 +36,7 @@ from .rank import (
     update_name,
 )
 from .recompute_choice import ProgramPeaks
-from .state import Pass, Unplanned, apply, compile_pass
+from .state import Pass, apply, compile_pass
 
 
 class StageRecompute:
@@ -112,7 +112,9 @@ class StageRecompute:
         state = linked(apply((decompose, kernels), replace(self._state, programs=programs)))
         if hindrance(state) is not None:
             return derivative.saved_type.num_bytes
-        unit = unit_of(derived, state.flats, launches(state), least)
+        unit = unit_of(
+            derived, state.flats, partial(UnitLayout, kernel_lists=launches(state), plan=least)
+        )
         return unit.bytes_per_flight(self._table.in_flight()[stage.index])
 
 
@@ -212,17 +214,20 @@ def link_rank(state: RankCompilation) -> RankCompilation:
     """Lays out all that the rank runs in the schedule's order: the deferred inline."""
     order = rank_order(state.table, state.rank, boundaries_of(state.derived))
     state = linked(replace(state, ordered=order))
-    planned, report = plan_rank(state), state.report
-    if isinstance(planned, Unplanned):
-        if state.goal.updates:
-            raise NotUpdatedError(f"memory is not planned: {planned.reason}")
-        report.unplanned = planned.reason
-        return replace(state, unplanned=planned)
+    why, report = hindrance(state), state.report
+    if why is not None and state.goal.updates:
+        raise NotUpdatedError(f"memory is not planned: {why.reason}")
+    state = replace(state, unplanned=why)
+    planned = plan_rank(state)
+    state = replace(state, runs=planned)
+    if why is not None:
+        report.unplanned = why.reason
+        return state
     report.num_launches = planned.num_launches
     report.peak_bytes = report.arena_bytes = planned.plan.arena.peak_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     report.held_bytes = planned.plan.held_bytes
-    return replace(state, runs=planned)
+    return state
 
 
 @compile_pass("predict", "flat", goals=("rank",))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 import torch
-from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 _DTYPE_NAMES = {
@@ -219,31 +218,6 @@ class Wire:
     def num_bytes(self) -> int:
         """Bytes that travel."""
         return self._num_elements * self.type.dtype.itemsize
-
-    def buffer(self) -> Tensor:
-        """Returns memory to receive into."""
-        return torch.empty(self._num_elements, dtype=self.type.dtype, device=self.type.device)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Returns what travels; the tensor's own memory where that is contiguous."""
-        for dim, size in enumerate(self.once):
-            if size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, 0, 1)
-        if self.as_it_stands:
-            return tensor.as_strided((self._num_elements,), (1,))
-        return tensor.reshape(-1).contiguous()
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        """Returns the tensor that arrived, with the layout its type asks for."""
-        type_ = self.type
-        if self.as_it_stands:
-            return buffer.as_strided(type_.shape, type_.stride)
-        whole = buffer.as_strided(self.once, contiguous_stride(self.once))
-        target = torch.empty_strided(
-            self.once, type_.stride, dtype=type_.dtype, device=type_.device
-        )
-        target.copy_(whole)
-        return target.as_strided(type_.shape, type_.stride)
 
 
 def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
