@@ -108,13 +108,13 @@ def test_where_a_step_does_not_fit_the_fastest_that_does_is_named(
 
 @needs_triton
 def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told() -> None:
-    model, args = decoder(layers=4)
-    mesh = {"pp": 4, "fsdp": 2}
+    model, args = decoder(layers=3)
+    mesh = {"pp": 3, "fsdp": 2}
     found = lazyinline.fit(model, args, mesh=mesh, target=TARGET, micro_batches=4)
     plan = found.pipeline
     assert plan is not None
-    assert [stage.in_flight for stage in plan.stages] == [4, 3, 2, 1]
-    assert plan.bubble > 3 / 7 - 0.05 and found.seconds == plan.step_s  # of stages that are alike
+    assert [stage.in_flight for stage in plan.stages] == [3, 2, 1]
+    assert plan.bubble > 2 / 6 - 0.05 and found.seconds == plan.step_s  # of stages that are alike
     held = sum(p.numel() * 2 for p in model.parameters())
     assert sum(stage.gradient_bytes for stage in plan.stages) * 2 == held
     # What a stage sends arrives at the next: the residual stream, and the rotary tables.
@@ -123,7 +123,7 @@ def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told() 
     assert [(one.axis, one.num_bytes) for one in sends] == [
         ("pp", plan.stages[1].received_bytes)
     ] * 4
-    assert "1F1B of 4 stages, 4 micro-batches" in str(found)
+    assert "1F1B of 3 stages, 4 micro-batches" in str(found)
     assert max(map(len, str(found).splitlines())) <= 100
 
 
