@@ -30,6 +30,7 @@ onnx                 ``export_onnx``
 batch                a batch in micro-batches; a model and its loss as one module
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
+parallel_elsewhere   the same for ranks that are not here, to be saved
 mesh_parameters      a model's parameters over a mesh: DTensors in place of what was captured
 mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest
 fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks

@@ -207,12 +207,6 @@ class _Offline:
     splitting: Splitting
 
     def __post_init__(self) -> None:
-        sizes = self.mesh.values() if isinstance(self.mesh, Mapping) else [0]
-        if not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
-            raise PlanError(
-                f"mesh={self.mesh!r} is not the number of ranks, 1 to {2**20:,}, along each "
-                'dimension by its name, such as {"fsdp": 8, "tp": 2}.'
-            )
         held, limit = self.optimizer_tensors, self.memory_bytes
         if held < 0 or (limit is not None and limit <= 0):
             raise PlanError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..backend.arena.arena import ArenaPlan
 from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
-from ..pipeline_parallel.process_groups import Ranks
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.types import TensorType
@@ -105,37 +104,78 @@ class MeshParameters:
                     )
 
 
+class WholeParameters:
+    """The parameters of a model that stays whole, of which a rank that is not here has parts.
+
+    Args:
+        model: whose they are.
+        plan: how they lie.
+        coordinate: of the rank, on the dimensions of the plan.
+    """
+
+    def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
+        named = model.named_parameters()
+        self._lies = {id(tensor): plan.parameters.get(name, ()) for name, tensor in named}
+        self._sizes, self._coordinate = [size for _, size in plan.axes], coordinate
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Returns the rank's part of a tensor of the model."""
+        lies = self._lies.get(id(tensor), ())
+        return _part(tensor.detach(), self._sizes, self._coordinate, lies)
+
+    def as_captured(self) -> AbstractContextManager[None]:
+        """Within it modules hold what they were captured with, as they do anyway."""
+        return nullcontext()
+
+
 @dataclass(frozen=True)
 class KeptOnMesh:
-    """Holds what a file has of a step over a mesh, or of stages over one.
+    """Holds what a file has of a rank's step over a mesh, or of its stages over one.
 
     Attributes:
+        model: whose it is.
         guard: of the call that it was compiled for.
         lowered: its compile.
         plans: where a step has memory.
-        parameters: of the model, as DTensors.
-        mesh: of all ranks.
-        ranks: these.
+        parameters: of the model, and the rank's parts of them.
+        axes: the dimensions of the mesh of all ranks.
+        row: these, in its order.
+        position: of the rank, in that.
+        asked: of stages, what they are made of.
     """
 
+    model: nn.Module
     guard: Guard
     lowered: Compilation
     plans: Sequence[ArenaPlan]
-    parameters: MeshParameters
-    mesh: Any
-    ranks: Ranks
+    parameters: MeshParameters | WholeParameters
+    axes: Sequence[tuple[str, int]]
+    row: Sequence[int]
+    position: int
+    asked: Any = None
+
+    @classmethod
+    def here(
+        cls,
+        mesh: Any,
+        model: nn.Module,
+        guard: Guard,
+        lowered: Compilation,
+        plans: Sequence[ArenaPlan],
+        parameters: MeshParameters,
+        asked: Any = None,
+    ) -> KeptOnMesh:
+        """Returns this rank's, of a mesh of ranks that are there."""
+        axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        row = mesh.mesh.flatten().tolist()
+        own = model, guard, lowered, plans, parameters
+        return cls(*own, axes, row, row.index(mesh.get_rank()), asked)
 
     @property
     def plan(self) -> MeshPlan:
         """How tensors lie."""
         assert self.lowered.mesh_plan is not None
         return self.lowered.mesh_plan
-
-    @property
-    def row(self) -> list[int]:
-        """The ranks in the order of the mesh."""
-        found: list[int] = self.mesh.mesh.flatten().tolist()
-        return found
 
 
 def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
@@ -165,8 +205,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
     """Returns this rank's part of a tensor that it has whole."""
-    coordinate = mesh.get_coordinate()
-    for index, placement in enumerate(layout):
-        if placement.is_shard():
-            tensor = tensor.tensor_split(mesh.size(index), placement.dim)[coordinate[index]]  # type: ignore[attr-defined]
+    return _part(tensor, mesh.mesh.shape, mesh.get_coordinate(), layout)
+
+
+def _part(
+    tensor: Tensor, sizes: Sequence[int], coordinate: Sequence[int], layout: Placements
+) -> Tensor:
+    for size, place, lies in zip(sizes, coordinate, layout, strict=False):
+        dim: int | None = getattr(lies, "dim", None)
+        parts = int(getattr(lies, "split_factor", 1))
+        if parts > 1:
+            each = tensor.unflatten(dim, (parts, -1))  # type: ignore[arg-type]
+            tensor = each.tensor_split(size, dim + 1)[place].flatten(dim, dim + 1)  # type: ignore[operator,arg-type]
+        elif dim is not None:
+            tensor = tensor.tensor_split(size, dim)[place]
     return tensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -40,6 +41,7 @@ from .options import Batching, Options
 from .page.page import compile_page
 from .page.sections import mesh_section
 from .page.write import write_page
+from .parallel_elsewhere import ParallelElsewhere, stages_elsewhere, step_elsewhere
 from .passes.context import Context
 from .passes.mesh import rank_orders, sharded_step
 from .passes.programs import PARTS, tensor_name
@@ -73,11 +75,12 @@ def parallelize(
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     timeout_s: float = 300.0,
-) -> ParallelStep | ParallelPipeline:
+) -> ParallelStep | ParallelPipeline | ParallelElsewhere:
     """Compiles a training step that a device mesh runs; every rank calls it in the same way.
 
     The model's parameters become DTensors in place, with the values of rank 0: make the optimizer
-    afterwards. Numbers are those of one process, whatever the plan, random draws included.
+    afterwards. (For ranks that are not here they stay as they are.) Numbers are those of one
+    process, whatever the plan, random draws included.
 
     Args:
         model: the whole model, the same on every rank. Returns a scalar loss, or an output with
@@ -87,6 +90,7 @@ def parallelize(
         mesh: a ``DeviceMesh`` of all ranks. Its dimension ``"data"`` (``dp``, ``dp_replicate``)
             splits the batch, ``"fsdp"`` (``dp_shard``) the batch and, between uses, parameters,
             ``"tensor"`` (``tp``) what the plan says, ``"pipeline"`` (``pp``) the model into stages.
+            ``{"data": 2, "tensor": 2}`` compiles for so many ranks that are not here, to be saved.
         plan: ``ColwiseParallel``, ``RowwiseParallel``, ``SequenceParallel`` by patterns of module
             paths, as torchtitan has them; :func:`.marks.shard` pins more, and the rest follows by
             DTensor's rules. ``"auto"`` finds the quickest, whatever the dimensions are named.
@@ -117,23 +121,26 @@ def parallelize(
     """
     check_example("parallelize", model, args)
     check_count(micro_batches)
-    _check_processes(mesh, any_names=plan == "auto")
-    _check_devices(model, mesh)
     batch = Batch((args, kwargs or {}), micro_batches)
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     whole = LossModel(model, loss_fn)
     subject = Subject(whole, *batch.first_micro_batch())
-    asked, dim = AskedPlan(mesh, plan, memory_bytes_per_rank, options, links), stage_dimension(mesh)
-    # Without stages a step is one program, and its arena holds the micro-batches, too.
-    batching = Batching(micro_batches, "forward_first", sums)
-    if dim is None:
-        return ParallelStep(model, batch, asked.step(subject, step_goal(batching)))
-    check_sums(sums)
-    on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
-    ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
-    table = table_of(schedule, num_stages or ranks.num_ranks, ranks, micro_batches)
-    pipe = AskedPipeline(whole, batch, Context(options), ranks, table, Splitting(split), on_mesh)
-    return ParallelPipeline(pipe)
+    is_elsewhere = isinstance(mesh, Mapping)
+    with _mesh_of(mesh, any_names=plan == "auto") as mesh:
+        _check_devices(model, mesh)
+        asked = AskedPlan(mesh, plan, memory_bytes_per_rank, options, links)
+        # Without stages a step is one program, and its arena holds the micro-batches, too.
+        batching = Batching(micro_batches, "forward_first", sums)
+        if (dim := stage_dimension(mesh)) is None:
+            state = asked.step(subject, step_goal(batching))
+            return step_elsewhere(state) if is_elsewhere else ParallelStep(model, batch, state)
+        check_sums(sums)
+        on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
+        ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
+        table = table_of(schedule, num_stages or ranks.num_ranks, ranks, micro_batches)
+        context, splitting = Context(options), Splitting(split)
+        pipe = AskedPipeline(whole, batch, context, ranks, table, splitting, on_mesh)
+        return stages_elsewhere(pipe) if is_elsewhere else ParallelPipeline(pipe)
 
 
 def for_checkpoint(state: _State) -> _State:
@@ -156,18 +163,33 @@ def for_checkpoint(state: _State) -> _State:
     return made
 
 
-def _check_processes(mesh: Any, *, any_names: bool) -> None:
-    """Raises PlanError if there is no process group, or a step cannot be over the mesh."""
+@contextmanager
+def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
+    """Yields the mesh that is asked for, or one of ranks that are not here.
+
+    Raises:
+        PlanError: if there is no process group, or a step cannot be over the mesh.
+    """
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ..pipeline_parallel.mesh.given import check_mesh
+    from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
+
+    is_elsewhere = isinstance(asked, Mapping)
+    if not is_elsewhere:
+        _check_processes()
+    with absent_ranks(asked) if is_elsewhere else nullcontext(asked) as mesh:
+        check_mesh(mesh, any_names=any_names)
+        yield mesh
+
+
+def _check_processes() -> None:
+    """Raises PlanError if there is no process group."""
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             "A mesh is of several processes, and torch.distributed is not initialized. Start the "
             "script with torchrun --nproc-per-node N script.py and call "
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
-    # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ..pipeline_parallel.mesh.given import check_mesh
-
-    check_mesh(mesh, any_names=any_names)
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
@@ -299,7 +321,7 @@ class ParallelStep:
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
         own = self._guard, self._lowered, self._runner.plans, self._parameters
-        return KeptOnMesh(*own, self._mesh, self._agreement.ranks)
+        return KeptOnMesh.here(self._mesh, self.model, *own)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: what lies where and what is moved, the program, its memory, its passes.
@@ -409,10 +431,10 @@ class ParallelPipeline(Pipeline):
     @property
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
-        (state,), on_mesh = self._made, self._asked.on_mesh
-        assert on_mesh is not None
+        (state,), asked = self._made, self._asked
+        assert asked.on_mesh is not None
         own = self._guard, state, (), self._on_mesh
-        return KeptOnMesh(*own, on_mesh.whole, self._agreement.ranks)
+        return KeptOnMesh.here(asked.on_mesh.whole, asked.model.model, *own, asked)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))

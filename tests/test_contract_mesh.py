@@ -19,7 +19,14 @@ from parallel_models import mesh_of
 from rank_threads import one_of_many, run_in_threads
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _redistribute,
+    placement_types,
+)
 
 from lazyinline.autodiff.traces.torch_make_fx import new_fake_mode, traced
 from lazyinline.pipeline_parallel.mesh.layouts import SUM, WHOLE, Axis, Moves, split
@@ -28,8 +35,10 @@ from lazyinline.pipeline_parallel.mesh.torch_collectives import (
     WAIT,
     absent_ranks,
     axes_of,
+    become,
     collectives_over,
     exchanges,
+    forget_meshes,
     groups_of,
     with_own_collectives,
 )
@@ -139,6 +148,32 @@ def test_ranks_can_be_absent_and_collectives_over_them_move_nothing() -> None:
             dist.all_reduce(x, group=mesh.get_group("data"))
             assert torch.equal(x, torch.ones(2))
         assert not dist.is_initialized() and sys.excepthook is before
+
+
+def test_a_process_becomes_another_absent_rank_and_takes_its_chunks() -> None:
+    with absent_ranks({"data": 2, "tensor": 2}) as mesh:
+        whole = DTensor.from_local(torch.arange(4.0), mesh, [Replicate(), Replicate()])
+        for place in range(4):
+            become(mesh, divmod(place, 2))
+            assert tuple(mesh.get_coordinate() or ()) == divmod(place, 2)
+            part = whole.redistribute(mesh, [Shard(0), Shard(0)]).to_local()
+            assert part.tolist() == [place]
+
+
+@contract(
+    "torch.distributed.tensor._redistribute._gen_transform_infos.cache_clear",
+    "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+)
+def test_pytorch_forgets_what_it_remembers_by_meshes() -> None:
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    remembered = propagator.propagate_op_sharding.cache_info
+    with one_of_many(2):
+        DTensor.from_local(torch.ones(2), mesh_of(tensor=2), [Replicate()]).add(1).redistribute(
+            placements=[Shard(0)]
+        )
+    forget_meshes()
+    assert not remembered().currsize
+    assert not _redistribute._gen_transform_infos.cache_info().currsize
 
 
 def test_groups_of_a_mesh_have_names() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lazyinline
 from lazyinline import FileError, PipelineError
+from lazyinline.pipeline_parallel.mesh.torch_collectives import forget_meshes
 
 HERE = "test_saved_ranks"
 alone = test_pipeline.alone  # the fixture: one process that holds every stage
@@ -204,16 +205,18 @@ def test_each_process_loads_its_part_and_goes_on_with_the_same_bits(
 MESH = {"fsdp": 2, "tp": 2}
 
 
-def on_mesh(case: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def on_mesh(case: str, *, absent: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """A model over four ranks, its batch, and how it is compiled."""
     from parallel_models import MEGATRON, mesh_of, tiny, tokens
 
+    made = dict if absent else mesh_of
+
     if case in STAGES:
         axes, plan, kind, more = STAGES[case]
-        options = {"mesh": mesh_of(**axes), "plan": plan and MEGATRON, "micro_batches": 2}
+        options = {"mesh": made(**axes), "plan": plan and MEGATRON, "micro_batches": 2}
         options["backend"] = "eager"
         return tiny(4, **kind).float(), tokens(rows=8), {"args": tokens(rows=8), **options, **more}
-    options: dict[str, Any] = {"mesh": mesh_of(**MESH), "backend": "eager", "micro_batches": 2}
+    options: dict[str, Any] = {"mesh": made(**MESH), "backend": "eager", "micro_batches": 2}
     if case == "decoder":
         batch, model = tokens(rows=8), tiny().float()
         return model, batch, {"args": batch, "plan": MEGATRON, **options}
@@ -245,6 +248,7 @@ def save_on_mesh(rank: int, folder: pathlib.Path) -> list[str]:
     kwargs = options.get("kwargs", {})
     expected = eager_loss(model, args, kwargs)
     step = lazyinline.parallelize(model, **options)
+    lazyinline.save(step, folder / "fresh.lz")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss = step.step(*args, **kwargs)
     optimizer.step()
@@ -314,7 +318,7 @@ def refused_meshes(folder: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize("case", ["decoder", "llama"])
 @pytest.mark.sweep(keep="[decoder]")
 def test_each_rank_of_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
-    case: str, tmp_path: pathlib.Path
+    case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "case").write_text(case)
     assert run_ranks(tmp_path, f"{HERE}.save_on_mesh", 4) == [[]] * 4
@@ -322,6 +326,27 @@ def test_each_rank_of_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
     # One file is of this machine, and one of another: its operators are checked, one by one.
     cache = tmp_path / ("cache" if case == "llama" else "another")
     assert run_ranks(tmp_path, f"{HERE}.go_on_over_mesh", 4, cache) == [[]] * 4
+    written_without_ranks(case, tmp_path, monkeypatch)
+
+
+def written_without_ranks(case: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares what ranks saved with what one process compiles and writes for all of them."""
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(folder / "cache"))
+    model, _, options = on_mesh(case, absent=True)
+    elsewhere: Any = lazyinline.parallelize(model, **options)
+    lazyinline.save(elsewhere, folder / "elsewhere.lz")
+    different = sorted(
+        name
+        for name, content in archived(folder / "fresh.lz").items()
+        if content != archived(folder / "elsewhere.lz").get(name)
+    )
+    assert not different
+    assert (folder / "elsewhere.lz").read_bytes() == (folder / "fresh.lz").read_bytes()
+
+
+def archived(path: pathlib.Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 # ---- stages over a mesh --------------------------------------------------------------------------
@@ -346,6 +371,7 @@ def save_stages(rank: int, folder: pathlib.Path) -> list[str]:
     model, args, options = on_mesh(case)
     expected = eager_loss(model, args, {})
     pipe = lazyinline.parallelize(model, **options)
+    lazyinline.save(pipe, folder / "fresh.lz")
     torch.manual_seed(1)
     loss = pipe.step(*args)
     lazyinline.save(pipe, folder / "stages.lz")
@@ -380,10 +406,117 @@ def go_on_in_stages(rank: int, folder: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize("case", STAGES)
 @pytest.mark.sweep(keep="[tensor]")
 def test_each_rank_of_stages_over_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
-    case: str, tmp_path: pathlib.Path
+    case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "case").write_text(case)
     assert run_ranks(tmp_path, f"{HERE}.save_stages", 4) == [[]] * 4
     (tmp_path / "store").unlink(missing_ok=True)  # before torch 2.14 it goes with its last user
     cache = tmp_path / ("cache" if case == "gathered" else "another")
     assert run_ranks(tmp_path, f"{HERE}.go_on_in_stages", 4, cache) == [[]] * 4
+    written_without_ranks(case, tmp_path, monkeypatch)
+
+
+# ---- ranks of a mesh that are not there ----------------------------------------------------------
+
+
+def texts_of_ranks(mesh: dict[str, int], plan: Any) -> tuple[list[str], list[str]]:
+    """The program of each rank: of all in one compile, and by a compile of its own."""
+    from parallel_models import mesh_of, tiny, tokens
+    from rank_threads import one_of_many
+
+    from lazyinline.frontend.batch import LossModel
+    from lazyinline.frontend.compiler import PASSES
+    from lazyinline.frontend.mesh_planner import AskedPlan
+    from lazyinline.frontend.options import Batching, Options
+    from lazyinline.frontend.passes.state import Subject, between, run, step_goal
+    from lazyinline.reuse.ir.printer import text_to_compare
+
+    model, args = tiny(1).float(), tokens(rows=8)
+    elsewhere: Any = lazyinline.parallelize(model, args, mesh=mesh, plan=plan, backend="eager")
+    together = [text_to_compare(k.lowered.programs["step"]) for k in elsewhere.kept_on_mesh]
+    alone = []
+    for rank in range(len(together)):
+        forget_meshes()
+        with one_of_many(len(together), rank):
+            options = Options(reuse="auto", backend="eager", recompute=None, cache="off")
+            asked = AskedPlan(mesh_of(**mesh), plan, None, options)
+            subject = Subject(LossModel(model, None), args, {})
+            state = asked.step(subject, step_goal(Batching(1, "forward_first")))
+            state = run(between(PASSES, last="shard"), state)
+            alone.append(text_to_compare(state.programs["step"]))
+    forget_meshes()
+    return together, alone
+
+
+@pytest.mark.parametrize(("mesh", "number"), [({"tp": 4}, 4), ({"fsdp": 4}, 1)])
+def test_each_absent_rank_has_the_program_that_it_would_compile_itself(
+    mesh: dict[str, int], number: int
+) -> None:
+    from parallel_models import MEGATRON
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    plan = {**MEGATRON, "embed": RowwiseParallel()} if "tp" in mesh else None
+    together, alone = texts_of_ranks(mesh, plan)
+    assert together == alone
+    assert len(set(together)) == number  # of ranks that have rows of a table, each looks up its own
+
+
+def test_what_ranks_have_alike_is_traced_for_two_and_linked_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from parallel_models import tiny, tokens
+
+    from lazyinline.pipeline_parallel.mesh import sharded
+
+    traced: list[str] = []
+    own = sharded.local_graph
+
+    def counted(leaf: Any, *args: Any) -> Any:
+        traced.append(leaf.name)
+        return own(leaf, *args)
+
+    monkeypatch.setattr(sharded, "local_graph", counted)
+    numbers = []
+    for size in (1, 2, 8):
+        traced.clear()
+        made: Any = lazyinline.parallelize(
+            tiny(1).float(), tokens(rows=8), mesh={"dp": size}, backend="eager"
+        )
+        numbers.append(len(traced))
+        assert len({id(one.lowered.programs) for one in made.kept_on_mesh}) == 1
+        assert len(made.kept_on_mesh) == size
+    assert numbers[1] == numbers[2] == 2 * numbers[0]
+
+
+def test_a_step_for_absent_ranks_leaves_the_model_and_says_what_it_is_for(
+    tmp_path: pathlib.Path,
+) -> None:
+    from parallel_models import tiny, tokens
+
+    model, args = tiny(1).float(), tokens(rows=8)
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    made: Any = lazyinline.parallelize(model, args, mesh={"dp": 2}, backend="eager")
+    after = dict(model.named_parameters())
+    assert all(id(after[n]) == i and torch.equal(after[n], t) for n, (i, t) in before.items())
+    with pytest.raises(lazyinline.PlanError, match=r"ranks that are not here: lazyinline\.save it"):
+        made.step(*args)
+    with pytest.raises(FileError, match="of a mesh they are inside"):
+        lazyinline.save(made, tmp_path / "mesh.lz", weights="none")
+    lazyinline.save(made, tmp_path / "mesh.lz")
+    with pytest.raises(FileError, match=r"0 rank.s. here: start 2"):
+        lazyinline.load(tmp_path / "mesh.lz")
+    for wrong in ({"dp": 0}, {}, {"rows": 2}, {"dp": 3}):
+        with pytest.raises(lazyinline.PlanError):
+            lazyinline.parallelize(model, args, mesh=wrong, backend="eager")
+
+
+def test_schedules_that_split_backwards_are_refused_for_absent_ranks(
+    tmp_path: pathlib.Path,
+) -> None:
+    from parallel_models import tiny, tokens
+
+    options: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "schedule": "ZBVZeroBubble"}
+    options |= {"num_stages": 4, "micro_batches": 4, "backend": "eager"}
+    made: Any = lazyinline.parallelize(tiny(4).float(), tokens(rows=8), **options)
+    with pytest.raises(FileError, match="splits backwards"):
+        lazyinline.save(made, tmp_path / "stages.lz")

@@ -30,7 +30,7 @@ from .recompute_choice import ProgramPeaks
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
-    from ...pipeline_parallel.mesh.sharded import Layout, Sharder
+    from ...pipeline_parallel.mesh.sharded import Ends, Layout, Sharder
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
 
 REDUCTION = "gradients, after the step"
@@ -89,7 +89,7 @@ def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, floa
     """Cuts a model into stages by what its pieces cost a rank, and says what a step takes."""
     assert state.subject is not None and state.mesh_plan is not None
     splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
-    program, sharder = state.programs[PARTS[0]], _sharder(state, state.mesh_plan)
+    program, sharder = state.programs[PARTS[0]], sharder_of(state, state.mesh_plan)
     pieces = partial(_pieces, state, sharder)
     asked = partial(colors_of, state.subject.model, program, table=state.table, costs=state.costs)
     try:
@@ -142,7 +142,7 @@ def shard(state: State) -> State:
     on_mesh, plan = state.goal.on_mesh, state.mesh_plan
     assert on_mesh is not None and plan is not None
     step = replace(state.step, program=state.programs["step"])
-    sharder = _sharder(state, plan)
+    sharder = state.sharder or sharder_of(state, plan)
     whole = replicated(on_mesh.mesh)
     model = [_layout(plan, source.name, whole) for source in step.model]
     batch = [Layout(plan.batch[user]) for users in step.batch for user in users]
@@ -215,9 +215,10 @@ def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
     return found
 
 
-def _sharder(state: Compilation, plan: MeshPlan) -> Sharder:
+def sharder_of(state: Compilation, plan: MeshPlan, ends: Ends | None = None) -> Sharder:
+    """Returns what makes programs this rank's, as the plan of a mesh says."""
     # Imported late: DTensor takes as long to import as all of lazyinline.
-    from ...pipeline_parallel.mesh.sharded import Sharder
+    from ...pipeline_parallel.mesh.sharded import Ends, Sharder
     from ...pipeline_parallel.mesh.torch_collectives import axes_of
 
     assert state.goal.on_mesh is not None
@@ -227,7 +228,7 @@ def _sharder(state: Compilation, plan: MeshPlan) -> Sharder:
         # What PyTorch's own kernels run stays as it is.
         return {} if leaf.kernels == "eager" else backend.recipe(leaf).decompositions
 
-    return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves)
+    return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves, ends or Ends())
 
 
 def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:

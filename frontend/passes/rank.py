@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -138,7 +138,6 @@ class RankCompilation(Compilation):
         rates: of the device.
         withheld_bytes: what a plan that did not fit was short of.
         colors: the stage of each call, once a mesh is planned.
-        sharder: makes closures of local shapes over that.
         stages: all of them, in order.
         plain: their derivatives, before it is chosen what they save.
         derived: their derivatives.
@@ -155,7 +154,6 @@ class RankCompilation(Compilation):
     rates: Rates
     withheld_bytes: int = 0
     colors: Colors | None = None
-    sharder: Any = None
     stages: tuple[Stage, ...] = ()
     plain: tuple[StageDerivative, ...] = ()
     derived: tuple[StageDerivative, ...] = ()

@@ -136,6 +136,7 @@ class Compilation:
         unplanned: why memory is not planned, if that is known.
         runs: what runs the parts.
         mesh_plan: what lies where, of a step over a mesh.
+        sharder: makes closures of this rank's shapes over that, if it is there already.
         fitting: the policy of recompute that a plan over a mesh needs to fit, if it needs one.
         known: facts of the program that a file says, by their names in :class:`..compiled.Facts`.
     """
@@ -158,6 +159,7 @@ class Compilation:
     unplanned: Unplanned | None = None
     runs: PlannedProgram | Runtime | RankProgram | None = None
     mesh_plan: MeshPlan | None = None
+    sharder: Any = None
     fitting: PolicyName | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
 

@@ -59,8 +59,7 @@ def mesh_data(plan: MeshPlan, kept: KeptOnMesh) -> Any:
     """Returns a mesh and its ranks, and how tensors lie on it, as JSON holds it."""
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
     batch = list(map(_text, plan.batch))
-    axes = [*zip(kept.mesh.mesh_dim_names, kept.mesh.mesh.shape, strict=True)]
-    return [axes, kept.row, lies, batch, plan.whole, plan.table]
+    return [kept.axes, kept.row, lies, batch, plan.whole, plan.table]
 
 
 def placed(parts: Mapping[str, Content], position: int) -> dict[str, Content]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ...backend.cache.codec import NotCacheableError, encode_value
 from ...backend.files.container import TENSORS, Content, to_json, write_parts
 from ...backend.files.safetensors import pieces_of
 from ...backend.files.torch_store import open_cache, whole_file
+from ...pipeline_parallel.process_groups import all_ranks
 from ...recompute.planner import Budget
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
@@ -23,8 +24,10 @@ from ..checks.refusals import model_inside
 from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guards.guard import Constant, Guard
+from ..mesh_parameters import KeptOnMesh
 from ..options import Batching, Options
 from ..parallel import ParallelPipeline, ParallelStep
+from ..parallel_elsewhere import ParallelElsewhere
 from ..passes.many_shapes import launches_for_all
 from ..passes.rank import RankCompilation
 from ..passes.state import Compilation
@@ -68,7 +71,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
             compiled in place; it has been called in each way that the file shall be called in. A
             step's file has its optimizer's state, too. Of a pipeline, or of what
             :func:`parallelize` returned, every rank calls this, and the first writes the programs
-            and tensors of all.
+            and tensors of all; or one process, which compiled for ranks that are not there.
         path: the file, which is replaced if it is there.
         weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
             them to :func:`load`.
@@ -88,7 +91,11 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
         raise FileError(f"weights={weights!r} is unknown; there are {get_args(Weights)}.")
     if isinstance(compiled, ParallelStep | ParallelPipeline):
         kept = compiled.kept_on_mesh
-        save_together(path, kept.ranks, kept.row, partial(_parts_on_mesh, compiled, weights))
+        ranks, make = all_ranks(torch.device("cpu")), partial(_parts_on_mesh, kept, weights)
+        save_together(path, ranks, kept.row, make)
+        return
+    if isinstance(compiled, ParallelElsewhere):
+        write_parts(path, _parts_elsewhere(compiled, weights), open_cache())
         return
     if isinstance(compiled, Pipeline):
         ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
@@ -158,35 +165,49 @@ def _saved_stages(
     return saved, kept
 
 
+def _parts_elsewhere(compiled: ParallelElsewhere, weights: Weights) -> dict[str, Content]:
+    """Returns the parts of all ranks of a mesh; programs that several have are made once."""
+    found, known = dict[str, Content](), dict[int, dict[str, Content]]()
+    for one in compiled.kept_on_mesh:
+        found |= _parts_on_mesh(one, weights, known)
+    return found
+
+
 def _parts_on_mesh(
-    compiled: ParallelStep | ParallelPipeline, weights: Weights
+    kept: KeptOnMesh, weights: Weights, known: dict[int, dict[str, Content]] | None = None
 ) -> dict[str, Content]:
-    """Returns the parts of a step over a mesh that this rank writes: its programs and tensors."""
+    """Returns the parts of a step over a mesh that are a rank's: its programs and tensors.
+
+    Those of a compile that is in ``known``, by its ``id``, are not made again, but for weights.
+    """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from .mesh import OWN, mesh_data, placed
 
     if weights != "inside":
         raise FileError(f"weights={weights!r} is of whole tensors; of a mesh they are inside.")
-    kept = compiled.kept_on_mesh
     guard, lowered, plan, parameters = kept.guard, kept.lowered, kept.plan, kept.parameters
     more = {"mesh": mesh_data(plan, kept), "part_of": parameters.part_of}
     with parameters.as_captured():
         if not guard.rebind():
             raise FileError("The model's tensors no longer fit this step: parallelize it anew.")
-        if isinstance(compiled, ParallelStep):
+        if kept.asked is None:
             batching = lowered.goal.batching
             saved = _Saved(
-                compiled.model,
+                kept.model,
                 lowered.context.options,
                 [KeptProgram(guard, lowered, kept.plans, own=OWN)],
                 batching=batching,
                 count=batching.micro_batches,
                 **more,
             )
-            parts = dict(saved.parts(weights))
+            before = None if known is None else known.get(id(lowered))
+            parts = dict(before or saved.parts(weights))
+            parts[WEIGHTS] = pieces_of(saved.weights())
             parts[f"programs/0/{BOUNDARY}"] = [to_json(step_data(lowered.step))]
+            if known is not None:
+                known[id(lowered)] = parts
         else:
-            asked, _, (one,), _ = compiled.kept
+            asked, one = kept.asked, cast("RankCompilation", lowered)
             if asked.table.splits_backward:
                 raise FileError(
                     f"{asked.table.schedule} splits backwards, and over a mesh there are but their "
@@ -196,7 +217,7 @@ def _parts_on_mesh(
             parts = dict(saved.parts(weights))
             for stage in one.own:
                 parts |= stage_parts(program, one, stage)
-    return placed(parts, kept.row.index(kept.ranks.rank))
+    return placed(parts, kept.position)
 
 
 def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:

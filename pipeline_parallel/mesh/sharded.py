@@ -24,6 +24,7 @@ from ...autodiff.flows import in_closure, inlined
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.printer import closure_to_compare
 from ...reuse.ir.program import (
     Call,
     Closure,
@@ -96,6 +97,28 @@ class Sharded:
 
 
 @dataclass
+class Ends:
+    """Knows the leaves that are the same on all ranks: those of the first and the last rank agree.
+
+    A trace reads its rank's place to take a chunk, to count from where its rows begin, or for the
+    size of what is left over. Each is another number on the last rank than on the first one.
+    """
+
+    sharders: list[Sharder] = field(default_factory=list)
+    _alike: dict[Any, Sharded | None] = field(default_factory=dict)
+
+    def alike(self, key: Any) -> Sharded | None:
+        """Returns a leaf that both have alike; None where they have not, or it is not known."""
+        if key not in self._alike:
+            found = [made for one in self.sharders if (made := one.made.get(key)) is not None]
+            if len(found) < 2:
+                return None
+            said = [(closure_to_compare(x.closure), x.parts, x.layouts) for x in found]
+            self._alike[key] = found[0] if said[0] == said[1] else None
+        return self._alike[key]
+
+
+@dataclass
 class Sharder:
     """Makes the local closures of a program; each different one once.
 
@@ -104,17 +127,22 @@ class Sharder:
         axes: the dimensions of the mesh, by the names of their process groups.
         decompositions: of a leaf's operators, where its kernels are compiled.
         plans: what is planned for leaves.
+        ends: of the mesh, whose ranks are compiled for one after another.
 
     Attributes:
         whole: operators that every rank runs on whole tensors, since no rule splits them.
+        is_even: whether all ranks have parts of equal sizes.
+        made: closures, by what they are made of.
     """
 
     mesh: DeviceMesh
     axes: Mapping[str, str]
     decompositions: Callable[[Leaf], Decompositions]
     plans: Mapping[Closure, LeafPlan] = field(default_factory=dict)
+    ends: Ends = field(default_factory=Ends)
     whole: dict[str, None] = field(default_factory=dict)
-    _made: dict[Any, Sharded] = field(default_factory=dict)
+    is_even: bool = True
+    made: dict[Any, Sharded] = field(default_factory=dict)
 
     def step(
         self, program: Program, inputs: Sequence[Layout], outputs: Sequence[Placements]
@@ -210,15 +238,17 @@ class Sharder:
     ) -> Sharded:
         """Returns what brings tensors from one layout to another, together."""
         key = ("moved", *whole, *local, *ways)
-        if key not in self._made:
+        if key not in self.made and (alike := self.ends.alike(key)) is not None:
+            self.made[key] = alike
+        if key not in self.made:
             graph = torch.fx.Graph()
             names = tuple(f"x{i}" for i in range(len(whole)))
             graph.output(tuple(map(graph.placeholder, names)))
             leaf = Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
             plan = LeafPlan(outputs=tuple(target for _, target in ways))
             layouts = tuple(Layout(held) for held, _ in ways)
-            self._made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
-        return self._made[key]
+            self.made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
+        return self.made[key]
 
     def _program(
         self,
@@ -270,14 +300,15 @@ class Sharder:
         plan = self.plans.get(closure, LeafPlan())
         nodes = frozenset(plan.nodes.items())
         key = (closure, types, layouts, partial, plan.inputs, plan.outputs, nodes)
-        if key not in self._made:
+        if key not in self.made:
             if isinstance(closure, Composite):
                 body, results = self._program(closure.program, types, layouts, partial)
-                self._made[key] = Sharded(Composite(closure.name, body), (), results)
+                self.made[key] = Sharded(Composite(closure.name, body), (), results)
             else:
                 assert isinstance(closure, Leaf)
-                self._made[key] = self._leaf(closure, plan, types, layouts, partial)
-        return self._made[key]
+                alike = self.ends.alike(key)
+                self.made[key] = alike or self._leaf(closure, plan, types, layouts, partial)
+        return self.made[key]
 
     def _leaf(
         self,
@@ -307,6 +338,7 @@ class Sharder:
             self.decompositions(leaf),
         )
         self.whole.update(dict.fromkeys(made.whole))
+        self.is_even = self.is_even and made.is_even
         with_own_collectives(made.module, self.axes)
         results = tuple(map(Layout, made.output_layouts))
         parameters = [i for i, layout in enumerate(layouts) if layout.given]

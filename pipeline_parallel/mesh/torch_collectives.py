@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import placement_types
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ...reuse.errors import PlanError, VerifyError
 from ..process_groups import stopped
@@ -324,8 +326,14 @@ def absent_ranks(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
         axes: name and size of each dimension.
 
     Raises:
-        PlanError: if this process is one of several already.
+        PlanError: if this process is one of several already, or there is no mesh of such sizes.
     """
+    sizes = axes.values() if isinstance(axes, Mapping) else ()
+    if not sizes or not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
+        raise PlanError(
+            f"mesh={axes!r} is not the number of ranks, 1 to {2**20:,}, along each dimension by "
+            'its name, such as {"fsdp": 8, "tp": 2}.'
+        )
     if dist.is_initialized():
         raise PlanError(
             "torch.distributed is initialized in this process, and a mesh of ranks that are not "
@@ -336,8 +344,22 @@ def absent_ranks(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     hook = sys.excepthook  # which init_process_group wraps
     num_ranks = math.prod(axes.values())
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=dist.HashStore())
+    forget_meshes()
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
+        forget_meshes()
         sys.excepthook = hook
+
+
+def become(mesh: DeviceMesh, coordinate: Sequence[int]) -> None:
+    """Makes this process another rank of a mesh whose ranks are absent."""
+    # One mesh, for what PyTorch remembers of the operators on it is the most that a trace costs.
+    mesh._coordinate_on_dim = tuple(coordinate)
+
+
+def forget_meshes() -> None:
+    """Clears what PyTorch remembers by meshes: an equal one may have been that of another rank."""
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()

@@ -85,12 +85,14 @@ class LocalGraph:
         input_types: of what it takes.
         output_layouts: how the results lie.
         whole: the operators that every rank runs on whole tensors, since no rule splits them.
+        is_even: whether what operators take and give is split into parts of equal sizes.
     """
 
     module: torch.fx.GraphModule
     input_types: tuple[TensorType, ...]
     output_layouts: tuple[Placements, ...]
     whole: tuple[str, ...]
+    is_even: bool
 
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
@@ -159,7 +161,8 @@ def local_graph(
                 "place (statistics of a BatchNorm in training) or holds a constant."
             )
     layouts_made = tuple(sharding.output_layouts)
-    return LocalGraph(module, tuple(input_types), layouts_made, tuple(sharding.whole))
+    whole, is_even = tuple(sharding.whole), sharding.is_even
+    return LocalGraph(module, tuple(input_types), layouts_made, whole, is_even)
 
 
 class _Sharding(torch.fx.Interpreter):
@@ -185,6 +188,7 @@ class _Sharding(torch.fx.Interpreter):
         self._replicated = replicated(mesh)
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
+        self.is_even = True
         self._known: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
@@ -249,10 +253,20 @@ class _Sharding(torch.fx.Interpreter):
         )
 
     def _on_own_mesh(self, tensor: DTensor) -> DTensor:
+        self._note_parts(tensor, tuple(tensor.placements))
         if tensor.device_mesh is self._mesh:
             return tensor
         layout = tuple(tensor.placements)
         return distributed(tensor.to_local(), self._mesh, layout, without_data(tensor))
+
+    def _note_parts(self, tensor: DTensor, layout: Placements) -> None:
+        """Notes if a tensor has parts of different sizes where it lies so."""
+        left = list(tensor.shape)
+        for p, size in zip(layout, self._mesh.shape, strict=True):
+            if isinstance(p, SPLIT):
+                parts = size * (int(p.split_factor) if isinstance(p, _StridedShard) else 1)
+                self.is_even = self.is_even and left[p.dim] % parts == 0
+                left[p.dim] //= size
 
     def _sum_operands(self, node: torch.fx.Node) -> None:
         """Sums over ranks what the operator cannot take in parts."""
@@ -570,6 +584,7 @@ class _Sharding(torch.fx.Interpreter):
         )
         if tuple(tensor.placements) == layout:
             return tensor
+        self._note_parts(tensor, layout)
         pairs = zip(tensor.placements, layout, strict=True)
         whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
         made = moved(tensor, whole)

@@ -1,0 +1,141 @@
+"""A step over a mesh, or its stages, compiled for ranks that are not here, to be saved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..backend.run.planned import PlannedProgram
+from ..reuse import torch_pytree
+from ..reuse.errors import PlanError
+from ..reuse.ir.printer import text_to_compare
+from ..reuse.ir.program import ModelTensor
+from .batch import LossModel
+from .checks.refusals import check_leaves
+from .compiler import PASSES
+from .guards.guard import Guard
+from .mesh_parameters import KeptOnMesh, WholeParameters
+from .mesh_planner import stage_dimension
+from .passes.mesh import sharder_of
+from .passes.programs import tensor_name
+from .passes.state import Compilation, State, between, run
+from .pipeline import AskedPipeline, fitted
+
+
+class ParallelElsewhere:
+    """A step over a mesh that is compiled for ranks that are not here, for ``save`` to write.
+
+    Made by :func:`.parallel.parallelize`. The model's parameters stay whole, as they are.
+
+    Args:
+        kept: of each rank.
+
+    Attributes:
+        model: holds the parameters.
+        plan: what lies where.
+        last_report: what the compile did.
+        kept_on_mesh: the parts of each rank that a file holds.
+    """
+
+    def __init__(self, kept: Sequence[KeptOnMesh]) -> None:
+        self.kept_on_mesh, first = sorted(kept, key=lambda one: one.position), kept[0]
+        self.model, self.plan, self.last_report = first.model, first.plan, first.lowered.report
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Says that its ranks are elsewhere.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "This step was compiled for ranks that are not here: lazyinline.save it, and "
+            "lazyinline.load the file on each of them."
+        )
+
+
+def step_elsewhere(state: Compilation) -> ParallelElsewhere:
+    """Compiles the step of each rank of a mesh; what is the same on several ranks, once."""
+    subject, linked = state.subject, dict[str, Compilation]()
+    assert subject is not None
+    kept = []
+    with state.context.cached(state.report):
+        state = run(between(PASSES, last="decompose"), state)
+        sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
+        own = [sources[i] for i in state.step.gradients]
+        check_leaves([(tensor_name(s.name), s.tensor) for s in own])
+        flat = torch_pytree.flatten((subject.args, subject.kwargs))
+        guard = Guard(subject.model, state.captured, *flat)
+        for coordinate, one in _of_each_rank(state):
+            one = run(between(PASSES, "shard", "shard"), one)
+            text = text_to_compare(one.programs["step"])
+            if text not in linked:
+                linked[text] = run(between(PASSES, "lower", "link"), one)
+            runs = linked[text].runs
+            assert isinstance(runs, PlannedProgram)
+            lowered = replace(linked[text], subject=None, flats={}, runs=None, sharder=None)
+            kept.append(_kept(subject.model, guard, lowered, runs.plans, coordinate))
+    return ParallelElsewhere(kept)
+
+
+def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
+    """Compiles the stages of each rank of a mesh that has a dimension for them."""
+    state = asked.begun()
+    guard, kept = asked.guard(state), []
+    state = run(between(PASSES, "plan", "autodiff"), state)
+    with state.context.cached(state.report):
+        for coordinate, one in _of_each_rank(state):
+            for rank in range(asked.ranks.num_ranks):
+                made = replace(fitted(replace(one, rank=rank)), sharder=None)
+                kept.append(_kept(asked.model, guard, made, (), coordinate, asked))
+    return ParallelElsewhere(kept)
+
+
+def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
+    """Yields the compile of each rank of its mesh, which this process is meanwhile."""
+    # Imported late: DTensor takes as long to import as all of lazyinline.
+    from ..pipeline_parallel.mesh.sharded import Ends
+    from ..pipeline_parallel.mesh.torch_collectives import become, forget_meshes
+
+    on_mesh, plan, ends = state.goal.on_mesh, state.mesh_plan, Ends()
+    assert on_mesh is not None and plan is not None
+    mesh = on_mesh.mesh
+    coordinates = list(itertools.product(*map(range, mesh.shape)))
+    # Both ends first: what is the same on them is the same on all between.
+    for coordinate in dict.fromkeys((coordinates[0], coordinates[-1], *coordinates)):
+        become(mesh, coordinate)
+        if not all(one.is_even for one in ends.sharders):
+            forget_meshes()  # sizes of parts are remembered, and each rank has its own
+        sharder = state.sharder if coordinate == coordinates[0] else None
+        sharder = sharder or sharder_of(state, plan, ends)
+        yield coordinate, replace(state, sharder=sharder)
+        if len(ends.sharders) < 2:
+            ends.sharders.append(sharder)
+    become(mesh, coordinates[0])
+
+
+def _kept(
+    whole: nn.Module,
+    guard: Guard,
+    lowered: Any,
+    plans: Sequence[Any],
+    coordinate: Sequence[int],
+    asked: AskedPipeline | None = None,
+) -> KeptOnMesh:
+    """Returns what a file has of a rank at a place of the mesh without its dimension of stages."""
+    assert isinstance(whole, LossModel) and lowered.mesh_plan is not None
+    on_mesh, place = lowered.goal.on_mesh, list(coordinate)
+    mesh = on_mesh.mesh if asked is None else on_mesh.whole
+    axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if asked is not None:
+        dim = [name for name, _ in axes].index(stage_dimension(mesh))
+        place.insert(dim, lowered.rank)
+    position = 0
+    for place_on_axis, (_, size) in zip(place, axes, strict=True):
+        position = position * size + place_on_axis
+    parameters = WholeParameters(whole.model, lowered.mesh_plan, coordinate)
+    own = whole.model, guard, lowered, plans, parameters
+    return KeptOnMesh(*own, axes, list(range(mesh.size())), position, asked)
