@@ -127,6 +127,23 @@ def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
     assert alone.call_count == 1
 
 
+class Reshaped(Interaction):
+    """Asks an argument for its size, which the first tensor of that size outside made known."""
+
+    def forward(self, x: Tensor, basis: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        by_edge = basis.reshape(basis.shape[0], 2, 2).flatten(1)
+        return super().forward(x, by_edge, source, target)
+
+
+@pytest.mark.parametrize("door", ["compile", "step"])
+def test_blocks_share_whose_size_was_asked_of_a_tensor_outside(door: Any) -> None:
+    model, _ = potential(3)
+    model.blocks = nn.ModuleList(Reshaped() for _ in range(3)).double()
+    batches = [atoms(shape) for shape in SHAPES]
+    outcome = assert_equals_eager(model, batches=batches, door=door, dynamic=True)
+    assert outcome.shared == 2, outcome.reasons
+
+
 def assert_forces_as_eager(
     compiled: Any, model: nn.Module, plain: nn.Module, shape: Shape, *also: str
 ) -> None:

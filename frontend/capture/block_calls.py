@@ -31,6 +31,7 @@ from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of, reveal
 from ...reuse.freeze import IMMUTABLE
 from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
+from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..checks.refusals import refuse_recurrent
@@ -69,7 +70,10 @@ class TemplateMaker:
         """Settles a region's inputs and outputs; returns its template, or why it has none."""
         inside = set(region.nodes())
         results, spec = flat_result
-        used = [self._tensors.resolve(n) for node in region.nodes() for n in node.all_input_nodes]
+        pairs = [(n, node) for node in region.nodes() for n in node.all_input_nodes]
+        used = [(self._tensors.resolve(n), node) for n, node in pairs]
+        # A tensor of which only a size was asked may stand anywhere: the size is found otherwise.
+        used = [n for n, node in used if n in arg_nodes or not is_size(node)]
         used += [n for n in result_nodes if n is not None]
         # Sizes become literals in the graph: no closure takes one.
         used = [n for n in used if not isinstance(n.meta.get("val"), torch.SymInt)]
