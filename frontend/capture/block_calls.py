@@ -70,10 +70,13 @@ class TemplateMaker:
         """Settles a region's inputs and outputs; returns its template, or why it has none."""
         inside = set(region.nodes())
         results, spec = flat_result
-        pairs = [(n, node) for node in region.nodes() for n in node.all_input_nodes]
-        used = [(self._tensors.resolve(n), node) for n, node in pairs]
         # A tensor of which only a size was asked may stand anywhere: the size is found otherwise.
-        used = [n for n, node in used if n in arg_nodes or not is_size(node)]
+        used = [
+            found
+            for node in region.nodes()
+            for found in map(self._tensors.resolve, node.all_input_nodes)
+            if found in arg_nodes or not is_size(node)
+        ]
         used += [n for n in result_nodes if n is not None]
         # Sizes become literals in the graph: no closure takes one.
         used = [n for n in used if not isinstance(n.meta.get("val"), torch.SymInt)]
