@@ -1,5 +1,6 @@
 """Pipelines on real gloo processes, and on one process that holds every stage."""
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -93,12 +94,19 @@ def train(pipe: Any, model: nn.Module, args: tuple[Tensor, ...], steps: int = 3)
 # ---- one process that holds every stage ------------------------------------------------------
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    dist.destroy_process_group()
+def alone() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def make(model: nn.Module, args: tuple[Any, ...], schedule: str = "ZBVZeroBubble", **options: Any):
