@@ -58,6 +58,12 @@ class MissingCotangents:
         self._found: dict[tuple[ir.Closure, tuple[str, ...]], _Found] = {}
         self._reads: dict[int, frozenset[int]] = {}
         self._eager: dict[ir.Closure, ir.Closure] = {}
+        self._taken: dict[frozenset[int], Derivative] = {}
+
+    def take(self, derivative: Derivative) -> None:
+        """Takes one that was made before, as of a file."""
+        unused = {*self._full.cotangent_outputs} - {*derivative.cotangent_outputs}
+        self._taken.setdefault(frozenset(unused), derivative)
 
     def without(self, unused: Iterable[int], kernels: ir.Kernels = "backend") -> Derivative | None:
         """Returns the derivative that takes no cotangent of some outputs.
@@ -71,7 +77,8 @@ class MissingCotangents:
         Returns:
             The derivative; None if an operator of the backward hides whether it is linear.
         """
-        derivative = self._without(frozenset(unused))
+        left = frozenset(unused)
+        derivative = self._taken.get(left) or self._without(left)
         if derivative is None or kernels == "backend":
             return derivative
         backward = derivative.backward

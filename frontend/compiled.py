@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -16,10 +16,11 @@ from ..autodiff.training_program import GradientProgram, StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..reuse.ir.leaf import interpret
-from ..reuse.ir.program import ModelTensor, Program
+from ..reuse.ir.program import Closure, ModelTensor, Program
 from ..reuse.ir.torch_symbols import Values
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
+from .capture.surroundings import one_at_a_time
 from .report import CompileReport
 
 
@@ -86,11 +87,44 @@ class Facts:
 
     Attributes:
         habit: what losses lately asked for.
+        backwards: compiles up to link of those for losses that leave outputs unused.
+        apart: what ``are_apart`` was asked for, and its answers.
+        absent: the same of ``absent_gradients``.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:
         self._program, self._derivative = program, derivative
         self.habit = Habit()
+        self.backwards: dict[Closure, Any] = {}
+        # A backward asks this of every result that it leaves unused: each key and value in a cache.
+        self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
+        self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """Returns whether nothing that is saved for some outputs is needed for others, too.
+
+        Autograd then lets one follow the other without ``retain_graph``.
+        """
+        groups = frozenset(some), frozenset(others)
+        if groups not in self.apart:
+            with one_at_a_time():
+                known = self.unused_outputs
+                needed = (
+                    [frozenset().union(*map(known.reads, g)) for g in groups] if known else None
+                )
+                self.apart[groups] = needed is not None and needed[0].isdisjoint(needed[1])
+        return self.apart[groups]
+
+    def absent_gradients(self, unused: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns positions of gradients that are absent, not zero: no used output leads there."""
+        if unused not in self.absent:
+            reach, derivative = self.trained_inputs, self._derivative
+            assert derivative is not None
+            outputs = set(derivative.cotangent_outputs).difference(unused)
+            used = frozenset().union(*(reach[output] for output in outputs))
+            inputs = enumerate(derivative.gradient_inputs)
+            self.absent[unused] = tuple(i for i, index in inputs if index not in used)
+        return self.absent[unused]
 
     @cached_property
     def unused_outputs(self) -> MissingCotangents | None:

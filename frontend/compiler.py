@@ -104,7 +104,8 @@ GOALS: dict[GoalKind, str] = {
 """A description of each kind of goal, as the command line prints it."""
 
 # A backward for fewer outputs begins with its program; a further shape begins with what is lowered.
-_LOWER = between(PASSES, "decompose", "lower")
+_DECOMPOSE = between(PASSES, "decompose", "decompose")
+_LOWER = between(PASSES, "lower", "lower")
 _LINK = between(PASSES, "link", "link")
 
 
@@ -193,7 +194,6 @@ class Linker:
         lowered: the compile up to link, of which it holds no tensor of the model.
         settled: which symbols had turned out to be others, or numbers, when it was compiled.
         watched_inputs: see :class:`CompiledProgram`.
-        backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
         gradients: links programs of gradients, with symbols for sizes.
         refused: those that autograd takes of the program, run operator by operator.
     """
@@ -202,7 +202,6 @@ class Linker:
     lowered: Compilation
     settled: tuple[Any, ...]
     watched_inputs: tuple[int, ...]
-    backwards: dict[Closure, Compilation] = field(default_factory=dict)
     gradients: dict[GradientRequest, Linker] = field(default_factory=dict)
     refused: set[GradientRequest] = field(default_factory=set)
 
@@ -216,6 +215,11 @@ class Linker:
         """The facts of the program, which its shapes share."""
         found = Facts(self.lowered.captured.program, self.lowered.derivative)
         vars(found).update(self.lowered.known)
+        for derivative, plans in self.lowered.backwards:
+            assert found.unused_outputs is not None
+            found.unused_outputs.take(derivative)
+            started = self._started(derivative, self.lowered.report)
+            found.backwards[derivative.backward] = replace(started, plans=plans)
         return found
 
     @cached_property
@@ -244,6 +248,7 @@ class Linker:
             programs={name: _bare(program) for name, program in lowered.programs.items()},
             runs=None,
             shapes=ManyShapes() if state.symbolic else None,
+            plans=(),
         )
         settled = sizes.settled if sizes is not None else ()
         return cls(compiler, lowered, settled, watched)
@@ -320,18 +325,21 @@ class Linker:
     ) -> tuple[Any, Derivative | None]:
         """Returns the runtime and the derivative for another backward; None if it is not right.
 
-        With symbols it is compiled once for all shapes.
+        With symbols it is compiled once for all shapes. A file's is linked alone.
         """
         context, key = self.lowered.context, derivative.backward
         passes = CompileReport(True, report.backend, report.reuse)
-        lowered = self.backwards.get(key)
+        backwards = self.facts.backwards
+        lowered = backwards.get(key)
         try:
             with context.cached(passes):
                 if lowered is None:
-                    lowered = linked(run(_LOWER, self._started(derivative, passes)))
+                    lowered = run(_DECOMPOSE, self._started(derivative, passes))
+                if not lowered.flats:
+                    lowered = linked(run(_LOWER, replace(lowered, report=passes)))
                     lowered = replace(lowered, shapes=ManyShapes())
                 if values is not None:
-                    self.backwards[key] = lowered
+                    backwards[key] = lowered
                     if _is_compiled(key) and not self.sizes.are_right(values):
                         return None, None
                 # Where memory is not planned for the forward, its backward takes tensors.
@@ -342,6 +350,8 @@ class Linker:
             if values is None:
                 raise
             return None, None  # for these sizes alone it is compiled without symbols
+        if values is None and isinstance(state.runs, Runtime):  # it links only once more
+            backwards[key] = replace(lowered, flats={}, plans=state.runs.program.plans)
         return state.runs, state.derivative
 
     def _started(self, derivative: Derivative, report: CompileReport) -> Compilation:
@@ -353,6 +363,7 @@ class Linker:
             derivative=derivative,
             programs=programs.programs_of(derivative),
             flats={},
+            backwards=(),
         )
 
     def compile_gradients(

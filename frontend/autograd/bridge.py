@@ -15,7 +15,6 @@ from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
-from ..capture.surroundings import one_at_a_time
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
 from .gradients import FirstBackward, Gradients, ResultLinks, by_pytorch, drawing
@@ -95,8 +94,6 @@ class Backwards:
         self._compiled = compiled
         self._full = self.expected = Backward(compiled, compiled.derivative)
         self._made: dict[tuple[int, ...], Backward] = {}
-        # A backward asks this of every result that it leaves unused: each key and value in a cache.
-        self._apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
 
     def of(self, unused: tuple[int, ...]) -> Backward:
         """Returns the one for a loss that left these outputs unused.
@@ -119,21 +116,6 @@ class Backwards:
         """Gives back the memory that is held while nothing runs."""
         self.expected.runtime.rest()
 
-    def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Returns whether nothing that is saved for some outputs is needed for others, too.
-
-        Autograd then lets one follow the other without ``retain_graph``.
-        """
-        groups = frozenset(some), frozenset(others)
-        if groups not in self._apart:
-            with one_at_a_time():
-                known = self._compiled.facts.unused_outputs
-                needed = (
-                    [frozenset().union(*map(known.reads, g)) for g in groups] if known else None
-                )
-                self._apart[groups] = needed is not None and needed[0].isdisjoint(needed[1])
-        return self._apart[groups]
-
     def _new(self, unused: tuple[int, ...]) -> Backward:
         full = self._compiled.derivative
         assert full is not None
@@ -153,11 +135,10 @@ class Bridge:
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
         self.program = compiled.captured.program
-        self._compiled, self._facts = compiled, compiled.facts
+        self._compiled, self.facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
-        self.aliases = Aliases(self._facts.view_roots, derivative.cotangent_outputs)
-        self._absent: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.aliases = Aliases(self.facts.view_roots, derivative.cotangent_outputs)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
         # A buffer that the forward will overwrite is kept as it was.
@@ -177,29 +158,19 @@ class Bridge:
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
         # A program of gradients draws what the forward drew.
-        self.draws = self._facts.draws
+        self.draws = self.facts.draws
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> None:
         """Notes for which inputs a backward is, where it is for none of the model's tensors."""
-        first = self._facts.first_trained
+        first = self.facts.first_trained
         if first is None:
             return
         request = None
         if not is_asked(edges[first][0]):  # one stands for all: there are many
             places = tuple(self.derivative.gradient_inputs[i] for i in asked_inputs(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
-        self._facts.habit.note(request)
-
-    def absent(self, unused: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns positions of gradients that are absent, not zero: no used output leads there."""
-        if unused not in self._absent:
-            reach, derivative = self._facts.trained_inputs, self.derivative
-            outputs = set(derivative.cotangent_outputs).difference(unused)
-            used = frozenset().union(*(reach[output] for output in outputs))
-            inputs = enumerate(derivative.gradient_inputs)
-            self._absent[unused] = tuple(i for i, index in inputs if index not in used)
-        return self._absent[unused]
+        self.facts.habit.note(request)
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -212,13 +183,13 @@ class Bridge:
     def links(self) -> ResultLinks:
         """The nodes of results that others are computed from."""
         outputs = set(self.derivative.cotangent_outputs)
-        order = [i for i in self._facts.output_order if i in outputs]
+        order = [i for i in self.facts.output_order if i in outputs]
         return ResultLinks(order, partial(_names, self.program))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""
         # A checkpoint counts what is saved: a second run of a forward has to save as much.
-        if self._facts.habit.expected is not None and not autograd_mode_around():
+        if self.facts.habit.expected is not None and not autograd_mode_around():
             ahead = self.gradients.ahead()
             found = ahead.run(inputs) if ahead is not None else None
             if found is not None:
@@ -309,9 +280,9 @@ class Step:
 
     def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns what was saved, the flight, and what is to become of it."""
-        backwards, outputs = self.bridge.backwards, self.bridge.derivative.cotangent_outputs
+        facts, outputs = self.bridge.facts, self.bridge.derivative.cotangent_outputs
         if self.flight is None or (
-            self.used and not backwards.are_apart(self.used, set(outputs) - set(unused))
+            self.used and not facts.are_apart(self.used, set(outputs) - set(unused))
         ):
             raise RuntimeError(
                 "Trying to backward through the graph a second time, but the saved tensors have "
@@ -330,7 +301,7 @@ class Step:
         # the first one used, as if each had a graph of its own.
         used = (*self.used, *(i for i in outputs if i not in unused))
         rest = [i for i in unused if i not in self.used]
-        if any(backwards.are_apart(used, [i]) for i in rest):
+        if any(facts.are_apart(used, [i]) for i in rest):
             # Detached: an output that holds its own graph would not be freed.
             self.used, self._left = used, [tensor.detach() for tensor in kept]
             self._versions = list(map(version_of, kept))
@@ -435,7 +406,7 @@ class _CompiledFunction(torch.autograd.Function):
         for place, gradient in zip(backward.places, gradients, strict=True):
             results[place + 1] = gradient
         if unused:
-            absent = bridge.absent(unused)
+            absent = bridge.facts.absent_gradients(unused)
             for place, type_ in enumerate(bridge.gradient_types):
                 if place in absent:
                     results[place + 1] = None

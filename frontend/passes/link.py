@@ -232,6 +232,8 @@ def other_devices(devices: Sequence[torch.device]) -> Unplanned | None:
 def tools_of(state: Compilation) -> Tools:
     """Returns what places buffers and runs launches, on the devices of a linked program."""
     tools, devices = state.context.tools, devices_of(state.linked)
+    if state.plans:
+        tools = tools.answered_by(state.plans)
     if tools.place.missing:
         others = tuple(device for device in devices if device == HOST)
         return replace(tools, place=replace(tools.place, others=others))

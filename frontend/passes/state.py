@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
+from ...backend.arena.arena import ArenaPlan
 from ...backend.link.link import FlatProgram, check_flat
 from ...backend.run.planned import PlannedProgram, Runtime
 from ...backend.run.rank_program import RankProgram
@@ -139,6 +140,8 @@ class Compilation:
         sharder: makes closures of this rank's shapes over that, if it is there already.
         fitting: the policy of recompute that a plan over a mesh needs to fit, if it needs one.
         known: facts of the program that a file says, by their names in :class:`..compiled.Facts`.
+        plans: where a file says that buffers are, in the order in which link asks.
+        backwards: those of a file for losses that leave outputs unused, each with such plans.
     """
 
     context: Context
@@ -162,6 +165,8 @@ class Compilation:
     sharder: Any = None
     fitting: PolicyName | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
+    plans: Sequence[ArenaPlan] = ()
+    backwards: Sequence[tuple[Derivative, Sequence[ArenaPlan]]] = ()
 
     @property
     def policy(self) -> Policy:

@@ -412,7 +412,7 @@ class _Opened:
                 mesh_plan=mesh.plan,
             )
             if trusted:
-                take_made(context, self._parts, place, read)
+                state = take_made(state, self._parts, place, read)
             return model, state, mesh.parameters(self._parts_read, self._types)
 
         def linked_in_turn() -> Compilation:
@@ -489,11 +489,10 @@ class _Opened:
             derivative=program.derivative,
             composed=program.step,
             programs=program.runs,
+            backwards=[(one, ()) for one in program.backwards],
         )
-        if self._store is not None:
-            known = take_made(context, self._parts, _place(number), program)
-            state = replace(state, known=known)
-        return state
+        trusted = self._store is not None
+        return take_made(state, self._parts, _place(number), program) if trusted else state
 
     @property
     def num_programs(self) -> int:

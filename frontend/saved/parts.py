@@ -45,9 +45,8 @@ from ...reuse.ir.verify import name_of, verify
 from ..capture.assemble import OutputTree
 from ..compiled import Compiled, CompiledStep, Facts
 from ..guards.guard import Guard
-from ..passes.context import Context
-from ..passes.programs import PARTS
-from ..passes.state import Compilation
+from ..passes.programs import PARTS, programs_of
+from ..passes.state import Compilation, State
 from .trees import tree_data, tree_of
 
 _STATE = {name for names in STATE.values() for name in names}
@@ -95,6 +94,14 @@ class KeptProgram:
         facts = None if is_step else (linker.facts, linker.watched_inputs)
         return cls(guard, linker.lowered, (), facts)
 
+    @property
+    def backwards(self) -> list[Compilation]:
+        """The compiles up to link of backwards for losses that leave outputs unused, each once."""
+        found: dict[tuple[int, ...], Compilation] = {}
+        for one in self.facts[0].backwards.values() if self.facts is not None else ():
+            found.setdefault(one.derivative.cotangent_outputs, one)
+        return list(found.values())
+
 
 def program_parts(
     kept: KeptProgram,
@@ -137,8 +144,13 @@ def program_parts(
         roots = facts.view_roots
         numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
         known = [numbers, facts.draws, list(watched), facts.output_order]
-    plans = list(map(plan_data, kept.plans))
-    yield "made.json", [to_json([cache.facts, made, plans, known])]
+        if kept.backwards:  # what they leave, and what is free after each
+            apart = [[sorted(a), sorted(b), are] for (a, b), are in facts.apart.items()]
+            known += [apart, list(facts.absent.items())]
+    plans, *more = [
+        list(map(plan_data, found)) for found in (kept.plans, *(x.plans for x in kept.backwards))
+    ]
+    yield "made.json", [to_json([cache.facts, made, plans, known, *more])]
     yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
 
@@ -213,6 +225,11 @@ def derivative_data(derivative: Derivative | None) -> Any:
     return [list(getattr(derivative, name)) for name in _INDICES]
 
 
+def backward_texts(backwards: Iterable[Program]) -> dict[str, Program]:
+    """Returns backwards for losses that leave outputs unused, by the names of their texts."""
+    return {f"{PARTS[1]}.{number}": one for number, one in enumerate(backwards, 1)}
+
+
 def output_data(tree: OutputTree) -> Any:
     """Returns how a result is nested, as JSON holds it.
 
@@ -235,13 +252,17 @@ def output_data(tree: OutputTree) -> Any:
 
 @dataclass(frozen=True)
 class ReadProgram:
-    """The texts of a program, read and checked against each other."""
+    """The texts of a program, read and checked against each other.
+
+    ``backwards`` are for losses that leave outputs unused.
+    """
 
     captured: Program
     runs: Mapping[str, Program]
     sizes: ReadSizes | None = None
     derivative: Derivative | None = None
     step: StepProgram | None = None
+    backwards: Sequence[Derivative] = ()
 
 
 def read_program(
@@ -277,7 +298,26 @@ def read_program(
         programs = read_texts(parts, place, [STEP], sizes, trusted=trusted)
         step = step_of(captured, programs[STEP], settings, boundary)
         return ReadProgram(captured, programs, sizes, _halves(step.program), step)
-    return read_runs(parts, place, captured, boundary, sizes, trusted=trusted)
+    read = read_runs(parts, place, captured, boundary, sizes, trusted=trusted)
+    told_backwards = told.get("backwards", ())
+    programs = read_texts(parts, place, backward_texts(told_backwards), sizes, trusted=trusted)
+    pairs = zip(told_backwards, programs.values(), strict=True)
+    return replace(read, backwards=[_backward_of(read, told, one) for told, one in pairs])
+
+
+def _backward_of(read: ReadProgram, told: Any, program: Program) -> Derivative:
+    """Returns the derivative without some cotangents, where it goes with the whole one."""
+    full, backward = read.derivative, Composite(f"main.{PARTS[1]}", program)
+    taken, given = told
+    rows = _positions(taken), _positions(given)
+    if full is None or rows[0] == full.cotangent_outputs:
+        raise FileError("a backward is for a loss of some results, and there is none of all")
+    for row, every in zip(rows, (full.cotangent_outputs, full.gradient_inputs), strict=True):
+        if not row or row != tuple(i for i in every if i in row):
+            raise FileError("a backward takes or gives what the one for all results does not")
+    found = Derivative(full.forward, backward, full.kept_inputs, full.kept_outputs, *rows)
+    _check_derivative(read.captured, found)
+    return found
 
 
 def read_runs(
@@ -450,40 +490,39 @@ def step_of(
     return found
 
 
-def take_made(
-    context: Context, parts: Parts, place: str, program: ReadProgram
-) -> Mapping[str, Any]:
+def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> State:
     """Takes over what was made of a program where the file was written: trusted code.
 
     Returns:
-        What is known of the program; nothing where its file is of another PyTorch or machine.
+        The state with it; as it was where the file is of another PyTorch or machine.
     """
-    name = f"{place}made.json"
+    name, context = f"{place}made.json", state.context
     if name not in parts.names:
-        return {}
-    facts, lists, plans, known = read_json(parts.read(name))
+        return state
+    facts, lists, plans, known, *more = read_json(parts.read(name))
     if facts != context.cache.facts:
-        return {}
+        return state
     size_of = partial(parse_size, sizes=program.sizes or ReadSizes())
-    for part, one in program.runs.items():
+    backwards = [programs_of(one)[PARTS[1]] for one in program.backwards]
+    for part, one in {**program.runs, **backward_texts(backwards)}.items():
         for leaf, leaf_name in closure_names(one).items():
             if isinstance(leaf, Leaf) and leaf_name in lists[part]:
                 data = lists[part][leaf_name]
                 context.recorded[leaf] = context.cache.unpacked(data, leaf.name, size_of)
-    answers = list(map(plan_of, plans))
-
-    def plan(buffers: Any, asked: Sequence[int], make: Any) -> Any:
-        fits = answers and len(answers[0].offsets) == len(buffers)
-        return answers.pop(0) if fits else make()
-
-    if answers:
-        context.tools = replace(context.tools, plan=plan)
+    first, *others = [tuple(map(plan_of, found)) for found in (plans, *more)]
+    pairs = zip(program.backwards, others, strict=True)
+    state = replace(state, plans=first, backwards=tuple(pairs))
     if known is None:
-        return {}
-    roots, draws, watched, order = known
+        return state
+    roots, draws, watched, order, *asked = known
     views = [~root if root < 0 else ("root", root) for root in roots]
-    found = {"view_roots": views, "draws": draws, "output_order": order}
-    return found | {"watched_inputs": tuple(watched)}
+    told = {"view_roots": views, "draws": draws, "output_order": order}
+    told["watched_inputs"] = tuple(watched)
+    if asked:
+        apart, absent = asked
+        told["apart"] = {(frozenset(one), frozenset(other)): are for one, other, are in apart}
+        told["absent"] = {tuple(unused): tuple(places) for unused, places in absent}
+    return replace(state, known=told)
 
 
 def used_parameters(programs: Iterable[Program]) -> list[str]:

@@ -195,7 +195,7 @@ def read_stages(
             if found and stage.sent_types != found[0].stage.received_types:
                 raise FileError(f"stage {stage.index} sends other types than the next one takes")
         if trusted and is_own:
-            take_made(state.context, parts, place, read)
+            take_made(state, parts, place, read)
         derivative, taken = read.derivative, arriving
         gradients: tuple[int, ...] = ()
         if derivative is None:

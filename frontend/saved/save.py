@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
@@ -29,6 +30,7 @@ from ..options import Batching, Options
 from ..parallel import ParallelPipeline, ParallelStep
 from ..parallel_elsewhere import ParallelElsewhere
 from ..passes.many_shapes import launches_for_all
+from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation
 from ..passes.state import Compilation
 from ..pipeline import AskedPipeline, Pipeline
@@ -38,7 +40,9 @@ from .parts import (
     BOUNDARY,
     CAPTURED,
     KeptProgram,
+    backward_texts,
     boundary_data,
+    derivative_data,
     output_data,
     program_parts,
     step_data,
@@ -68,10 +72,11 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
 
     Args:
         compiled: what :func:`compile` or :func:`compile_step` returned, or the model that was
-            compiled in place; it has been called in each way that the file shall be called in. A
-            step's file has its optimizer's state, too. Of a pipeline, or of what
-            :func:`parallelize` returned, every rank calls this, and the first writes the programs
-            and tensors of all; or one process, which compiled for ranks that are not there.
+            compiled in place; it has been called in each way that the file shall be called in, in
+            training with a backward of each set of results that losses shall take. A step's file
+            has its optimizer's state, too. Of a pipeline, or of what :func:`parallelize` returned,
+            every rank calls this, and the first writes the programs and tensors of all; or one
+            process, which compiled for ranks that are not there.
         path: the file, which is replaced if it is there.
         weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
             them to :func:`load`.
@@ -340,11 +345,14 @@ class _Saved:
         )
         captured = replace(lowered.captured, program=replace(program, sources=sources))
         state = replace(lowered, seen=captured)
-        made: Any = (state.context.recorded, ())
-        told_sizes = None
+        launches: Any = state.context.recorded
+        told_sizes, backwards = None, kept.backwards
         if sizes is not None:
-            made = launches_for_all(state, sizes.hints) or (None, ())
-            told_sizes = sizes.told(made[1])
+            asked = (launches_for_all(one, sizes.hints) for one in (lowered, *backwards))
+            made = [one or (None, []) for one in asked]
+            told_sizes = sizes.told([condition for _, found in made for condition in found])
+            lists = [one for one, _ in made if one is not None]
+            launches = dict(ChainMap(*lists)) if len(lists) == len(made) else None
         training, others = guard.training_of(self._model)
         (grad, autocast, *_), (inference, *_) = guard.modes.captured
         told = {
@@ -357,7 +365,10 @@ class _Saved:
             "boundary": boundary_data(state),
         }
         texts = {CAPTURED: state.captured.program, **state.programs}
-        return told, program_parts(kept, texts, made[0], told_sizes), state
+        if backwards:
+            told["backwards"] = [derivative_data(one.derivative)[2:] for one in backwards]
+            texts |= backward_texts(one.programs[PARTS[1]] for one in backwards)
+        return told, program_parts(kept, texts, launches, told_sizes), state
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
         """Returns what an input is bound to, under the name that the file has for it."""

@@ -1,0 +1,258 @@
+"""Losses of some results: a file has their backwards, and none is compiled where it is opened."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import zipfile
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from comparing import gradients
+from hugging_face import example as of_hugging_face
+from models import MarkedBlock, Net, batch
+from test_hostile_files import OF_PARTS, opened, parts_in, refused, written
+from test_saved import reloaded
+from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import lazyinline
+
+T5 = T5Config(
+    vocab_size=67,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
+
+
+class Pair(nn.Module):
+    """Two results of parameters of their own and shared ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.first, self.second = Net(MarkedBlock, 2), nn.Linear(2, 3), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.net(x)
+        return torch.tanh(self.first(hidden)), self.second(hidden).exp()
+
+
+def steps_of(model: Any, x: Tensor) -> list[Tensor]:
+    """Trains by losses of one result, of the other and of both; returns all numbers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for used in ((0,), (1,), (0, 1), (1,), (0,)):
+        optimizer.zero_grad(set_to_none=True)
+        out = model(x)
+        loss = torch.stack([out[i].square().sum() for i in used]).sum()
+        loss.backward()
+        # A gradient that is absent is one that the optimizer passes by.
+        grads = [torch.full((1,), 7.0) if p.grad is None else p.grad for p in model.parameters()]
+        found += [*out, *(grad.clone() for grad in grads)]
+        optimizer.step()
+    return [tensor.detach() for tensor in found]
+
+
+KINDS: dict[str, tuple[bool, Any]] = {
+    "plain": (False, None),
+    "full": (False, "full"),
+    "budget": (False, lazyinline.Budget(fraction=0.5)),
+    "sizes": (True, None),
+    "sizes-full": (True, "full"),
+}
+
+
+@pytest.mark.sweep(
+    keep=["plain-signed-inductor", "budget-signed-eager", "sizes-full-another-eager"]
+)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("machine", ["signed", "another"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_holds_the_backwards_for_losses_of_some_results(
+    kind: str,
+    machine: str,
+    backend: Any,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dynamic, recompute = KINDS[kind]
+    torch.manual_seed(0)
+    compiled: Any = lazyinline.compile(
+        Pair(), dynamic=dynamic, recompute=recompute, backend=backend, fallback="error"
+    )
+    steps_of(compiled, batch(8))
+    loaded = reloaded(compiled, tmp_path)
+    if machine == "another":
+        monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
+        loaded = lazyinline.load(tmp_path / "model.lz")
+    with zipfile.ZipFile(tmp_path / "model.lz") as archive:
+        names = [name for name in archive.namelist() if "backward." in name]
+    assert [name.rpartition("/")[2] for name in names] == [
+        "backward.txt",
+        "backward.1.txt",
+        "backward.2.txt",
+    ]
+    for size in (8, 12, 5) if dynamic else (8,):
+        found, expected = steps_of(loaded, batch(size)), steps_of(compiled, batch(size))
+        assert all(map(torch.equal, found, expected)), size
+    if (machine, backend) == ("signed", "inductor"):
+        assert loaded.last_report.num_kernels == 0, "kernels that this machine signed are taken"
+
+
+LABELLED = """
+    import sys
+    import torch
+    import lazyinline
+
+    given, losses, grads = torch.load(sys.argv[2])
+    loaded = lazyinline.load(sys.argv[1])
+    optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.01)
+    for inputs, expected in zip(given, losses):
+        optimizer.zero_grad()
+        loss = loaded(**inputs)["loss"]
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected)
+    found = {name: p.grad for name, p in loaded.named_parameters()}
+    for name, grad in grads.items():
+        assert grad is found[name] if grad is None else torch.equal(grad, found[name]), name
+    for module in ("torch._dynamo", "torch._inductor.compile_fx", "transformers"):
+        assert module not in sys.modules, module
+"""
+
+
+@pytest.mark.sweep(keep="llama-plain")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["plain", "sizes"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
+    family: str, dynamic: bool, tmp_path: pathlib.Path
+) -> None:
+    lazyinline.compile(nn.Linear(8, 8))(batch(2, 8))  # the native loop, where sizes keep nothing
+    model: Any = T5ForConditionalGeneration(T5) if family == "t5" else None
+    model = model or of_hugging_face(family, layers=2)[0]
+    model.config.use_cache = False
+    compiled: Any = lazyinline.compile(model, dynamic=dynamic, fallback="error")
+
+    def inputs_of(length: int) -> dict[str, Tensor]:
+        ids = torch.arange(2 * length).view(2, length) % 50
+        return {"input_ids": ids, "labels": ids.flip(0).contiguous()}
+
+    compiled(**inputs_of(12)).loss.backward()
+    state = copy.deepcopy(model.state_dict())
+    lazyinline.save(compiled, tmp_path / "model.lz")
+    loaded = lazyinline.load(tmp_path / "model.lz")
+    lazyinline.save(loaded, tmp_path / "again.lz")
+    assert (tmp_path / "model.lz").read_bytes() == (tmp_path / "again.lz").read_bytes()
+
+    model.load_state_dict(state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given = [inputs_of(length) for length in ((12, 17, 12) if dynamic else (12, 12, 12))]
+    losses = []
+    for inputs in given:
+        optimizer.zero_grad()
+        loss = compiled(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    torch.save((given, losses, gradients(model)), tmp_path / "numbers.pt")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(LABELLED),
+            str(tmp_path / "model.lz"),
+            str(tmp_path / "numbers.pt"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LAZYINLINE_VERIFY": "0"},  # which reads operators
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- forged files --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of a model whose losses took one result, the other, and both."""
+    compiled = lazyinline.compile(Pair(), backend="eager")
+    steps_of(compiled, batch())
+    path = tmp_path_factory.mktemp("paired") / "model.lz"
+    lazyinline.save(compiled, path)
+    return path.read_bytes()
+
+
+def test_a_backward_that_does_not_go_with_the_whole_one_is_refused(
+    paired: bytes, tmp_path: pathlib.Path
+) -> None:
+    path, parts = tmp_path / "model.lz", parts_in(paired)
+    first, second = (f"programs/0/backward.{number}.txt" for number in (1, 2))
+    assert opened(written(parts | {first: parts[second], second: parts[first]}), path)
+    assert f"it has no part {second}" in opened(
+        written({name: content for name, content in parts.items() if name != second}), path
+    )
+    told = json.loads(parts["model.json"])
+    rows = told["programs"][0]["backwards"]
+    whole = told["programs"][0]["boundary"][2:]
+    for wrong in (
+        [],
+        [[]],
+        [rows[0]],
+        [rows[1], rows[0]],
+        [whole, rows[1]],
+        [[[], rows[0][1]], rows[1]],
+        [[rows[0][0], rows[0][1][:-1]], rows[1]],
+        [[rows[0][0], [*rows[0][1], 99]], rows[1]],
+        [[rows[0][0], rows[0][1][::-1]], rows[1]],
+        [[[-1], rows[0][1]], rows[1]],
+        [[[True], rows[0][1]], rows[1]],
+        [*rows, rows[0]],
+        7,
+        "ab",
+    ):
+        told["programs"][0]["backwards"] = wrong
+        said = opened(written(parts | {"model.json": json.dumps(told).encode()}), path)
+        assert said or wrong in ([], [rows[0]]), wrong  # which is a file without those
+
+
+@pytest.mark.sweep(keep="few")
+@pytest.mark.parametrize("count", [80, 3_000], ids=["few", "many"])
+def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
+    count: int, paired: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward_changed(parts: dict[str, bytes], random: Random) -> None:
+        own = {name: text for name, text in parts.items() if "backward." in name}
+        random.choice(OF_PARTS[6:9])(own, random)
+        parts |= own
+
+    monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
+    assert refused(paired, tmp_path / "model.lz", range(count), backward_changed) > count // 2
+
+
+def test_a_file_without_such_backwards_is_opened_and_compiles_them(
+    paired: bytes, tmp_path: pathlib.Path
+) -> None:
+    parts = parts_in(paired)
+    told = json.loads(parts["model.json"])
+    del told["programs"][0]["backwards"]
+    path, whole = tmp_path / "model.lz", tmp_path / "whole.lz"
+    whole.write_bytes(paired)
+    kept = {name: text for name, text in parts.items() if "backward." not in name[:-4]}
+    path.write_bytes(written(kept | {"model.json": json.dumps(told).encode()}))
+    found, expected = (steps_of(lazyinline.load(one), batch()) for one in (path, whole))
+    assert all(map(torch.equal, found, expected))
