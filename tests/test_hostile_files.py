@@ -460,12 +460,12 @@ def test_a_header_that_says_less_memory_than_operators_fill_is_refused(
 
 
 @pytest.fixture(scope="module")
-def staged(alone: None, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of a pipeline of two stages on one rank."""
     model, args = test_pipeline.net_and_batch(layers=2)
-    pipe = test_pipeline.make(model, args, "Interleaved1F1B")
     path = tmp_path_factory.mktemp("staged") / "pipe.lz"
-    lazyinline.save(pipe, path)
+    with test_pipeline.one_rank():
+        lazyinline.save(test_pipeline.make(model, args, "Interleaved1F1B"), path)
     return path.read_bytes()
 
 
@@ -475,7 +475,7 @@ def parts_in(content: bytes) -> Parts:
 
 
 def test_stages_of_others_and_missing_ones_are_refused(
-    staged: bytes, tmp_path: pathlib.Path
+    alone: None, staged: bytes, tmp_path: pathlib.Path
 ) -> None:
     path, parts = tmp_path / "pipe.lz", parts_in(staged)
     for name in ("forward.txt", "backward.txt", "boundary.json"):
@@ -510,7 +510,7 @@ def test_stages_of_others_and_missing_ones_are_refused(
     ],
 )
 def test_ranks_and_stages_that_there_are_not_are_refused(
-    place: int, value: Any, said: str, staged: bytes, tmp_path: pathlib.Path
+    place: int, value: Any, said: str, alone: None, staged: bytes, tmp_path: pathlib.Path
 ) -> None:
     parts = parts_in(staged)
     told = json.loads(parts["model.json"])
@@ -521,7 +521,7 @@ def test_ranks_and_stages_that_there_are_not_are_refused(
 
 @pytest.mark.parametrize("row", range(4))
 def test_gradients_that_nobody_sends_are_refused(
-    row: int, staged: bytes, tmp_path: pathlib.Path
+    row: int, alone: None, staged: bytes, tmp_path: pathlib.Path
 ) -> None:
     name = "programs/0/stages/1/boundary.json"
     parts = parts_in(staged)

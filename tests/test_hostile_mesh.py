@@ -26,9 +26,7 @@ from test_hostile_files import (
 )
 
 import lazyinline
-from lazyinline.backend.files.container import write_parts
 from lazyinline.frontend.saved.load import captured_programs
-from lazyinline.frontend.saved.save import _parts_on_mesh
 
 nothing_is_done, sound = test_hostile_files.nothing_is_done, test_hostile_files.sound
 
@@ -36,13 +34,9 @@ nothing_is_done, sound = test_hostile_files.nothing_is_done, test_hostile_files.
 @pytest.fixture(scope="module")
 def meshed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of a step over a mesh of two ranks."""
-    path, found = tmp_path_factory.mktemp("meshed") / "mesh.lz", dict[str, Any]()
-    for rank in range(2):
-        with one_of_many(2, rank):
-            options: Any = {"mesh": mesh_of(fsdp=2), "backend": "eager", "micro_batches": 2}
-            step: Any = lazyinline.parallelize(tiny(1), tokens(), **options)
-            found |= _parts_on_mesh(step, "inside")
-    write_parts(path, found, None)
+    path = tmp_path_factory.mktemp("meshed") / "mesh.lz"
+    options: Any = {"mesh": {"fsdp": 2}, "backend": "eager", "micro_batches": 2}
+    lazyinline.save(lazyinline.parallelize(tiny(1), tokens(), **options), path)
     return path.read_bytes()
 
 
@@ -195,14 +189,9 @@ def test_ranks_whose_collectives_would_not_meet_are_refused(
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of two stages, each over two ranks."""
-    path, found = tmp_path_factory.mktemp("staged") / "stages.lz", dict[str, Any]()
-    for rank in range(4):
-        with one_of_many(4, rank):
-            mesh = mesh_of(pipeline=2, tensor=2)
-            options: Any = {"backend": "eager", "micro_batches": 2, "plan": MEGATRON}
-            pipe: Any = lazyinline.parallelize(tiny(2), tokens(rows=8), mesh=mesh, **options)
-            found |= _parts_on_mesh(pipe, "inside")
-    write_parts(path, found, None)
+    path, mesh = tmp_path_factory.mktemp("staged") / "stages.lz", {"pipeline": 2, "tensor": 2}
+    options: Any = {"backend": "eager", "micro_batches": 2, "plan": MEGATRON, "mesh": mesh}
+    lazyinline.save(lazyinline.parallelize(tiny(2), tokens(rows=8), **options), path)
     return path.read_bytes()
 
 

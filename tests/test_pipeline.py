@@ -103,8 +103,9 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone() -> Iterator[None]:
+    """One process that holds every stage, for one test: the next may compile for absent ranks."""
     with one_rank():
         yield
 

@@ -4,7 +4,6 @@ import json
 import pathlib
 import sys
 import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,11 +20,7 @@ from lazyinline.pipeline_parallel.mesh.torch_collectives import forget_meshes
 HERE = "test_saved_ranks"
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """One process that holds every stage; others compile for ranks that are not there."""
-    with test_pipeline.one_rank():
-        yield
+alone = test_pipeline.alone  # the fixture: one process that holds every stage
 
 
 def trained_on(pipe: Any, args: Any, kwargs: Any = None, steps: int = 3) -> list[Any]:
