@@ -41,12 +41,12 @@ from link_tree import ROOT
 # once (backend +33, reuse +25), leaves traced once, fewer files of kernels (autodiff +50, backend
 # +90).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (29_631, 105),
+    "frontend": (29_706, 105),
     "reuse": (9_920, 34),
-    "autodiff": (6_396, 21),
+    "autodiff": (6_403, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_873, 25),
-    "backend": (12_732, 45),
+    "backend": (12_722, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
