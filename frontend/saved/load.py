@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -363,7 +364,8 @@ class _Opened:
         from .mesh import SavedMesh
 
         said = self._told["mesh"]
-        check_number(len(said[1]), f"a step over a mesh ({str(said[0])[:80]})")
+        dimensions = re.sub(r"\W+", " ", str(said[0])[:80]).strip()  # not checked yet: any text
+        check_number(len(said[1]), f"a step over a mesh ({dimensions})")
         ranks = all_ranks(torch.device("cpu"))
         same = {"file (its digest)": self._parts.digest[:12], "mesh= is given": given is not None}
         ranks.check_same_program(None, same, "so their programs would not fit together")
