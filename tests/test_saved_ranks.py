@@ -421,9 +421,11 @@ def test_each_rank_of_stages_over_a_mesh_loads_its_part_and_goes_on_with_the_sam
 # ---- ranks of a mesh that are not there ----------------------------------------------------------
 
 
-def texts_of_ranks(mesh: dict[str, int], plan: Any) -> tuple[list[str], list[str]]:
+def texts_of_ranks(
+    model: torch.nn.Module, mesh: dict[str, int], plan: Any
+) -> tuple[list[str], list[str]]:
     """The program of each rank: of all in one compile, and by a compile of its own."""
-    from parallel_models import mesh_of, tiny, tokens
+    from parallel_models import mesh_of, tokens
     from rank_threads import one_of_many
 
     from lazyinline.frontend.batch import LossModel
@@ -433,7 +435,7 @@ def texts_of_ranks(mesh: dict[str, int], plan: Any) -> tuple[list[str], list[str
     from lazyinline.frontend.passes.state import Subject, between, run, step_goal
     from lazyinline.reuse.ir.printer import text_to_compare
 
-    model, args = tiny(1).float(), tokens(rows=8)
+    args = tokens(rows=8)
     elsewhere: Any = lazyinline.parallelize(model, args, mesh=mesh, plan=plan, backend="eager")
     together = [text_to_compare(k.lowered.programs["step"]) for k in elsewhere.kept_on_mesh]
     alone = []
@@ -450,15 +452,25 @@ def texts_of_ranks(mesh: dict[str, int], plan: Any) -> tuple[list[str], list[str
     return together, alone
 
 
-@pytest.mark.parametrize(("mesh", "number"), [({"tp": 4}, 4), ({"fsdp": 4}, 1)])
+@pytest.mark.parametrize(
+    ("found", "mesh", "number"),
+    [
+        pytest.param(False, {"tp": 4}, 4, id="by hand"),
+        pytest.param(False, {"fsdp": 4}, 1, id="parameters"),
+        pytest.param(
+            *(True, {"tp": 2, "fsdp": 2}, 1), id="joint projections", marks=pytest.mark.sweep
+        ),
+    ],
+)
 def test_each_absent_rank_has_the_program_that_it_would_compile_itself(
-    mesh: dict[str, int], number: int
+    *, found: bool, mesh: dict[str, int], number: int
 ) -> None:
-    from parallel_models import MEGATRON
+    from parallel_models import MEGATRON, tiny, tiny_gpt
     from torch.distributed.tensor.parallel import RowwiseParallel
 
-    plan = {**MEGATRON, "embed": RowwiseParallel()} if "tp" in mesh else None
-    together, alone = texts_of_ranks(mesh, plan)
+    model = (tiny_gpt() if found else tiny(1)).float()
+    by_hand = {**MEGATRON, "embed": RowwiseParallel()} if mesh == {"tp": 4} else None
+    together, alone = texts_of_ranks(model, mesh, "auto" if found else by_hand)
     assert together == alone
     assert len(set(together)) == number  # of ranks that have rows of a table, each looks up its own
 
