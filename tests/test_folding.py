@@ -1,7 +1,7 @@
 """What is printed fits 100 columns: long lines go on below, with every word, and none is cut."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from printed import too_long, unfolded
 from torch import nn
@@ -17,6 +17,7 @@ WORDS = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=
 LINES = st.tuples(st.integers(0, 20), st.lists(WORDS, max_size=30))
 
 
+@settings(max_examples=40)
 @given(st.lists(LINES, max_size=4), st.sampled_from([None, 15]))
 def test_a_folded_text_has_every_word_in_lines_that_fit(
     lines: list[tuple[int, list[str]]], indent: int | None

@@ -114,6 +114,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.sweep(keep="full")  # whose programs are those of None, and more
 def test_the_programs_of_every_pass_come_back(recompute: Any) -> None:
     compiler = Compiler(Options(backend="eager", recompute=recompute))
     state = compiler.started(Subject(net(), (torch.randn(6, 4),), {}), Goal(train=True))

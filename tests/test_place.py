@@ -24,7 +24,7 @@ class Pair(nn.Module):
         return self.second(self.first(x))
 
 
-SWEPT = "options or kept or inside or step_trains and inductor"
+SWEPT = "options or kept or inside or says and embedding or step_trains and inductor"
 
 
 @pytest.mark.parametrize("cases", [f"not ({SWEPT})", SWEPT])
