@@ -24,8 +24,7 @@ HERE = "test_parallel_processes"
 
 
 def train_in_kernels(rank: int, folder: pathlib.Path) -> list[str]:
-    # On rows of such numbers test_parallel.py has built the kernels.
-    return far_off(tiny(), mesh_of(tensor=2), MEGATRON, partial(tokens, rows=2))
+    return far_off(tiny(), mesh_of(tensor=2), MEGATRON)
 
 
 def exchange(rank: int, folder: pathlib.Path) -> list[str]:
