@@ -55,12 +55,13 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 
 
 OWN_PATCH = "_lazyinline_patch"
-"""Attribute of the functions that patch somebody else's class while a model is captured."""
+"""Attribute of what patches somebody else's class or module while a model is captured."""
 
 
 def is_own_patch(value: Any) -> bool:
-    """Whether a value is a function of ours that is there while a model is captured."""
-    return type(value) is types.FunctionType and OWN_PATCH in value.__dict__
+    """Whether a value is a function or class of ours, there while a model is captured."""
+    kind: Any = type(value)
+    return (kind is types.FunctionType or issubclass(kind, type)) and OWN_PATCH in vars(value)
 
 
 def is_library(module_name: Any) -> bool:

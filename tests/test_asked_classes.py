@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import generic
 
 import lazyinline
@@ -156,12 +157,17 @@ def test_sizes_are_sizes_again_after_a_capture() -> None:
         assert not {"__getattribute__", "__getattr__", "__format__"} & vars(kind).keys()
 
 
+class Weight(nn.Parameter):
+    """A parameter of a class of its own, whose operators are PyTorch's."""
+
+
 class Held(nn.Module):
     """Asks for the class of a tensor, in one of the ways that ask nobody."""
 
     def __init__(self, ask: Callable[[nn.Module, Tensor], bool]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
+        self.own = Weight(torch.ones(2))
         self.ask = ask
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,23 +191,98 @@ def in_a_loop(module: nn.Module, *values: Any) -> bool:
     return found
 
 
+def deferred(module: nn.Module, x: Tensor) -> bool:
+    """Asks by a ``type`` that is kept first: what stands for it may not be."""
+    ask = type
+    return ask(x) is Tensor
+
+
 # What is asked of a module ``m`` and a tensor ``x``.
 OF_TENSORS = [
     *("type(x) is Tensor", "type(x) in (Tensor, nn.Parameter)", "type(x) == Tensor"),
     *("type(x).__name__ == 'Tensor'", "type(x + 1) is Tensor", "type(torch.relu(x)) is Tensor"),
     *("type(x[0]) is Tensor", "type(m.weight) is nn.Parameter", "rebound(m, x)"),
     *("sum([type(value) is Tensor for value in (x, None)]) == 1", "looped(m, x)"),
-    *("in_a_loop(m, x)", "next(map(type, [x])) is Tensor", "{Tensor: True}.get(type(x), False)"),
+    *("in_a_loop(m, x)", "{Tensor: True}.get(type(x), False)", "type(m.weight) is Tensor"),
     *("x.__class__ is Tensor", "m.weight.__class__ is nn.Parameter"),
+    *("type(m.weight.float()) is nn.Parameter", "type(m.weight.detach()) is Tensor"),
+    *("type(m.own) is Weight", "m.own.__class__ is Weight", "isinstance(m.own, Weight)"),
+    *("type(m.own * 1) is Tensor", "type(nn.Parameter(x)) is nn.Parameter"),
 ]
+AS_A_VALUE = ["next(map(type, [x])) is Tensor", "deferred(m, x)"]
 
 
 @pytest.mark.parametrize("way", OF_TENSORS)
-@pytest.mark.filterwarnings("ignore:.*runs eagerly")
 def test_the_class_of_a_tensor_is_eagers(way: str) -> None:
     model = Held(eval(f"lambda m, x: {way}", globals()))
     x = torch.ones(3, 2)
-    torch.testing.assert_close(lazyinline.compile(model, backend="eager")(x), model(x))
+    run = lazyinline.compile(model, backend="eager", fallback="error")
+    torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
+    assert "type" not in globals() and FakeTensor.__bases__ == (Tensor,)
+
+
+@pytest.mark.parametrize("way", AS_A_VALUE)
+@pytest.mark.filterwarnings("ignore:.*runs eagerly")
+def test_type_as_a_value_is_asked_eagerly(way: str) -> None:
+    model = Held(eval(f"lambda m, x: type(m) is Held and {way}", globals()))
+    x = torch.ones(3, 2)
+    run = lazyinline.compile(model, backend="eager")
+    torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
+    assert "asks for type() of a tensor" in str(lazyinline.last_report(run))
+
+
+@pytest.mark.parametrize("way", ["type(x) is nn.Parameter", "isinstance(x, nn.Parameter)"])
+def test_the_class_of_an_input_is_asked_at_each_call(way: str) -> None:
+    model = Held(eval(f"lambda m, x: {way}", globals()))
+    run = lazyinline.compile(model, backend="eager", fallback="error")
+    x = torch.ones(3, 2)
+    for given in (x, nn.Parameter(x), x, Weight(x)):
+        torch.testing.assert_close(run(given), model(given), rtol=0, atol=0)
+
+
+BACKENDS: dict[type, Callable[[Tensor, int], Tensor]] = {}
+
+
+def split(x: Tensor, num_heads: int) -> Tensor:
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def backend_of(x: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Finds what rearranges a tensor by its class, as einops does, and keeps that."""
+    kind = type(x)
+    found = BACKENDS.get(kind)
+    if found is None and isinstance(x, Tensor):
+        found = BACKENDS[kind] = split
+    assert found is not None
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (backend_of(part)(part, 2) for part in self.inner(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.outer(torch.relu(mixed.transpose(1, 2).flatten(2)))
+
+
+def test_layers_that_find_a_backend_by_class_share_one_program() -> None:
+    BACKENDS.clear()
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    run, x = lazyinline.compile(model), torch.randn(2, 5, 8, requires_grad=True)
+    for _ in range(2):  # the first fills the table
+        run(x)
+    report = lazyinline.last_report(run)
+    assert not report.ran_eagerly and [*BACKENDS] == [Tensor]
+    assert "4 Layer share one graph" in str(report)
+    found, expected = run(x), model(x)
+    torch.testing.assert_close(found, expected)
+    leaves = [x, *model.parameters()]
+    gradients = [torch.autograd.grad(y.sin().sum(), leaves) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def refused(module: nn.Module, x: Tensor) -> bool:

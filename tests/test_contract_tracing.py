@@ -120,6 +120,25 @@ def test_storages_have_an_identity_that_views_share_and_fakes_have_those_of_thei
         assert made[1:].untyped_storage()._cdata == made.untyped_storage()._cdata
 
 
+@contract("._is_param", f"{FAKES}.FakeTensor.__bases__")
+def test_a_class_may_stand_below_that_of_tensors_and_name_another_class_for_fakes() -> None:
+    bases, tensor = FakeTensor.__bases__, torch.ones(2)
+    assert bases == (Tensor,)
+    kind: Any = FakeTensor
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(tensor)
+        kind.__bases__ = (*bases, type("Shown", (), {"__class__": property(lambda self: nn.RNN)}))
+        try:
+            assert fake.__class__ is nn.RNN and type(fake + 1) is FakeTensor
+            assert isinstance(fake, FakeTensor) and isinstance(fake, nn.RNN)
+            assert not isinstance(fake, nn.Parameter)
+            vars(fake)["_is_param"] = True
+            assert isinstance(fake, nn.Parameter)
+        finally:
+            kind.__bases__ = bases
+    assert fake.__class__ is FakeTensor and tensor.__class__ is Tensor
+
+
 @contract(f"{FAKES}: FakeTensorMode FakeTensor")
 def test_fake_tensors_keep_layouts_and_compute_nothing() -> None:
     seen = []

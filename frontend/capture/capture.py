@@ -346,9 +346,10 @@ def _outcome(
     kept = settings_put_back(recording.effects.leaves_set)
     objects = watched(cache_classes(), recording.objects)
     numbers = sizes_like_numbers() if recording.sizes else nullcontext()
-    with kept, intercepted(watcher), objects, calls, numbers:
+    asked = recording.asked_classes
+    with asked.answering(), kept, intercepted(watcher), objects, calls, numbers:
         output = recording.model(*args, **kwargs)
-    recording.asked_classes.refuse()
+    asked.refuse()
     left, contents = NOTHING_KEPT, list[Any]()
     if filled_ones is not None:
         pairs: list[tuple[Place, Any]] = [
@@ -418,4 +419,6 @@ def _input_fake(recording: Recording, tensor: torch.Tensor) -> torch.Tensor:
     sizes, tracer = recording.sizes, recording.tracer
     fake = sizes.fake(tensor) if sizes else tracer.to_fake(tensor.detach())
     vars(fake).update(own_attributes(tensor))
+    if isinstance(tensor, nn.Parameter):
+        vars(fake)["_is_param"] = True
     return fake.requires_grad_(tensor.requires_grad)

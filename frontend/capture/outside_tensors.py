@@ -33,6 +33,7 @@ class OutsideTensors:
         sources: where each input node of the outer graph comes from.
         fakes: ``id(real tensor) -> fake``.
         real_ids: ``id(fake) -> id(real tensor)``.
+        classes: ``id(fake) -> class of the real tensor``.
         literals: nodes of constants made from Python data inside the forward.
     """
 
@@ -41,6 +42,7 @@ class OutsideTensors:
         self.sources: dict[torch.fx.Node, Source] = {}
         self.fakes: dict[int, torch.Tensor] = {}
         self.real_ids: dict[int, int] = {}
+        self.classes: dict[int, type] = {}
         self.literals: set[torch.fx.Node] = set()
         self._names = _tensor_names(places)
         self._outside: dict[int, torch.fx.Node] = {}
@@ -69,7 +71,7 @@ class OutsideTensors:
             node.meta.pop("val", None)
         for table in (self.sources, self.fakes, self._names, self._outside):
             table.clear()
-        for kept in (self._keep, self._watched, self._switched):
+        for kept in (self._keep, self._watched, self._switched, self.classes):
             kept.clear()
 
     def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
@@ -92,6 +94,7 @@ class OutsideTensors:
     def watch(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         """Notes what a tensor from outside is, before the forward sees its fake."""
         self._watched.append((fake, state_of(fake), own_attributes(tensor)))
+        self.classes[id(fake)] = type(tensor)
 
     def is_named(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the model's parameters and buffers."""

@@ -82,7 +82,7 @@ class Recording:
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []
         self.given: list[Any] = []
-        self.asked_classes = AskedClasses(of_sizes=sizes is not None)
+        self.asked_classes = AskedClasses(self.tensors.classes, of_sizes=sizes is not None)
         self.num_nodes = 0
         self.num_apart = 0
         self.has_bodies = False

@@ -2,8 +2,10 @@
 
 A tensor that is traced is a fake one, and a size that varies is a symbol. ``isinstance`` answers
 for both as in eager: a fake is a tensor, and a symbol says here that its class is the number's.
-``type(x)`` and ``n is m`` ask nobody: functions that say one of them are noted as they begin, and
-their frames are read when the model has run, since they still hold what was asked about.
+``type(x)`` and ``n is m`` ask nobody: functions that say one of them are noted as they begin. Where
+one calls ``type``, its module is given a ``type`` that answers for a fake as for the tensor. What
+is left is refused: the frames are read when the model has run, since they still hold what was asked
+about.
 """
 
 from __future__ import annotations
@@ -21,18 +23,21 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.torch_symbols import SIZE_TYPES
-from ...reuse.kinds import own_table
+from ...reuse.kinds import OWN_PATCH, own_table
 from .frames import is_library_frame, is_user_frame
 from .torch_patches import replace_attributes
+from .torch_tracing import is_traced
 
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _COMPUTES_WITH_SYMBOLS = "sympy"
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
 _NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 _ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
+_CALLS = ("CALL", "CALL_FUNCTION")  # by position
 _ITERATED = ".0"  # what Python calls the argument of a comprehension
 # Functions that ask for a class and do the same with a fake tensor's, with the reason.
 _ALIKE = frozenset(
@@ -99,6 +104,54 @@ def _is_models(frame: FrameType) -> bool:
     return name.partition(".")[0] != _COMPUTES_WITH_SYMBOLS and is_user_frame(frame)
 
 
+# ---- tensors that answer as eager's ------------------------------------------------------------
+
+
+def _class_in_eager(value: Any, known: Mapping[int, type]) -> Any:
+    """Returns the class of a value; of a fake, what it is in eager."""
+    kind = type(value)
+    if kind is not FakeTensor or not is_traced(value):
+        return kind
+    made = nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor
+    return known.get(id(value), made)
+
+
+class _LikeType(type):
+    """Has a class do for its module what ``type`` does, in other threads too."""
+
+    _known: Mapping[int, type]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        is_question = len(args) == 1 and not kwargs
+        return _class_in_eager(args[0], cls._known) if is_question else type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
+
+
+def _classes_shown(known: Mapping[int, type]) -> Callable[[], None]:
+    """Has fakes say the class of their tensors to a model's Python; returns what undoes it."""
+
+    def class_of(self: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name == "__instancecheck__":
+            frame = frame.f_back  # which asks for the one that asks it
+        return _class_in_eager(self, known) if is_user_frame(frame) else type(self)
+
+    # Below torch.Tensor, which leaves ``__class__`` to ``object``. On the class itself it is not to
+    # be set: Python would take that for the class's own class.
+    kind, bases = FakeTensor, FakeTensor.__bases__
+    kind.__bases__ = (*bases, type("Shown", (), {"__class__": property(class_of)}))
+
+    def restore() -> None:
+        kind.__bases__ = bases
+
+    return restore
+
+
 # ---- what code asks of objects without asking them ---------------------------------------------
 
 _Path: TypeAlias = tuple[Any, ...]
@@ -116,12 +169,15 @@ class _Question(NamedTuple):
         is_open: whether these are not all: what is asked of is computed, or one of several values
             that a variable had. Then all that the function holds counts.
         kinds: the classes whose instances answer otherwise than in eager.
+        way: ``"type()"``, or ``"type"`` where it is not called with one value, ``"__class__"`` or
+            ``"is"``.
     """
 
     line: int
     paths: tuple[_Path, ...]
     is_open: bool
     kinds: tuple[type, ...]
+    way: str
 
 
 class AskedClasses:
@@ -129,12 +185,24 @@ class AskedClasses:
 
     Args:
         of_sizes: whether sizes vary, so that asking it of them is noted too.
+        known: the classes of tensors from outside the trace, by the identity of their fakes.
     """
 
-    def __init__(self, *, of_sizes: bool) -> None:
+    def __init__(self, known: Mapping[int, type], *, of_sizes: bool) -> None:
         self._of_sizes = of_sizes
         self._known: dict[int, tuple[CodeType, list[_Question]]] = {}  # to hash one takes long
         self._asking: list[tuple[FrameType, list[Mapping[str, Any]]]] = []
+        self._classes = known
+        self._type: Any = _LikeType("type", (type,), {OWN_PATCH: True, "_known": known})
+        self._undo = ExitStack()
+        self._modules: dict[int, bool] = {}  # by id of its globals: whether its ``type`` is ours
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Has the functions that begin inside be answered as in eager, where they can be."""
+        with self._undo:
+            self._undo.callback(_classes_shown(self._classes))
+            yield
 
     def began(self, frame: FrameType) -> None:
         """Notes a function of the model that begins, if it asks anything."""
@@ -145,11 +213,31 @@ class AskedClasses:
             questions = [] if is_alike else _questions(code)
             asked = [q for q in questions if self._of_sizes or q.kinds != SIZE_TYPES]
             known = self._known[id(code)] = (code, asked)
+        for question in known[1]:
+            self._show(question, frame.f_globals)
         if known[1]:
             # What a comprehension iterates over stands in the function around it.
             around = frame.f_back if _ITERATED in code.co_varnames else None
             given: list[Mapping[str, Any]] = [dict(frame.f_locals)]
             self._asking.append((frame, given if around is None else [*given, around.f_locals]))
+
+    def _show(self, question: _Question, scope: dict[str, Any]) -> None:
+        """Lets what a function is about to ask be answered as in eager, if it can be."""
+        if question.way == "type":  # as a value it could be kept, or compared
+            if self._modules.get(id(scope)):
+                _take_back(scope, self._type)
+            self._modules[id(scope)] = False
+        elif question.way == "type()" and id(scope) not in self._modules:
+            # A module may have its own, or that of another thread's capture.
+            self._modules[id(scope)] = "type" not in scope
+            if "type" not in scope:
+                self._undo.callback(_take_back, scope, self._type)
+                scope["type"] = self._type
+
+    def _is_answered(self, question: _Question, scope: dict[str, Any]) -> bool:
+        if question.way == "type()":
+            return self._modules[id(scope)]
+        return question.way == "__class__"
 
     def refuse(self) -> None:
         """Refuses a class that is not eager's, in the functions that have run.
@@ -161,12 +249,20 @@ class AskedClasses:
         for frame, given in self._asking:
             for question in self._known[id(frame.f_code)][1]:
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
+                    of_tensor = isinstance(value, torch.Tensor)
+                    if of_tensor and self._is_answered(question, frame.f_globals):
+                        continue
                     if isinstance(value, question.kinds):
-                        _refuse(question, frame, of_tensor=isinstance(value, torch.Tensor))
+                        _refuse(question, frame, of_tensor=of_tensor)
 
     def release(self) -> None:
         """Lets go of the functions that have run."""
         self._asking.clear()
+
+
+def _take_back(scope: dict[str, Any], own: Any) -> None:
+    if scope.get("type") is own:
+        del scope["type"]
 
 
 def _refuse(question: _Question, frame: FrameType, *, of_tensor: bool) -> None:
@@ -248,17 +344,18 @@ def _read(code: CodeType) -> list[_Question]:
     for index, step in enumerate(steps):
         line = _line(step) or line
         if step.opname == "IS_OP" and not _is_none(steps[index - 1]):
-            asked, kinds = _operands(steps, index, 2), SIZE_TYPES
+            asked, kinds, way = _operands(steps, index, 2), SIZE_TYPES, "is"
         elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
-            asked, kinds = _operands(steps, index, 1), (torch.Tensor,)
+            asked, kinds, way = _operands(steps, index, 1), (torch.Tensor,), "__class__"
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
-            asked, kinds = _argument(steps, index), (torch.Tensor, *SIZE_TYPES)
+            asked, is_called = _argument(steps, index)
+            kinds, way = (torch.Tensor, *SIZE_TYPES), "type()" if is_called else "type"
         else:
             continue
         if not _raises(steps, index):
             paths, is_computed = _paths(asked)
             is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
-            found.append(_Question(line, paths, is_open, kinds))
+            found.append(_Question(line, paths, is_open, kinds, way))
     return found
 
 
@@ -281,15 +378,19 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
     return steps[first:index]
 
 
-def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
-    """Returns what computes the argument of a function that is loaded."""
+def _argument(steps: list[dis.Instruction], index: int) -> tuple[list[dis.Instruction], bool]:
+    """Returns what computes the argument of a function that is loaded; whether that is called."""
     held, last = _pushed(steps[index]), index
+    own, is_kept = held, True  # on the stack, until the call
     while last + 1 < len(steps):
         last += 1
         held += _pushed(steps[last])
         if steps[last].opname.startswith("CALL") and held <= 1:
             break
-    return steps[index + 1 : last]
+        is_kept = is_kept and held >= own
+    call = steps[last]
+    is_called = is_kept and held == 1 and call.opname in _CALLS and call.arg == 1
+    return steps[index + 1 : last], is_called
 
 
 def _pushed(step: dis.Instruction) -> int:
