@@ -38,10 +38,6 @@ TaylorMode = Literal["auto", "taylor", "reverse"]
 ForwardMode = Literal["auto", "forward", "reverse"]
 Mode = TaylorMode | ForwardMode
 
-# A pass along lines is worth a little more than one of reverse mode: the linear maps take all its
-# coefficients in one product, and there is less to compile.
-_WORTH = 1.2
-
 
 def mode_taken(
     what: str, mode: Mode, along: Literal["taylor", "forward"], *, passes: int, passes_back: int
@@ -67,7 +63,7 @@ def mode_taken(
     if mode == along:
         return along
     # By passes alone, known before anything is made: to count both modes, both had to be made.
-    is_along = passes <= _WORTH * passes_back
+    is_along = passes <= passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
     found: str = watcher.open_mode(
         what, along if is_along else "reverse", f"{few} passes against {many}"
