@@ -268,6 +268,27 @@ def test_kernels_that_read_across_rows_sum_gradients_as_eager(
     assert_equals_eager(model, (image,), backend="inductor", optimizer=sgd)
 
 
+class RelativeShift(nn.Module):
+    """Shifts scores in place and reads them through two reshapes, as Funnel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.mask = nn.Linear(8, 32), nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.scores(x).reshape(2, 32, 16)[:, 1:, :]
+        shifted = rows.reshape(2, 16, 31)[..., :16]
+        shifted *= self.mask
+        return shifted.softmax(-1)
+
+
+def test_a_tensor_that_is_padded_and_reshaped_again_and_again_is_compiled() -> None:
+    seed_all()
+    # With four dimensions, as in Funnel, its backward's kernel was not written in ten minutes.
+    options: Any = {"backend": "inductor", "optimizer": sgd, "fallback": "error"}
+    assert_equals_eager(RelativeShift(), (torch.randn(2, 16, 8),), **options)
+
+
 # ---- which program runs: modes, layouts, arguments --------------------------------------------
 
 

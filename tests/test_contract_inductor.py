@@ -40,6 +40,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     home_of_strides,
     indices_printed_once,
     offsets_added_once,
+    pads_realized,
     polynomials_expanded,
     quicker_writing,
     quotients_checked,
@@ -717,3 +718,21 @@ def test_operators_that_are_made_of_others_can_be_listed_and_rules_take_them_apa
         (named([aten.addmv]), aten.addmv.default, (x[:, 0], x, x[0])),
     ):
         torch.testing.assert_close(rules[operator](*args), operator(*args))
+
+
+@contract(f"{INDUCTOR}.test_operators")
+@pytest.mark.parametrize(("reshapes", "realized"), [(True, 1), (False, 0)])
+def test_a_pad_of_a_reshaped_pad_reads_memory(reshapes: bool, realized: int) -> None:
+    def padded_twice(x: Tensor) -> tuple[Tensor]:
+        once = aten.constant_pad_nd.default(x, [0, 15])
+        once = once.view(31, 16) if reshapes else once * 2
+        return (aten.constant_pad_nd.default(once, [0, 0, 1, 0]).sin(),)
+
+    given = torch.randn(16, 16)
+    module = traced_on_fakes(padded_twice, given)
+    (compiled,) = compile_leaves([module], lambda: None)
+    assert not isinstance(compiled, NotCompiled)
+    torch.testing.assert_close(compiled([given]), padded_twice(given))
+    assert (
+        targets(pads_realized(module)).count(torch.ops._inductor_test.realize.default) == realized
+    )

@@ -17,8 +17,6 @@ Each correction of what it writes is a context; outside of it Inductor is as it 
 * Values that are found again. Before it lowers a graph Inductor runs it under fake tensors, because
   passes over it may have noted other strides. Ours keep the values of the trace, and with symbols
   in sizes a sixth of its time went there.
-* Tails of loops that leave none. A loop of 64 numbers, sixteen at a time, has no rest, and Inductor
-  wrote code for it and then left it out: a quarter of the kernels that it wrote for a potential.
 * Indices that are printed again: once for each kernel that is written of a loop.
 * Tiles added elsewhere. Where a kernel that several threads run adds to memory from tiles of two
   axes, it moves the index to the place within the tile twice before torch 2.15
@@ -442,3 +440,54 @@ def _as_strided(
 def _from_the_start(dim: int, pairs: Tensor) -> int:
     """Returns a dimension of complex numbers as one of their pairs."""
     return dim % (pairs.dim() - 1)
+
+
+_PADDED = (aten.slice_scatter.default, aten.constant_pad_nd.default)
+_RESHAPED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Has a padded tensor written into memory where another shape of it is padded again.
+
+    Inductor computes such a chain in one expression per element. An index through a reshape of what
+    was padded has a quotient and a remainder for each dimension, of a number that may be negative
+    as far as Inductor knows, so that nothing cancels, and the next reshape has as many of each of
+    those. The backward of Funnel's relative shift has four: sympy did not end within ten minutes.
+    """
+    found: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # the pads that an element is read through
+    reshaped: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # those of them before a reshape
+    realized: set[torch.fx.Node] = set()
+    for node in module.graph.nodes:
+        if not _is_read_through(node):
+            continue
+        found[node], reshaped[node] = (
+            {pad for x in node.all_input_nodes for pad in of.get(x, ())} for of in (found, reshaped)
+        )
+        if node.target in _RESHAPED:
+            reshaped[node] = found[node]
+        elif node.target in _PADDED:
+            realized |= reshaped[node]
+            found[node], reshaped[node] = found[node] - reshaped[node] | {node}, set()
+    for node in [n for n in module.graph.nodes if n in realized]:
+        _realize(module.graph, node)
+    if realized:
+        module.recompile()
+    return module
+
+
+def _is_read_through(node: torch.fx.Node) -> bool:
+    """Returns whether Inductor may compute an element of it where that is read."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    is_view = any(result.alias_info is not None for result in node.target._schema.returns)
+    by_element = torch.Tag.pointwise in node.target.tags or node.target is aten.copy.default
+    return is_view or by_element or node.target in (*_PADDED, *_RESHAPED)
+
+
+def _realize(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    import torch._inductor.test_operators
+
+    with graph.inserting_after(node):
+        written = graph.call_function(torch.ops._inductor_test.realize.default, (node,))
+    written.meta = dict(node.meta)
+    node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)

@@ -42,6 +42,7 @@ from .bundles import HEADER, BuiltKernels, Bundles, Promise, guarded, kept, kern
 from .torch_corrections import (
     drawn_in_order,
     offsets_added_once,
+    pads_realized,
     quicker_writing,
     quotients_checked,
     settings,
@@ -205,7 +206,9 @@ def compile_leaves(
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns a copy for Inductor's passes, which change what they get; sizes come first."""
     symbols = symbols_of(module)
-    return with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+    return pads_realized(
+        with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+    )
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
