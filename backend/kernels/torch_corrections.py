@@ -44,7 +44,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...autodiff.traces.joint_trace import draw_mask
-from ...reuse.ir.operators import may_draw
+from ...reuse.ir.operators import is_view, may_draw
 from ...reuse.ir.types import TensorType
 from ...reuse.process import package_digest
 
@@ -443,7 +443,6 @@ def _from_the_start(dim: int, pairs: Tensor) -> int:
 
 
 _PADDED = (aten.slice_scatter.default, aten.constant_pad_nd.default)
-_RESHAPED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -463,7 +462,7 @@ def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         found[node], reshaped[node] = (
             {pad for x in node.all_input_nodes for pad in of.get(x, ())} for of in (found, reshaped)
         )
-        if node.target in _RESHAPED:
+        if node.target is aten.view.default:
             reshaped[node] = found[node]
         elif node.target in _PADDED:
             realized |= reshaped[node]
@@ -479,9 +478,8 @@ def _is_read_through(node: torch.fx.Node) -> bool:
     """Returns whether Inductor may compute an element of it where that is read."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    is_view = any(result.alias_info is not None for result in node.target._schema.returns)
     by_element = torch.Tag.pointwise in node.target.tags or node.target is aten.copy.default
-    return is_view or by_element or node.target in (*_PADDED, *_RESHAPED)
+    return is_view(node) or by_element or node.target in _PADDED
 
 
 def _realize(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
