@@ -50,7 +50,7 @@ def _threads_as_ranks() -> Iterator[None]:
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
     try:
-        with _same_excepthook():
+        with same_excepthook():
             yield
     finally:
         threaded._uninstall_threaded_pg()
@@ -58,7 +58,7 @@ def _threads_as_ranks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_excepthook() -> Iterator[None]:
+def same_excepthook() -> Iterator[None]:
     """Takes out what each init_process_group wraps around ``sys.excepthook``."""
     hook = sys.excepthook
     try:
@@ -72,7 +72,7 @@ def one_of_many(world: int = 4, rank: int = 0) -> Iterator[None]:
     """Makes this process a rank of a group whose collectives do nothing, for what moves nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with _same_excepthook():
+    with same_excepthook():
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             yield

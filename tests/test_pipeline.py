@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import assert_close, assert_same_gradients, relative_error
 from memory_events import memory_use
+from rank_threads import same_excepthook
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -96,11 +97,12 @@ def train(pipe: Any, model: nn.Module, args: tuple[Tensor, ...], steps: int = 3)
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with same_excepthook():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.fixture
