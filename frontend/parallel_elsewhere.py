@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..backend.run.planned import PlannedProgram
+from ..pipeline_parallel.actions import ActionTable
 from ..reuse import torch_pytree
-from ..reuse.errors import PlanError
+from ..reuse.errors import FileError, PlanError
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import ModelTensor
 from .batch import LossModel
@@ -83,6 +84,7 @@ def step_elsewhere(state: Compilation) -> ParallelElsewhere:
 
 def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
     """Compiles the stages of each rank of a mesh that has a dimension for them."""
+    check_backwards(asked.table)  # before the compile: nothing else can be done with it
     state = asked.begun()
     guard, kept = asked.guard(state), []
     state = run(between(PASSES, "plan", "autodiff"), state)
@@ -92,6 +94,15 @@ def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
                 made = replace(fitted(replace(one, rank=rank)), sharder=None)
                 kept.append(_kept(asked.model, guard, made, (), coordinate, asked))
     return ParallelElsewhere(kept)
+
+
+def check_backwards(table: ActionTable) -> None:
+    """Raises FileError if no file can have what the ranks of a mesh run by a schedule."""
+    if table.splits_backward:
+        raise FileError(
+            f"{table.schedule} splits backwards, and over a mesh there are but their "
+            "halves, where a file has each whole: save it by another schedule."
+        )
 
 
 def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins  # noqa: F401, asked by text
 import collections  # noqa: F401, asked by text
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ from transformers.utils import generic
 
 import lazyinline
 
+CLASS_OF = type
 TABLE = {"3": 3.0, "5": 5.0, "torch.Size([5, 2])": 7.0, "7": 7.0}
 
 
@@ -197,6 +199,17 @@ def deferred(module: nn.Module, x: Tensor) -> bool:
     return ask(x) is Tensor
 
 
+def by_default(module: nn.Module, x: Tensor, ask: Any = type) -> bool:
+    return ask(x) is Tensor
+
+
+def closing(ask: Any) -> Callable[[nn.Module, Tensor], bool]:
+    return lambda module, x: ask(x) is Tensor
+
+
+closed = closing(type)
+
+
 # What is asked of a module ``m`` and a tensor ``x``.
 OF_TENSORS = [
     *("type(x) is Tensor", "type(x) in (Tensor, nn.Parameter)", "type(x) == Tensor"),
@@ -209,7 +222,10 @@ OF_TENSORS = [
     *("type(m.own) is Weight", "m.own.__class__ is Weight", "isinstance(m.own, Weight)"),
     *("type(m.own * 1) is Tensor", "type(nn.Parameter(x)) is nn.Parameter"),
 ]
-AS_A_VALUE = ["next(map(type, [x])) is Tensor", "deferred(m, x)"]
+AS_A_VALUE = [
+    *("next(map(type, [x])) is Tensor", "deferred(m, x)"),
+    *("CLASS_OF(x) is Tensor", "builtins.type(x) is Tensor", "by_default(m, x)", "closed(m, x)"),
+]
 
 
 @pytest.mark.parametrize("way", OF_TENSORS)

@@ -508,13 +508,10 @@ def test_a_step_for_absent_ranks_leaves_the_model_and_says_what_it_is_for(
             lazyinline.parallelize(model, args, mesh=wrong, backend="eager")
 
 
-def test_schedules_that_split_backwards_are_refused_for_absent_ranks(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_schedules_that_split_backwards_are_refused_for_absent_ranks() -> None:
     from parallel_models import tiny, tokens
 
     options: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "schedule": "ZBVZeroBubble"}
     options |= {"num_stages": 4, "micro_batches": 4, "backend": "eager"}
-    made: Any = lazyinline.parallelize(tiny(4).float(), tokens(rows=8), **options)
-    with pytest.raises(FileError, match="splits backwards"):
-        lazyinline.save(made, tmp_path / "stages.lz")
+    with pytest.raises(FileError, match="ZBVZeroBubble splits backwards"):
+        lazyinline.parallelize(tiny(4).float(), tokens(rows=8), **options)

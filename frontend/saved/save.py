@@ -28,7 +28,7 @@ from ..guards.guard import Constant, Guard
 from ..mesh_parameters import KeptOnMesh
 from ..options import Batching, Options
 from ..parallel import ParallelPipeline, ParallelStep
-from ..parallel_elsewhere import ParallelElsewhere
+from ..parallel_elsewhere import ParallelElsewhere, check_backwards
 from ..passes.many_shapes import launches_for_all
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation
@@ -213,11 +213,7 @@ def _parts_on_mesh(
                 known[id(lowered)] = parts
         else:
             asked, one = kept.asked, cast("RankCompilation", lowered)
-            if asked.table.splits_backward:
-                raise FileError(
-                    f"{asked.table.schedule} splits backwards, and over a mesh there are but their "
-                    "halves, where a file has each whole: save it by another schedule."
-                )
+            check_backwards(asked.table)
             saved, program = _saved_stages(asked, guard, one, own=OWN, **more)
             parts = dict(saved.parts(weights))
             for stage in one.own:

@@ -10,6 +10,7 @@ about.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import itertools
@@ -169,8 +170,8 @@ class _Question(NamedTuple):
         is_open: whether these are not all: what is asked of is computed, or one of several values
             that a variable had. Then all that the function holds counts.
         kinds: the classes whose instances answer otherwise than in eager.
-        way: ``"type()"``, or ``"type"`` where it is not called with one value, ``"__class__"`` or
-            ``"is"``.
+        way: ``"type()"``, or ``"type"`` where it is not called with one value, or by another name,
+            ``"__class__"`` or ``"is"``.
     """
 
     line: int
@@ -190,8 +191,9 @@ class AskedClasses:
 
     def __init__(self, known: Mapping[int, type], *, of_sizes: bool) -> None:
         self._of_sizes = of_sizes
-        self._known: dict[int, tuple[CodeType, list[_Question]]] = {}  # to hash one takes long
-        self._asking: list[tuple[FrameType, list[Mapping[str, Any]]]] = []
+        # By identity: to hash code takes long.
+        self._known: dict[int, tuple[CodeType, frozenset[str], Sequence[_Question]]] = {}
+        self._asking: list[tuple[FrameType, Sequence[_Question], list[Mapping[str, Any]]]] = []
         self._classes = known
         self._type: Any = _LikeType("type", (type,), {OWN_PATCH: True, "_known": known})
         self._undo = ExitStack()
@@ -207,19 +209,28 @@ class AskedClasses:
     def began(self, frame: FrameType) -> None:
         """Notes a function of the model that begins, if it asks anything."""
         code = frame.f_code
-        known = self._known.get(id(code))
-        if known is None:
-            is_alike = (frame.f_globals.get("__name__"), code.co_name) in _ALIKE
-            questions = [] if is_alike else _questions(code)
-            asked = [q for q in questions if self._of_sizes or q.kinds != SIZE_TYPES]
-            known = self._known[id(code)] = (code, asked)
-        for question in known[1]:
+        questions = self._asked_by(frame)
+        for question in questions:
             self._show(question, frame.f_globals)
-        if known[1]:
+        if questions:
             # What a comprehension iterates over stands in the function around it.
             around = frame.f_back if _ITERATED in code.co_varnames else None
             given: list[Mapping[str, Any]] = [dict(frame.f_locals)]
-            self._asking.append((frame, given if around is None else [*given, around.f_locals]))
+            given += [] if around is None else [around.f_locals]
+            self._asking.append((frame, questions, given))
+
+    def _asked_by(self, frame: FrameType) -> Sequence[_Question]:
+        """Returns what a function that begins may ask."""
+        code, scope = frame.f_code, frame.f_globals
+        if (scope.get("__name__"), code.co_name) in _ALIKE:
+            return ()
+        has_given = code.co_argcount or code.co_kwonlyargcount or code.co_freevars
+        names = _names_of_type(code, frame.f_locals if has_given else {}, scope)
+        known = self._known.get(id(code))
+        if known is None or known[1] != names:
+            found = [q for q in _questions(code, names) if self._of_sizes or q.kinds != SIZE_TYPES]
+            known = self._known[id(code)] = (code, names, found)
+        return known[2]
 
     def _show(self, question: _Question, scope: dict[str, Any]) -> None:
         """Lets what a function is about to ask be answered as in eager, if it can be."""
@@ -246,8 +257,8 @@ class AskedClasses:
             CaptureError: if one asked for the class of a tensor, or for that or the identity of a
                 size that varies.
         """
-        for frame, given in self._asking:
-            for question in self._known[id(frame.f_code)][1]:
+        for frame, questions, given in self._asking:
+            for question in questions:
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
                     of_tensor = isinstance(value, torch.Tensor)
                     if of_tensor and self._is_answered(question, frame.f_globals):
@@ -331,14 +342,23 @@ def _with_items(value: Any) -> Iterator[Any]:
 # ---- reading the code --------------------------------------------------------------------------
 
 
-def _questions(code: CodeType) -> list[_Question]:
+def _questions(code: CodeType, names: frozenset[str]) -> Sequence[_Question]:
     """Returns what a function asks; ``is None`` says the same of every tensor."""
-    asks = "type" in code.co_names or "__class__" in code.co_names
-    return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else []
+    asks = names or "type" in code.co_names or "__class__" in code.co_names
+    return _read(code, names) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
+
+
+def _names_of_type(
+    code: CodeType, given: Mapping[str, Any], scope: Mapping[str, Any]
+) -> frozenset[str]:
+    """Returns by which names of its own a function has ``type``, or ``builtins`` with it."""
+    held = [(name, scope[name]) for name in code.co_names if name in scope]
+    found = [name for name, value in (*given.items(), *held) if value is type]
+    return frozenset(found + [f"{name}.type" for name, value in held if value is builtins])
 
 
 @functools.lru_cache(maxsize=4096)  # a tenth of a small model's capture where each reads it anew
-def _read(code: CodeType) -> list[_Question]:
+def _read(code: CodeType, names: frozenset[str]) -> Sequence[_Question]:
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found, line = [], code.co_firstlineno
     for index, step in enumerate(steps):
@@ -347,9 +367,10 @@ def _read(code: CodeType) -> list[_Question]:
             asked, kinds, way = _operands(steps, index, 2), SIZE_TYPES, "is"
         elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
             asked, kinds, way = _operands(steps, index, 1), (torch.Tensor,), "__class__"
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
+        elif (is_plain := _is_builtin(step)) or _is_named(steps, index, names):
             asked, is_called = _argument(steps, index)
-            kinds, way = (torch.Tensor, *SIZE_TYPES), "type()" if is_called else "type"
+            is_answered = is_plain and is_called
+            kinds, way = (torch.Tensor, *SIZE_TYPES), "type()" if is_answered else "type"
         else:
             continue
         if not _raises(steps, index):
@@ -357,6 +378,18 @@ def _read(code: CodeType) -> list[_Question]:
             is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
             found.append(_Question(line, paths, is_open, kinds, way))
     return found
+
+
+def _is_builtin(step: dis.Instruction) -> bool:
+    return step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+
+
+def _is_named(steps: list[dis.Instruction], index: int, names: frozenset[str]) -> bool:
+    """Whether an instruction loads ``type`` by one of some names, such as ``builtins.type``."""
+    if not names or not steps[index].opname.startswith(_NAMES):
+        return False
+    loaded = _argvals(steps[index])
+    return not names.isdisjoint((*loaded, f"{loaded[-1]}.{steps[index + 1].argval}"))
 
 
 def _line(step: Any) -> int | None:
