@@ -111,6 +111,7 @@ def parallelize(
     Raises:
         PlanError: if the model cannot be split so.
         PipelineError: if ranks differ in model or versions.
+        FileError: if ranks are not here, and no file has what they run by the schedule.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
