@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import sys
 import types
 import weakref
 from collections import deque
@@ -28,6 +29,7 @@ from torch import nn
 from .errors import CaptureError, FinalCaptureError
 from .kinds import (
     ABSENT,
+    BUILTINS,
     FUNCTION,
     NO_WAY,
     WHOLE_FUNCTION,
@@ -37,6 +39,7 @@ from .kinds import (
     function_parts,
     has_plain_class,
     is_library,
+    is_library_scope,
     is_looked_into,
     is_opaque,
     is_unrepeatable,
@@ -145,6 +148,8 @@ class Freezer:
             path = self._module_paths.get(id(value))
             return Identity(value) if path is None else ("module", path)
         if isinstance(value, self._by_identity) or is_plain_builtin(value):
+            return Identity(value)
+        if is_library_scope(value):
             return Identity(value)
         if kind is types.FunctionType and not _function_state(value):
             return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
@@ -363,11 +368,16 @@ class Snapshot:
             # transformers keeps all its output classes there, two fifths of a guard's facts, and no
             # model reads them.
             found += [] if is_set_of_outputs(value) else held
+        if type(value) is dict and BUILTINS in value:  # which exec put there
+            found = [part for part in found if not is_library_scope(part)]
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
             found += [value.__defaults__, value.__kwdefaults__]
         elif isinstance(value, (type, types.ModuleType)):
             self._meets(value)
+        elif is_library_scope(value):
+            of = "sys" if value is sys.modules else value["__name__"]
+            self.unreadable.append(f"reads the modules, or all names, that {of} holds")
         elif is_opaque(value):
             self.unreadable.append(f"reads a {type(value).__qualname__}")
             del self._seen[id(value)]  # what a library may hold, a model may not
@@ -384,7 +394,7 @@ class Snapshot:
 
     def _kinds_of(self, value: Any) -> Sequence[Kind]:
         if not isinstance(value, types.FunctionType):
-            return parts_of(value)
+            return () if is_library_scope(value) else parts_of(value)
         if self._function is WHOLE_FUNCTION:
             return (WHOLE_FUNCTION,)
         return () if is_library(value.__module__) else (FUNCTION,)

@@ -22,6 +22,7 @@ import functools
 import gc
 import io
 import logging
+import operator
 import random
 import re
 import struct
@@ -30,7 +31,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,13 @@ def is_of_library(owner: Any) -> bool:
     else:
         name = getattr(owner if isinstance(owner, type) else type(owner), "__module__", "")
     return is_library(name) or str(name).partition(".")[0] == "numpy"
+
+
+def is_library_scope(value: Any) -> bool:
+    """Whether a value is what a module of a library holds, or all modules: nothing of a model's."""
+    if type(value) is not dict:
+        return False
+    return value is sys.modules or ("__spec__" in value and is_of_library(value))
 
 
 def has_plain_class(value: Any) -> bool:
@@ -160,7 +168,7 @@ _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
 # They lead to all of Python, so nothing is reached through them.
 _WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)
-_SCOPE = "__builtins__"  # what a dictionary of globals has
+BUILTINS = "__builtins__"  # what a dictionary of globals has
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _LRU_CACHE = type(functools.lru_cache(len))
 _METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -323,7 +331,8 @@ def _read_function(function: Any) -> Sequence[Any]:
 def _put_function(function: Any, items: Sequence[Any]) -> None:
     for name in _attribute_names(function):
         del vars(function)[name]
-    _add_entries(vars(function), items)
+    half = len(items) // 2
+    vars(function).update(zip(items[:half], items[half:], strict=True))
 
 
 def _read_whole_function(function: Any) -> Sequence[Any]:
@@ -366,14 +375,19 @@ def _entry_ways(value: Any) -> Sequence[Any]:
 
 
 def _put_entries(value: Any, items: Sequence[Any]) -> None:
-    value.clear()
-    _add_entries(value, items)
-
-
-def _add_entries(value: Any, items: Sequence[Any]) -> None:
     half = len(items) // 2
-    for key, held in zip(items[:half], items[half:], strict=True):
-        value[key] = held  # a Counter's update would count
+    put_entries(value, dict(zip(items[:half], items[half:], strict=True)))
+
+
+def put_entries(value: Any, entries: Mapping[Any, Any]) -> None:
+    """Makes a dictionary hold entries; who else reads it finds it emptied only for their order."""
+    for key in [key for key in value if key not in entries]:
+        del value[key]
+    if not all(map(operator.is_, value, entries)):
+        value.clear()
+    for key, held in entries.items():
+        if value.get(key, ABSENT) is not held:
+            value[key] = held  # a Counter's update would count
 
 
 def _put_factory(value: Any, items: Sequence[Any]) -> None:
@@ -516,7 +530,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
             todo += vars(value).values()
         elif isinstance(value, types.FunctionType):
             todo += function_parts(value)
-        elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and _SCOPE in value):
+        elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and BUILTINS in value):
             # All that C holds, too, which no row of the table says.
             todo += gc.get_referents(value)
             if isinstance(value, weakref.ReferenceType):

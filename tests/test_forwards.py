@@ -59,6 +59,7 @@ LOGGER = logging.Logger("world")
 LOGGER.addHandler(Handler())
 GENERATOR = keeping()
 next(GENERATOR)
+BUILTINS = vars(builtins)
 EVENT, LOCK = threading.Event(), threading.Lock()
 RLOCK, CONDITION = threading.RLock(), threading.Condition()
 @functools.lru_cache
@@ -241,6 +242,11 @@ REFUSED = {
     "ask for the folder": ("return self.first(x) * len(os.getcwd())", "getcwd"),
     "ask for the time": ("return self.first(x) * (time.perf_counter_ns() > 0)", "perf_counter_ns"),
     "leave grad mode off": ("torch.set_grad_enabled(False)\nreturn self.first(x)", ""),
+    "count among Python's own names": (
+        "BUILTINS['made_up'] = 1\nreturn self.first(x)", "all names, that builtins holds"),
+    "look up a module": (
+        "return self.first(x) * len(sys.modules[min(['so'])[::-1]].sep)",
+        "by a name that it computes"),
     "set a locale": ("locale.setlocale(locale.LC_NUMERIC, 'C')\nreturn self.first(x)", "setlocale"),
 }
 # fmt: on

@@ -261,6 +261,8 @@ READ = {
     "function in a module below": ("torch.special.expit(y)",
         "EXPIT = torch.special.expit; torch.special.expit = torch.neg",
         "torch.special.expit = EXPIT"),
+    "name in a module that is looked up": ("y * sys.modules['world_settings'].value",
+        "sys.modules['world_settings'].value = 3.0"),
     "by a partial": ("torch.sigmoid(y)",
         "S = torch.sigmoid; torch.sigmoid = functools.partial(torch.mul, 3)", "torch.sigmoid = S"),
     "method of a tensor in C": ("y.relu()", "Tensor.relu = lambda t: t * 3", "del Tensor.relu"),
@@ -281,6 +283,7 @@ READING = """
 FACTOR, OTHER = 2.0, linear()
 HELD = {"a": linear()}
 y_type = torch.float64
+sys.modules["world_settings"] = made(types.ModuleType("settings"), "v.value = 2.0")
 @functools.lru_cache
 def cached(power): return FACTOR ** power
 def forward(self, x):

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.kinds import put_entries
 
 OnContents = Literal["refuse", "keep", "drop"]
 """Refuses a forward that leaves something, has each call leave it, or leaves it out (of a step)."""
@@ -46,8 +47,7 @@ class ArgumentPlace:
         if type(found) is list:
             found[:] = content
         else:
-            found.clear()
-            found.update(content)
+            put_entries(found, content)
 
 
 @dataclass(frozen=True, eq=False)

@@ -215,8 +215,9 @@ class Reads:
         names, imports = globals_used(code), modules_imported(code)
         if "globals" in names:
             names = (*names, *texts_of(code))
-        if not _IMPORTERS.isdisjoint(code.co_names):
-            imports = (*imports, *texts_of(code))
+        finds = "modules" in code.co_names and ("sys" in imports or sys in map(scope.get, names))
+        if finds or not _IMPORTERS.isdisjoint(code.co_names):
+            imports = (*imports, *self._modules_named(code, scope, owner))
         seen: _Seen = {}
         for name in names:
             if name in scope:
@@ -231,6 +232,16 @@ class Reads:
                 continue
             self._found(value)
             self._named_attributes(value, code.co_names, 0, seen)
+
+    def _modules_named(self, code: types.CodeType, scope: Any, owner: Any) -> list[str]:
+        """Returns the modules that a function may import, or find among all; refuses others."""
+        own = [scope.get("__name__")] * ("__name__" in code.co_names)
+        if "__module__" in code.co_names:
+            own += [kind.__module__ for kind in type(owner).__mro__]
+        found = [text for text in (*own, *texts_of(code)) if text in sys.modules]
+        if not found:
+            self.contents.refuse_use("sys.modules or an import, by a name that it computes")
+        return found
 
     def places(self) -> list[tuple[Any, str]]:
         """Returns every (owner, name) outside the model that was looked up."""
