@@ -22,13 +22,23 @@ from ..reuse.ir.printer import Shown, folded, format_program
 from ..reuse.process import own_places
 from .advise import advise
 from .fit import fit
-from .inspection import FORM, load_target, pass_lists, show_after, show_captured, show_primitives
+from .inspection import (
+    FORM,
+    load_target,
+    opened_as_ranks,
+    parts_text,
+    pass_lists,
+    programs_of_file,
+    show_after,
+    show_captured,
+    show_primitives,
+)
 from .measure import MeasureReport, measure
 from .onnx.export import export_onnx
 from .options import Options
 from .page.page import measured_page
 from .page.write import about, error_text, write_page
-from .saved.load import captured_programs, load, parts_text
+from .pipeline import Pipeline
 from .tracing.frames import is_library_frame, is_standard_frame
 
 DEFAULT_LAYERS = (4, 8, 16)
@@ -172,8 +182,8 @@ def run_inspect(options: argparse.Namespace) -> None:
     if _is_file(options.target):
         if options.after or options.level == "primitive" or options.diff:
             raise LazyInlineError("A file has programs as they were captured: leave --after out.")
-        for what, program in captured_programs(options.target):
-            print(f"// {what}\n{format_program(program)}", end="")
+        for what, program in programs_of_file(options.target):
+            print(folded(f"// {what}"), format_program(program), sep="\n", end="")
         return
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
@@ -198,10 +208,13 @@ def run_export(options: argparse.Namespace) -> None:
     """Runs ``export``: writes an ONNX file."""
     same: dict[str, Any] = {"functions": not options.flat, "opset": options.opset}
     if _is_file(options.target):
-        found = captured_programs(options.target, "bound")
+        found = programs_of_file(options.target, bound=True)
         program = next((one for what, one in found if what.endswith("inference")), None)
         if program is None or options.train:
-            raise LazyInlineError("A file is exported in inference, for which it has a program.")
+            raise LazyInlineError(
+                f"A file is exported in inference, and {options.target} has no program for that: "
+                "save what lazyinline.compile returned, after a call without gradients."
+            )
         print(export_onnx(program, (), options.file, verify=False, **same))
         return
     model, args, kwargs = load_target(options.target)
@@ -213,11 +226,15 @@ def run_report(options: argparse.Namespace) -> None:
     """Runs ``report``: measures a model, prints what came out, writes a page."""
     _check_folders(options.html)
     if _is_file(options.target):
-        made = load(options.target).last_report
-        assert made is not None
-        print(f"{parts_text(options.target)}\n{made}")
-        if options.html is not None:
-            made.save_html(options.html)
+        print(parts_text(options.target))
+        for ranks, made in opened_as_ranks(options.target):
+            print(*([f"// {ranks}", made.plan] if ranks else []), made.last_report, sep="\n")
+            if options.html is not None:
+                page = options.html.with_stem(
+                    "-".join([options.html.stem, *ranks.replace(",", "").split()])
+                )
+                shown = made.plan if isinstance(made, Pipeline) else made
+                (shown if ranks else made.last_report).save_html(page)
         return
     model, args, kwargs = load_target(options.target)
     report = measure(

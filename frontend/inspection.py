@@ -1,4 +1,4 @@
-"""Programs as text: as captured, after any pass, and the change that a pass made.
+"""Programs as text: as captured, after any pass, what a pass changed, and those of a file.
 
 The command line names a model as ``package.module:function``.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import importlib
 import operator
 import os
+import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
+from ..backend.files.container import Parts, open_parts, read_json
 from ..reuse.errors import LazyInlineError, door
 from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
@@ -27,6 +31,10 @@ from .options import Batching, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal
+from .saved.load import Opened, load
+from .saved.parts import read_texts
+from .saved.ranks import read_table
+from .saved.save import MODEL
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -279,3 +287,93 @@ def _texts(state: Compilation, width: int) -> dict[str, str]:
     """Returns each part as text: as a program of calls, or as launches once it is linked."""
     programs = {part: format_program(one, width=width) for part, one in state.programs.items()}
     return programs | {part: folded(f"{flat}\n", width=width) for part, flat in state.flats.items()}
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+_OF_RANKS = re.compile(
+    r"(?P<place>(mesh/(?P<mesh>[0-9]{1,7})/)?programs/0/(stages/(?P<stage>[0-9]{1,7})/)?)"
+    r"(?P<kind>step|forward|backward)\.txt"
+)
+
+
+def programs_of_file(path: str, *, bound: bool = False) -> list[tuple[str, Program]]:
+    """Returns the programs of a file with what each is for: as captured, and what ranks run.
+
+    With ``bound`` they have its tensors, and of several ranks there are none.
+
+    Raises:
+        FileError: as :func:`load` does.
+    """
+    with open_parts(path, None) as parts:
+        opened, (_, alike) = Opened(parts, None), _alike(parts)
+        if bound:
+            return [] if alike else opened.captured(opened.module(path, None))
+        found = opened.captured()
+        for ranks, texts in alike:
+            # Imported late: DTensor takes as long to import as all of lazyinline.
+            from ..pipeline_parallel.mesh.torch_collectives import OWN
+
+            for what, (place, kind) in texts.items():
+                (program,) = read_texts(parts, place, [kind], own=OWN, trusted=False).values()
+                found.append((f"the {what}, {_listed(ranks)}", program))
+        return found
+
+
+def opened_as_ranks(path: str) -> Iterator[tuple[str, Any]]:
+    """Opens a file in place of its ranks, whose collectives move nothing; yields who, and the part.
+
+    Ranks that run the same are opened once. Of a file for one process "" and what it is opened as.
+    """
+    with open_parts(path, None) as parts:
+        axes, alike = _alike(parts)
+    if not alike:
+        yield "", load(path)
+    for ranks, _ in alike:
+        from ..pipeline_parallel.mesh.torch_collectives import absent_ranks  # late, as above
+
+        with absent_ranks(axes, ranks[0]):
+            yield _listed(ranks), load(path)
+
+
+def parts_text(path: str) -> str:
+    """Returns a line for each part of a file: its bytes and its name."""
+    with open_parts(path, None) as parts:
+        return "\n".join(f"{parts.size_of(name):>12,}  {name}" for name in parts.names)
+
+
+_Texts: TypeAlias = dict[str, tuple[str, str]]
+"""What a rank runs: what each text is, with its place and its name there."""
+
+
+def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]]:
+    """Returns how ranks of a file lie, and which of them run the same; of one process nothing."""
+    told, axes, by_place = read_json(parts.read(MODEL)), dict[str, int](), list[Sequence[int]]()
+    if "mesh" in told:
+        from .saved.mesh import SavedMesh  # late, as above
+
+        mesh = SavedMesh.read(told["mesh"], None, has_stages="ranks" in told)
+        axes, by_place = dict(mesh.axes), [[rank] for rank in mesh.row]
+    elif "ranks" in told:
+        (_, ranks, _, replicas), table = told["ranks"][1], read_table(told["ranks"])
+        axes = {"data": replicas, "pipeline": ranks}
+        by_place = [range(rank, ranks * replicas, ranks) for rank in table.rank_of]
+    texts: dict[int, _Texts] = {}
+    for found in filter(None, map(_OF_RANKS.fullmatch, parts.names if by_place else ())):
+        stage = found["stage"]
+        what = found["kind"] if stage is None else f"{found['kind']} of stage {stage}"
+        for rank in by_place[int(found["mesh"] or stage)]:
+            texts.setdefault(rank, {})[what] = found["place"], found["kind"]
+    # Each text is read once, however many ranks a file says that run it, and not kept.
+    digest = cache(lambda one: sha256(parts.read(f"{''.join(one)}.txt")).digest())
+    same: dict[Any, list[int]] = {}
+    for rank, own in texts.items():
+        same.setdefault(tuple((what, digest(x)) for what, x in own.items()), []).append(rank)
+    return axes, [(ranks, texts[ranks[0]]) for ranks in same.values()]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    own = sorted(ranks)
+    if len(own) > 3 and own[-1] - own[0] == len(own) - 1:
+        return f"ranks {own[0]} to {own[-1]}"
+    return f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"

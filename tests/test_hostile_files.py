@@ -501,6 +501,7 @@ def test_stages_of_others_and_missing_ones_are_refused(
         (1, [2, 1, 4, 3], "1 rank(s) in 3 replica(s), and torch.distributed has 1 rank(s) here"),
         (1, [10**9, 1, 4, 1], "there is no pipeline of such sizes: [1000000000, 1, 4, 1]"),
         (1, [2, 1, 10**9, 1], "there is no pipeline of such sizes"),
+        (1, [2, 1, 4, 10**9], "there is no pipeline of such sizes"),
         (1, [2, 1, -1, 1], "there is no pipeline of such sizes: [2, 1, -1, 1]"),
         (1, [2, 1, 3, 1], "another type than programs take"),
         (2, -1.0, "there is no pipeline of such sizes"),

@@ -25,7 +25,7 @@ from test_hostile_files import (
 )
 
 import lazyinline
-from lazyinline.frontend.saved.load import captured_programs
+from lazyinline.frontend.lazyinline_command.main import main
 
 nothing_is_done, sound = test_hostile_files.nothing_is_done, test_hostile_files.sound
 
@@ -53,9 +53,6 @@ def test_a_file_of_a_mesh_is_opened_by_as_many_ranks_as_it_has(
         assert not opened(meshed, path)
         with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
             lazyinline.load(path, state_dict={})
-    with pytest.raises(lazyinline.FileError, match="its tensors are those of several ranks"):
-        captured_programs(path, "bound")
-    assert [what for what, _ in captured_programs(path)] == ["TinyLlama, a step"]
 
 
 def test_what_a_file_of_a_mesh_cannot_say_is_refused_by_name(tmp_path: pathlib.Path) -> None:
@@ -91,6 +88,7 @@ LAYOUTS = {  # in place of S0
     [
         (MODEL, '["fsdp",2]', '["data",2]', "runs over 'fsdp', and the mesh has data"),
         (MODEL, '["fsdp",2]', '["fsdp",4]', NO_MESH),
+        (MODEL, '["fsdp",2]', '["fsdp",1048575],["tp",1048575]', NO_MESH),  # too many to be listed
         (MODEL, '["fsdp",2]', '["",2]', NO_MESH),
         (MODEL, "],[0,1],{", "],[1,1],{", NO_MESH),
         *(
@@ -180,7 +178,6 @@ def test_a_file_of_stages_over_a_mesh_is_opened_by_as_many_ranks(
             assert not opened(staged, path)
             with pytest.raises(lazyinline.FileError, match="a state_dict has whole tensors"):
                 lazyinline.load(path, state_dict={})
-    assert [what for what, _ in captured_programs(path)] == ["TinyLlama, training"]
 
 
 FORWARD = "mesh/0/programs/0/stages/0/forward.txt"
@@ -283,6 +280,49 @@ def piped(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         model, args = test_pipeline.net_and_batch(layers=2)
         lazyinline.save(test_pipeline.make(model, args, "Interleaved1F1B"), path)
     return path.read_bytes()
+
+
+SHOWN = {
+    "piped": [["forward of stage 0", "backward of stage 0", "forward of stage 1", "backward of"]],
+    "meshed": [["step"]],
+    "staged": [
+        ["forward of stage 0", "backward of stage 0"],
+        ["forward of stage 1", "backward of"],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("piped", ["rank 0"]), ("meshed", ["ranks 0, 1"]), ("staged", ["ranks 0, 1", "ranks 2, 3"])],
+)
+def test_commands_show_what_ranks_run_once_and_which_run_the_same(
+    kind: str,
+    ranks: list[str],
+    request: pytest.FixtureRequest,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "ranks.lz"
+    path.write_bytes(request.getfixturevalue(kind))
+
+    assert main(["inspect", str(path)]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("// the ")]
+    expected = [(what, who) for row, who in zip(SHOWN[kind], ranks, strict=True) for what in row]
+    assert len(heads) == len(expected)
+    for head, (what, who) in zip(heads, expected, strict=True):
+        assert head.startswith(f"// the {what}") and head.endswith(f", {who}")
+
+    assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("// ")] == [
+        f"// {who}" for who in ranks
+    ]
+    assert shown.count("opened from a file") == len(ranks)
+    assert len(list(tmp_path.glob("page-rank*.html"))) == len(ranks)
+
+    assert main(["export", str(path), str(tmp_path / "model.onnx")]) == 2
+    assert "A file is exported in inference, and" in capsys.readouterr().err
 
 
 @pytest.mark.sweep(keep="few")

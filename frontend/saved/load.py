@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -100,7 +100,7 @@ def load(
     """
     store = open_cache()
     with garbage_collection_paused(), open_parts(path, store) as parts:
-        opened = _Opened(parts, store if trust or parts.is_signed else None)
+        opened = Opened(parts, store if trust or parts.is_signed else None)
         if opened.is_on_mesh and state_dict is not None:
             raise FileError("a state_dict has whole tensors: load it into the model afterwards")
         if mesh is not None and not opened.is_on_mesh:
@@ -113,33 +113,7 @@ def load(
         return opened.adopted(model)
 
 
-def captured_programs(
-    path: str | os.PathLike[str], tensors: Literal["bound", "none"] = "none"
-) -> list[tuple[str, Program]]:
-    """Returns the programs of a file as they were captured, each with what it is for.
-
-    Args:
-        path: the file.
-        tensors: whether they have those of the file, or stand-ins.
-
-    Raises:
-        FileError: as :func:`load` does.
-    """
-    with open_parts(path, None) as parts:
-        opened = _Opened(parts, None)
-        if (opened.is_pipeline or opened.is_on_mesh) and tensors == "bound":
-            raise FileError("its tensors are those of several ranks: load it on each of them")
-        model = opened.module(path, None) if tensors == "bound" else None
-        return [opened.captured(number, model) for number in range(opened.num_programs)]
-
-
-def parts_text(path: str | os.PathLike[str]) -> str:
-    """Returns a line for each part of a file: its bytes and its name."""
-    with open_parts(path, None) as parts:
-        return "\n".join(f"{parts.size_of(name):>12,}  {name}" for name in parts.names)
-
-
-class _Opened:
+class Opened:
     """A file that is being read: its programs first, for they say how tensors are laid out.
 
     Args:
@@ -496,18 +470,16 @@ class _Opened:
         trusted = self._store is not None
         return take_made(state, self._parts, _place(number), program) if trusted else state
 
-    @property
-    def num_programs(self) -> int:
-        """How many programs it has."""
-        return len(self._programs)
-
-    def captured(self, number: int, model: SavedModel | None) -> tuple[str, Program]:
-        """Returns what a program is for, and the program, with the tensors of a model."""
-        told, program = self._told["programs"][number], self._programs[number].captured
-        way = "training" if told["train"] else "inference"
-        if model is not None:
-            program = replace(program, sources=self._bound(program, model))
-        return f"{self._told['class']}, {way if self._batching is None else 'a step'}", program
+    def captured(self, model: SavedModel | None = None) -> list[tuple[str, Program]]:
+        """Returns what each program is for, and the program, with the tensors of a model."""
+        found = []
+        for told, read in zip(self._told["programs"], self._programs, strict=True):
+            way, program = "training" if told["train"] else "inference", read.captured
+            if model is not None:
+                program = replace(program, sources=self._bound(program, model))
+            way = way if self._batching is None else "a step"
+            found.append((f"{self._told['class']}, {way}", program))
+        return found
 
     def _bound(self, captured: Program, model: SavedModel) -> tuple[Source, ...]:
         """Returns where inputs come from, with the tensors that the file has for them."""

@@ -102,12 +102,12 @@ class SavedMesh:
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
         sound = all(type(n) is str and n for n in names) and len(set(names)) == len(names)
-        # Bounded, so that their product stays a number that can be listed.
         sound = sound and all(type(size) is int and 0 < size < 2**20 for size in sizes)
         axes = tuple(zip(names, sizes, strict=True))
         own = tuple(axis for axis in axes if axis[0] not in PIPELINE)
         sound = sound and bool(own) and len(axes) - len(own) == has_stages
-        if not sound or sorted(row) != list(range(math.prod(sizes))):
+        sound = sound and len(row) == math.prod(sizes)  # first: their product is any number
+        if not sound or sorted(row) != list(range(len(row))):
             raise FileError(f"there is no mesh of such dimensions and ranks: {str(axes)[:80]}")
         plan = MeshPlan(
             own,

@@ -123,15 +123,8 @@ def read_ranks(said: Any, mesh: Any = None) -> tuple[Ranks, ActionTable]:
     Raises:
         FileError: if other ranks are there than wrote the file.
     """
-    # Imported late: it brings in Dynamo, which nothing else here needs.
-    from ...pipeline_parallel.torch_pipelining import action_table
-
-    schedule, sizes, timeout_s, _ = said
-    stages, ranks, micro_batches, replicas = sizes
-    whole = all(type(size) is int and size > 0 for size in sizes)
-    if not whole or stages * micro_batches > _MAX_ACTIONS or not 0 < timeout_s < 1e9:
-        raise FileError(f"there is no pipeline of such sizes: {str(sizes)[:80]}")
-    table = action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
+    _, (_, ranks, _, replicas), timeout_s, _ = said
+    table = read_table(said)
     what = f"a pipeline of {ranks} rank(s) in {replicas} replica(s)"
     check_number(ranks * replicas, what)
     if mesh is not None:
@@ -148,6 +141,24 @@ def read_ranks(said: Any, mesh: Any = None) -> tuple[Ranks, ActionTable]:
     names = (DATA_DIM, PIPELINE_DIM)
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=names)
     return ranks_of(mesh, timeout_s), table
+
+
+def read_table(said: Any) -> ActionTable:
+    """Returns what PyTorch's schedule has each rank do.
+
+    Raises:
+        FileError: if there is no such pipeline.
+    """
+    # Imported late: it brings in Dynamo, which nothing else here needs.
+    from ...pipeline_parallel.torch_pipelining import action_table
+
+    schedule, sizes, timeout_s, _ = said
+    stages, ranks, micro_batches, replicas = sizes
+    whole = all(type(size) is int and size > 0 for size in sizes)
+    most = stages * max(micro_batches, replicas) if whole else 0
+    if not 0 < most <= _MAX_ACTIONS or not 0 < timeout_s < 1e9:
+        raise FileError(f"there is no pipeline of such sizes: {str(sizes)[:80]}")
+    return action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
 
 
 def read_colors(said: Any, num_stages: int) -> Colors:

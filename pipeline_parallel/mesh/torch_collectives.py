@@ -319,11 +319,12 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
 
 
 @contextmanager
-def absent_ranks(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Makes this process rank 0 of a mesh within it; the collectives of that move nothing.
+def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
+    """Makes this process a rank of a mesh within it; the collectives of that move nothing.
 
     Args:
         axes: name and size of each dimension.
+        rank: which one.
 
     Raises:
         PlanError: if this process is one of several already, or there is no mesh of such sizes.
@@ -343,7 +344,7 @@ def absent_ranks(axes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     import_module("torch.testing._internal.distributed.fake_pg")
     hook = sys.excepthook  # which init_process_group wraps
     num_ranks = math.prod(axes.values())
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=dist.HashStore())
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=dist.HashStore())
     forget_meshes()
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
