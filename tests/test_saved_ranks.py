@@ -5,6 +5,7 @@ import pathlib
 import sys
 import zipfile
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import test_pipeline
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import lazyinline
 from lazyinline import FileError, PipelineError
+from lazyinline.frontend.passes.context import Context
 from lazyinline.pipeline_parallel.mesh.torch_collectives import forget_meshes
 
 HERE = "test_saved_ranks"
@@ -174,14 +176,36 @@ def go_on(rank: int, folder: pathlib.Path) -> list[str]:
     sources = ("transformers", "decoders", "hugging_face")
     assert not sys.modules.keys() & set(sources)
     sys.modules.update(dict.fromkeys(sources))  # type: ignore[arg-type]
+    wrong = where_one_cannot_link(rank, folder / "pipe.lz")
     pipe: Any = lazyinline.load(folder / "pipe.lz")
     args, kwargs = torch.load(folder / "batch")
-    wrong = different(trained_on(pipe, args, kwargs), torch.load(folder / f"further{rank}"))
+    wrong += different(trained_on(pipe, args, kwargs), torch.load(folder / f"further{rank}"))
     # An update has no kernel to be kept: it is one launch, made anew. Halves are not in the file.
     is_split = "without bubbles" in (folder / "case").read_text()
     report, has_kernels = pipe.last_report, pipe.optimizer is None and not is_split
     if has_kernels and report.backend == "inductor" and report.num_kernels:
         wrong.append(f"{report.num_kernels} kernels were made")
+    return wrong
+
+
+def where_one_cannot_link(rank: int, path: pathlib.Path) -> list[str]:
+    """What is wrong with how ranks hear that one has no kernels, or a damaged copy of the file.
+
+    A rank that was left alone would wait in a collective until that fails, and say so.
+    """
+    wrong, texts = [], unsigned(path)
+    own = path.with_name(f"copy{rank}.lz")
+    named = next(name for name in texts if name.endswith("captured.txt"))
+    damaged = path.read_bytes().replace(texts[named], texts[named][::-1])
+    said = "MemoryError: no room"
+    for failing, what in ((0, said), (1, said), (1, f"BadZipFile: Bad CRC-32 for file '{named}'")):
+        own.write_bytes(damaged if what != said and rank == failing else path.read_bytes())
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(FileError) as error:
+            if what == said and rank == failing:
+                patch.setattr(Context, "lower", Mock(side_effect=MemoryError("no room")))
+            lazyinline.load(own)
+        expected = f"{own} cannot be opened as a compiled program: {what}."
+        wrong += [] if str(error.value) == expected else [f"of {failing}: {error.value}"]
     return wrong
 
 
@@ -296,7 +320,8 @@ def gone_on(rank: int, place: pathlib.Path) -> list[str]:
     lazyinline.save(step, place / "again.lz")
     again, first = (unsigned(place / name) for name in ("again.lz", "mesh.lz"))
     names = first.keys() | again.keys()
-    wrong = [f"saved again {n} is another" for n in names if first.get(n) != again.get(n)]
+    wrong = where_one_cannot_link(rank, place / "mesh.lz")
+    wrong += [f"saved again {n} is another" for n in names if first.get(n) != again.get(n)]
     optimizer, is_staged = optimizer_of(step), place.name in STAGES
     if not is_staged:
         state = get_optimizer_state_dict(step.model, optimizer)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,29 +129,40 @@ class Opened:
         self._own = ""  # where the parts of this rank are
         self._absent: set[str] = set()  # tensors of other ranks
         self._needed = set[str]()  # of several ranks, those that this one has to have
-        settings = None
-        if self._batching is not None:
-            # Of a stand-in for each tensor: programs are read before there are any.
-            update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1, device="cpu")))
-            settings = [] if update is None else [one.settings for one in update.groups()]
-        self._programs = [
-            read_program(parts, _place(i), one, settings, trusted=store is not None)
-            for i, one in enumerate(told["programs"])
-        ]
-        named = {each.name: told[each.name] for each in fields(TensorNames)}
-        if named["parameters"] is None:
-            named["parameters"] = used_parameters(one.captured for one in self._programs)
-        self._names = TensorNames(**named)
-        self._types: dict[str, TensorType] = {}
-        for program in self._programs:
-            for _, source, type_ in model_inputs(program.captured):
-                if self._types.setdefault(source.name, type_) != type_:
-                    raise FileError(f"two programs take {source.name} in two ways")
         # Of a mesh the parameters, of which this rank has parts, and the types of those.
         self._parted: Container[str] = ()
         self._part_types: dict[str, TensorType] = {}
         self._parts_read: dict[str, torch.Tensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def _programs(self) -> list[ReadProgram]:
+        """Read at the first use: by then ranks hear of each other what is wrong with a file."""
+        settings = None
+        if self._batching is not None:
+            # Of a stand-in for each tensor: programs are read before there are any.
+            update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1, device="cpu")))
+            settings = [] if update is None else [one.settings for one in update.groups()]
+        return [
+            read_program(self._parts, _place(i), one, settings, trusted=self._store is not None)
+            for i, one in enumerate(self._told["programs"])
+        ]
+
+    @cached_property
+    def _names(self) -> TensorNames:
+        named = {each.name: self._told[each.name] for each in fields(TensorNames)}
+        if named["parameters"] is None:
+            named["parameters"] = used_parameters(one.captured for one in self._programs)
+        return TensorNames(**named)
+
+    @cached_property
+    def _types(self) -> dict[str, TensorType]:
+        found: dict[str, TensorType] = {}
+        for program in self._programs:
+            for _, source, type_ in model_inputs(program.captured):
+                if found.setdefault(source.name, type_) != type_:
+                    raise FileError(f"two programs take {source.name} in two ways")
+        return found
 
     @property
     def options(self) -> Options:
@@ -259,9 +270,10 @@ class Opened:
         given: Any,
     ) -> Pipeline:
         """Returns this rank's part of a pipeline, with the tensors of its stages; a collective."""
-        told, program, said = self._told["programs"][0], self._programs[0], self._told["ranks"]
+        told, said = self._told["programs"][0], self._told["ranks"]
         trusted, mesh = self._store is not None, self._mesh(given)
         ranks, table = read_ranks(said, mesh and mesh.whole)
+        program = together(ranks, lambda: self._programs[0])
         if mesh is None:
             self._own = f"ranks/{ranks.rank}/"
         elif not mesh.plan.replicas:  # each has parts of its own, and none is compared
@@ -359,9 +371,10 @@ class Opened:
         """Returns this rank's part of a step over a mesh, with its tensors; a collective."""
         from .mesh import MAX_MICRO_BATCHES, read_step
 
-        told, program, mesh = self._told["programs"][0], self._programs[0], self._mesh(given)
+        told, mesh, batching = self._told["programs"][0], self._mesh(given), self._batching
         assert mesh is not None
-        ranks, batching = all_ranks(torch.device("cpu")), self._batching
+        ranks = all_ranks(torch.device("cpu"))
+        program = together(ranks, lambda: self._programs[0])
         if batching is None or batching.micro_batches not in range(1, MAX_MICRO_BATCHES):
             raise FileError("it is no training step with a number of micro-batches")
         inputs = _inputs(told, program, batching.micro_batches)
