@@ -188,7 +188,7 @@ class Opened:
             found |= self._read(WEIGHTS)
         elif where == "beside":
             with open(beside(path), "rb") as file:
-                found |= self._laid_out(file, os.fstat(file.fileno()).st_size)
+                found |= self._laid_out(file, os.fstat(file.fileno()).st_size, self._types)
         else:
             raise FileError("it has no weights: give load a state_dict")
         self._parts_read = {name: found.pop(name) for name in [*found] if name in self._parted}
@@ -208,12 +208,13 @@ class Opened:
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         name = self._own + name
+        types = {**self._types, **self._part_types}  # first: a stream reads on from its place
         with self._parts.stream(name) as source:
-            return self._laid_out(source, self._parts.size_of(name))
+            return self._laid_out(source, self._parts.size_of(name), types)
 
-    def _laid_out(self, source: Any, size: int) -> dict[str, torch.Tensor]:
-        types = {**self._types, **self._part_types}
-
+    def _laid_out(
+        self, source: Any, size: int, types: Mapping[str, TensorType]
+    ) -> dict[str, torch.Tensor]:
         def check(name: str, described: Described) -> None:
             type_ = types.get(name)
             if type_ and (type_.dtype, type_.shape) != (described.dtype, described.shape):
