@@ -1,15 +1,10 @@
 """Runs what may end a process in one of its own, and work in several threads at once."""
 
-import os
-import pathlib
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-_TESTS = pathlib.Path(__file__).parent
-_LIMIT_S = 300.0
+import forked
 
 
 def run_apart(function: Callable[..., None], *arguments: str, **environment: str) -> str:
@@ -21,16 +16,7 @@ def run_apart(function: Callable[..., None], *arguments: str, **environment: str
         environment: variables to set.
     """
     code = f"import {function.__module__} as m; m.{function.__name__}(*{list(arguments)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(_TESTS)!r}]; {code}"],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_LIMIT_S,
-    )
-    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
+    return forked.run(code, **environment)
 
 
 def in_threads(work: Callable[[int], Any], number: int = 3) -> list[Any]:

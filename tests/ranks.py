@@ -7,7 +7,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Forked, fork
 
 LIMIT_S = 300
 
@@ -33,30 +33,18 @@ def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
 @contextlib.contextmanager
 def started(
     folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[list[Forked]]:
     """Starts the ranks and ends them whatever happens."""
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment["LAZYINLINE_CACHE_DIR"] = str(cache or folder / "cache")
+    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache or folder / "cache")}
     call = "ranks.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
     code = f"import pathlib, ranks; from sys import argv; {call}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(world), str(folder), task],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    common = (str(world), str(folder), task)
+    ranks = [fork(code, str(rank), *common, environment=environment) for rank in range(world)]
     try:
         yield ranks
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()  # closes its pipe, too
 
 
 def said_by_survivors(

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 
+import forked
 import pytest
 from conftest import ROOT, selected
 
@@ -54,7 +55,8 @@ QUICK = {
 }
 ONE_BY_ONE = """
 import contextlib, io, json, os, runpy, sys
-said, folder, examples = {}, sys.argv[1], json.loads(sys.argv[2])
+said, folder, examples = {}, sys.argv[2], json.loads(sys.argv[3])
+os.chdir(sys.argv[1])
 sys.path.insert(0, folder)
 for name, arguments in examples.items():
     sys.argv = [name, *arguments]
@@ -69,13 +71,9 @@ def said_one_by_one(
     examples: dict[str, list[str]], folder: pathlib.Path, cache: pathlib.Path
 ) -> dict[str, str]:
     """What examples print, run in one process: to import PyTorch costs more than they do."""
-    command = [sys.executable, "-c", ONE_BY_ONE, str(EXAMPLES), json.dumps(examples)]
-    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    said: dict[str, str] = json.loads(done.stdout)
+    arguments = (str(folder), str(EXAMPLES), json.dumps(examples))
+    printed = forked.run(ONE_BY_ONE, *arguments, LAZYINLINE_CACHE_DIR=str(cache))
+    said: dict[str, str] = json.loads(printed.splitlines()[-1])
     return said
 
 

@@ -204,6 +204,7 @@ DIVIDED = {"pair": "int64", "pair in a step": "uint8"}
 
 
 def wrong_indices_and_divisors(group: str) -> None:
+    torch.set_num_threads(4)
     wrong_indices(group)
     if group in DIVIDED:
         zero_divisors(DIVIDED[group])
@@ -228,7 +229,7 @@ def zero_divisors(dtype: str) -> None:
 @pytest.mark.sweep(keep="[pair]")
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_wrong_index_or_divisor_is_an_error_and_leaves_all_usable(group: str) -> None:
-    run_apart(wrong_indices_and_divisors, group, OMP_NUM_THREADS="4")
+    run_apart(wrong_indices_and_divisors, group)
 
 
 # ---- the text --------------------------------------------------------------------------------

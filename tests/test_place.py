@@ -1,11 +1,9 @@
 """Parts of a model on devices of their own: the mark, and models on two devices."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
+import forked
 import pytest
 import torch
 from link_tree import ROOT
@@ -31,10 +29,8 @@ SWEPT = "options or kept or inside or says and embedding or step_trains and indu
 @pytest.mark.sweep(keep="not")
 def test_models_on_two_devices_have_eagers_numbers(cases: str) -> None:
     # A process has one device of its own for users, for as long as it lives.
-    command = [sys.executable, "-m", "pytest", "-q", "-k", cases]
-    command.append(str(ROOT / "tests" / "second_device_cases.py"))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ.copy())
-    assert done.returncode == 0, done.stdout[-6000:]
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    forked.run(code, "-q", "-k", cases, str(ROOT / "tests" / "second_device_cases.py"))
 
 
 def test_a_placed_module_keeps_what_the_user_has_of_it() -> None:
