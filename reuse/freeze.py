@@ -13,6 +13,7 @@ first read, and compared by identity, item by item.
 
 from __future__ import annotations
 
+import builtins
 import enum
 import operator
 import sys
@@ -369,12 +370,14 @@ class Snapshot:
             # model reads them.
             found += [] if is_set_of_outputs(value) else held
         if type(value) is dict and BUILTINS in value:  # which exec put there
-            found = [part for part in found if not is_library_scope(part)]
+            found = [part for part in found if part is not builtins and not is_library_scope(part)]
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
             found += [value.__defaults__, value.__kwdefaults__]
         elif isinstance(value, (type, types.ModuleType)):
             self._meets(value)
+            if value is type or value is builtins:
+                self.refuse_use("type(), which it finds under another name or in builtins")
         elif is_library_scope(value):
             of = "sys" if value is sys.modules else value["__name__"]
             self.unreadable.append(f"reads the modules, or all names, that {of} holds")

@@ -6,9 +6,12 @@ import builtins  # noqa: F401, asked by text
 import collections  # noqa: F401, asked by text
 import dataclasses
 import functools
+import inspect  # noqa: F401, asked by text
 import json  # noqa: F401, asked by text
 import numbers  # noqa: F401, asked by text
 import operator  # noqa: F401, asked by text
+import re
+import sys  # noqa: F401, asked by text
 from collections.abc import Callable
 from typing import Any
 
@@ -166,11 +169,14 @@ class Weight(nn.Parameter):
 class Held(nn.Module):
     """Asks for the class of a tensor, in one of the ways that ask nobody."""
 
+    held_by_class = {"t": type}
+
     def __init__(self, ask: Callable[[nn.Module, Tensor], bool]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.own = Weight(torch.ones(2))
         self.ask = ask
+        self.held, self.partial = type, functools.partial(type)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if self.ask(self, x) else x * 3
@@ -194,9 +200,13 @@ def in_a_loop(module: nn.Module, *values: Any) -> bool:
 
 
 def deferred(module: nn.Module, x: Tensor) -> bool:
-    """Asks by a ``type`` that is kept first: what stands for it may not be."""
+    """Asks by a ``type`` that is kept first."""
     ask = type
     return ask(x) is Tensor
+
+
+def returned() -> Any:
+    return type
 
 
 def by_default(module: nn.Module, x: Tensor, ask: Any = type) -> bool:
@@ -221,10 +231,18 @@ OF_TENSORS = [
     *("type(m.weight.float()) is nn.Parameter", "type(m.weight.detach()) is Tensor"),
     *("type(m.own) is Weight", "m.own.__class__ is Weight", "isinstance(m.own, Weight)"),
     *("type(m.own * 1) is Tensor", "type(nn.Parameter(x)) is nn.Parameter"),
+    *("next(map(type, [x])) is Tensor", "deferred(m, x)", "returned()(x) is Tensor"),
+    *("functools.partial(type, x)() is Tensor", "getattr(x, '__class__') is Tensor"),
+    *("operator.attrgetter('__class__')(x) is Tensor", "x.__class__.__mro__[0] is Tensor"),
+    *("inspect.getmro(type(x))[0] is Tensor", "x.type() == 'torch.FloatTensor'"),
+    "isinstance(Tensor, type) and type(Held) == type and type(Held) in (int, type)",
 ]
-AS_A_VALUE = [
-    *("next(map(type, [x])) is Tensor", "deferred(m, x)"),
+OTHERWISE = [
     *("CLASS_OF(x) is Tensor", "builtins.type(x) is Tensor", "by_default(m, x)", "closed(m, x)"),
+    *("m.held(x) is Tensor", "m.held_by_class['t'](x) is Tensor", "m.partial(x) is Tensor"),
+    *("getattr(builtins, 'type')(x) is Tensor", "m.__class__.__class__(x) is Tensor"),
+    *("__import__('builtins').type(x) is Tensor", "sys.modules['builtins'].type(x) is Tensor"),
+    *("object.__getattribute__(x, '__class__') is Tensor", "type(m).__class__(x) is Tensor"),
 ]
 
 
@@ -237,14 +255,15 @@ def test_the_class_of_a_tensor_is_eagers(way: str) -> None:
     assert "type" not in globals() and FakeTensor.__bases__ == (Tensor,)
 
 
-@pytest.mark.parametrize("way", AS_A_VALUE)
+@pytest.mark.parametrize("way", OTHERWISE)
 @pytest.mark.filterwarnings("ignore:.*runs eagerly")
-def test_type_as_a_value_is_asked_eagerly(way: str) -> None:
+def test_type_by_another_way_is_asked_eagerly(way: str) -> None:
     model = Held(eval(f"lambda m, x: type(m) is Held and {way}", globals()))
     x = torch.ones(3, 2)
     run = lazyinline.compile(model, backend="eager")
     torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
-    assert "asks for type() of a tensor" in str(lazyinline.last_report(run))
+    report = lazyinline.last_report(run)
+    assert report.ran_eagerly and re.search("type|builtins|__getattribute__", str(report))
 
 
 @pytest.mark.parametrize("way", ["type(x) is nn.Parameter", "isinstance(x, nn.Parameter)"])

@@ -3,14 +3,14 @@
 A tensor that is traced is a fake one, and a size that varies is a symbol. ``isinstance`` answers
 for both as in eager: a fake is a tensor, and a symbol says here that its class is the number's.
 ``type(x)`` and ``n is m`` ask nobody: functions that say one of them are noted as they begin. Where
-one calls ``type``, its module is given a ``type`` that answers for a fake as for the tensor. What
-is left is refused: the frames are read when the model has run, since they still hold what was asked
-about.
+one names ``type``, its module is given a ``type`` that answers as in eager, however it is called
+then. What a model finds that is Python's own ``type`` is refused where it is found
+(:mod:`...reuse.freeze`). What is left is refused afterwards: the frames are read when the model has
+run, since they still hold what was asked about.
 """
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
 import itertools
@@ -36,9 +36,9 @@ from .torch_tracing import is_traced
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _COMPUTES_WITH_SYMBOLS = "sympy"
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 _ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
-_CALLS = ("CALL", "CALL_FUNCTION")  # by position
 _ITERATED = ".0"  # what Python calls the argument of a comprehension
 # Functions that ask for a class and do the same with a fake tensor's, with the reason.
 _ALIKE = frozenset(
@@ -121,10 +121,19 @@ class _LikeType(type):
     """Has a class do for its module what ``type`` does, in other threads too."""
 
     _known: Mapping[int, type]
+    _thread: int
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        is_question = len(args) == 1 and not kwargs
-        return _class_in_eager(args[0], cls._known) if is_question else type(*args, **kwargs)
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        found = _class_in_eager(args[0], cls._known)
+        return _NUMBERS.get(found, found) if threading.get_ident() == cls._thread else found
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, type)
@@ -170,8 +179,8 @@ class _Question(NamedTuple):
         is_open: whether these are not all: what is asked of is computed, or one of several values
             that a variable had. Then all that the function holds counts.
         kinds: the classes whose instances answer otherwise than in eager.
-        way: ``"type()"``, or ``"type"`` where it is not called with one value, or by another name,
-            ``"__class__"`` or ``"is"``.
+        way: ``"type"``, ``"is"``, ``"is type"`` where that is compared with ``type`` itself, or
+            ``"__class__"``.
     """
 
     line: int
@@ -192,10 +201,11 @@ class AskedClasses:
     def __init__(self, known: Mapping[int, type], *, of_sizes: bool) -> None:
         self._of_sizes = of_sizes
         # By identity: to hash code takes long.
-        self._known: dict[int, tuple[CodeType, frozenset[str], Sequence[_Question]]] = {}
+        self._known: dict[int, tuple[CodeType, Sequence[_Question]]] = {}
         self._asking: list[tuple[FrameType, Sequence[_Question], list[Mapping[str, Any]]]] = []
         self._classes = known
-        self._type: Any = _LikeType("type", (type,), {OWN_PATCH: True, "_known": known})
+        own = {OWN_PATCH: True, "_known": known, "_thread": threading.get_ident()}
+        self._type: Any = _LikeType("type", (type,), own)
         self._undo = ExitStack()
         self._modules: dict[int, bool] = {}  # by id of its globals: whether its ``type`` is ours
 
@@ -224,31 +234,24 @@ class AskedClasses:
         code, scope = frame.f_code, frame.f_globals
         if (scope.get("__name__"), code.co_name) in _ALIKE:
             return ()
-        has_given = code.co_argcount or code.co_kwonlyargcount or code.co_freevars
-        names = _names_of_type(code, frame.f_locals if has_given else {}, scope)
         known = self._known.get(id(code))
-        if known is None or known[1] != names:
-            found = [q for q in _questions(code, names) if self._of_sizes or q.kinds != SIZE_TYPES]
-            known = self._known[id(code)] = (code, names, found)
-        return known[2]
+        if known is None:
+            found = [q for q in _questions(code) if self._of_sizes or q.way != "is"]
+            known = self._known[id(code)] = (code, found)
+        return known[1]
 
     def _show(self, question: _Question, scope: dict[str, Any]) -> None:
         """Lets what a function is about to ask be answered as in eager, if it can be."""
-        if question.way == "type":  # as a value it could be kept, or compared
+        if question.way == "is type":
             if self._modules.get(id(scope)):
                 _take_back(scope, self._type)
             self._modules[id(scope)] = False
-        elif question.way == "type()" and id(scope) not in self._modules:
+        elif question.way == "type" and id(scope) not in self._modules:
             # A module may have its own, or that of another thread's capture.
             self._modules[id(scope)] = "type" not in scope
             if "type" not in scope:
                 self._undo.callback(_take_back, scope, self._type)
                 scope["type"] = self._type
-
-    def _is_answered(self, question: _Question, scope: dict[str, Any]) -> bool:
-        if question.way == "type()":
-            return self._modules[id(scope)]
-        return question.way == "__class__"
 
     def refuse(self) -> None:
         """Refuses a class that is not eager's, in the functions that have run.
@@ -259,12 +262,11 @@ class AskedClasses:
         """
         for frame, questions, given in self._asking:
             for question in questions:
+                if question.way == "type" and self._modules[id(frame.f_globals)]:
+                    continue  # it was answered
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
-                    of_tensor = isinstance(value, torch.Tensor)
-                    if of_tensor and self._is_answered(question, frame.f_globals):
-                        continue
                     if isinstance(value, question.kinds):
-                        _refuse(question, frame, of_tensor=of_tensor)
+                        _refuse(question, frame, of_size=isinstance(value, SIZE_TYPES))
 
     def release(self) -> None:
         """Lets go of the functions that have run."""
@@ -276,9 +278,9 @@ def _take_back(scope: dict[str, Any], own: Any) -> None:
         del scope["type"]
 
 
-def _refuse(question: _Question, frame: FrameType, *, of_tensor: bool) -> None:
+def _refuse(question: _Question, frame: FrameType, *, of_size: bool) -> None:
     line = f"{os.path.basename(frame.f_code.co_filename)}:{question.line}"
-    if of_tensor:
+    if not of_size:
         raise CaptureError(
             f"The model's forward asks for type() of a tensor at {line}, and a tensor that is "
             "traced has another class than in eager. Ask isinstance() instead."
@@ -308,6 +310,8 @@ def _at(path: _Path, table: Mapping[str, Any]) -> Iterator[Any]:
         found: Sequence[Any]
         if isinstance(value, torch.Tensor) and str(step)[1:] in _SIZES:
             found = [value.shape]
+        elif step == ".__class__":
+            found = [type(value)]
         elif isinstance(step, str) and step[:1] == ".":
             found = [held[step[1:]] for held in _tables(value) if step[1:] in held]
         elif isinstance(value, (list, tuple)):
@@ -342,54 +346,42 @@ def _with_items(value: Any) -> Iterator[Any]:
 # ---- reading the code --------------------------------------------------------------------------
 
 
-def _questions(code: CodeType, names: frozenset[str]) -> Sequence[_Question]:
+def _questions(code: CodeType) -> Sequence[_Question]:
     """Returns what a function asks; ``is None`` says the same of every tensor."""
-    asks = names or "type" in code.co_names or "__class__" in code.co_names
-    return _read(code, names) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
-
-
-def _names_of_type(
-    code: CodeType, given: Mapping[str, Any], scope: Mapping[str, Any]
-) -> frozenset[str]:
-    """Returns by which names of its own a function has ``type``, or ``builtins`` with it."""
-    held = [(name, scope[name]) for name in code.co_names if name in scope]
-    found = [name for name, value in (*given.items(), *held) if value is type]
-    return frozenset(found + [f"{name}.type" for name, value in held if value is builtins])
+    asks = "type" in code.co_names or "__class__" in code.co_names
+    return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
 
 
 @functools.lru_cache(maxsize=4096)  # a tenth of a small model's capture where each reads it anew
-def _read(code: CodeType, names: frozenset[str]) -> Sequence[_Question]:
+def _read(code: CodeType) -> Sequence[_Question]:
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found, line = [], code.co_firstlineno
     for index, step in enumerate(steps):
         line = _line(step) or line
         if step.opname == "IS_OP" and not _is_none(steps[index - 1]):
             asked, kinds, way = _operands(steps, index, 2), SIZE_TYPES, "is"
-        elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
-            asked, kinds, way = _operands(steps, index, 1), (torch.Tensor,), "__class__"
-        elif (is_plain := _is_builtin(step)) or _is_named(steps, index, names):
-            asked, is_called = _argument(steps, index)
-            is_answered = is_plain and is_called
-            kinds, way = (torch.Tensor, *SIZE_TYPES), "type()" if is_answered else "type"
+            right = _operands(steps, index, 1)
+            sides = right, asked[: -len(right)]
+            if any(len(side) == 1 and _is_builtin(side[0]) for side in sides):
+                found.append(_Question(line, (), False, (), "is type"))
+        elif step.opname.startswith(_ATTRIBUTES) and step.argval == "__class__":
+            # Of a class, that is ``type`` itself.
+            asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
+            kinds = (object,) if any(map(_is_builtin, asked)) else kinds
+        elif _is_builtin(step):
+            asked, kinds, way = _argument(steps, index), (torch.Tensor, *SIZE_TYPES), "type"
         else:
             continue
         if not _raises(steps, index):
             paths, is_computed = _paths(asked)
             is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
+            is_open = is_open and kinds != (type,)  # most are no classes
             found.append(_Question(line, paths, is_open, kinds, way))
     return found
 
 
 def _is_builtin(step: dis.Instruction) -> bool:
     return step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
-
-
-def _is_named(steps: list[dis.Instruction], index: int, names: frozenset[str]) -> bool:
-    """Whether an instruction loads ``type`` by one of some names, such as ``builtins.type``."""
-    if not names or not steps[index].opname.startswith(_NAMES):
-        return False
-    loaded = _argvals(steps[index])
-    return not names.isdisjoint((*loaded, f"{loaded[-1]}.{steps[index + 1].argval}"))
 
 
 def _line(step: Any) -> int | None:
@@ -411,19 +403,15 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
     return steps[first:index]
 
 
-def _argument(steps: list[dis.Instruction], index: int) -> tuple[list[dis.Instruction], bool]:
-    """Returns what computes the argument of a function that is loaded; whether that is called."""
+def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
+    """Returns what computes the argument of a function that is loaded."""
     held, last = _pushed(steps[index]), index
-    own, is_kept = held, True  # on the stack, until the call
     while last + 1 < len(steps):
         last += 1
         held += _pushed(steps[last])
         if steps[last].opname.startswith("CALL") and held <= 1:
             break
-        is_kept = is_kept and held >= own
-    call = steps[last]
-    is_called = is_kept and held == 1 and call.opname in _CALLS and call.arg == 1
-    return steps[index + 1 : last], is_called
+    return steps[index + 1 : last]
 
 
 def _pushed(step: dis.Instruction) -> int:
@@ -438,7 +426,7 @@ def _paths(steps: list[dis.Instruction]) -> tuple[tuple[_Path, ...], bool]:
     for step in steps:
         if step.opname.startswith(_NAMES):
             found += [(name,) for name in _argvals(step) if isinstance(name, str)]
-        elif step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and found:
+        elif step.opname.startswith(_ATTRIBUTES) and found:
             found[-1] = (*found[-1], f".{step.argval}")
         elif step.opname.startswith("LOAD_"):
             found.append((None, step.argval))

@@ -223,6 +223,7 @@ class Reads:
             if name in scope:
                 self._outside(scope, name, code.co_names, 0, seen)
         for name in imports:
+            self._found(sys.modules.get(name))
             self._named_attributes(sys.modules.get(name), code.co_names, 0, seen)
         for value in captured:
             # A cache to which nothing outside has led is given, or made in the run: a part of a
