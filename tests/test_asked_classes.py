@@ -13,7 +13,7 @@ import operator  # noqa: F401, asked by text
 import re
 import sys  # noqa: F401, asked by text
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -169,7 +169,7 @@ class Weight(nn.Parameter):
 class Held(nn.Module):
     """Asks for the class of a tensor, in one of the ways that ask nobody."""
 
-    held_by_class = {"t": type}
+    held_by_class: ClassVar[dict[str, Any]] = {"t": type}
 
     def __init__(self, ask: Callable[[nn.Module, Tensor], bool]) -> None:
         super().__init__()
