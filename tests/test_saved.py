@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import pathlib
 import subprocess
@@ -364,12 +363,7 @@ def test_weights_are_in_the_format_of_safetensors(tmp_path: pathlib.Path) -> Non
 # ---- trust ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_pages", [True, False])
-def test_tensors_of_a_large_file_have_storages_of_their_own(
-    has_pages: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_pages:  # a system without them refuses the advice
-        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)
+def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(1024, 1023), nn.Linear(1023, 7), nn.Tanh())
     loaded = reloaded(compiled_for(model, torch.randn(2, 1024)), tmp_path)
     tensors = list(loaded.parameters())

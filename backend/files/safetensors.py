@@ -7,13 +7,10 @@ their bytes follow without a gap. https://github.com/huggingface/safetensors has
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...reuse.errors import FileError
@@ -37,8 +34,6 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as in the library
-_ALIGNMENT = 64  # as PyTorch's own tensors have
-_REGION_BYTES, _LEAST_BYTES = 1 << 25, 1 << 22
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
@@ -77,36 +72,6 @@ class Described:
     shape: tuple[int, ...]
 
 
-class _Memory:
-    """Makes tensors, side by side in huge pages where there are many bytes and the system has such.
-
-    To get and to clear small pages takes longer than to read a file into them.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._has_pages = size >= _LEAST_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
-        self._region, self._used = memoryview(b""), 0
-
-    def empty(self, described: Described) -> tuple[torch.Tensor, memoryview]:
-        """Returns a tensor, whose storage is that of no other, and its bytes."""
-        shape, dtype = described.shape, described.dtype
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if not self._has_pages or not num_bytes:
-            made = torch.empty(shape, dtype=dtype, device="cpu")
-            return made, _bytes_of(made)
-        if self._used + num_bytes > len(self._region):
-            # Each region is given back with the last tensor in it, so none is larger than need be.
-            region = mmap.mmap(-1, max(_REGION_BYTES, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANON)
-            with suppress(OSError):  # a system that knows the word may be built without such pages
-                region.madvise(mmap.MADV_HUGEPAGE)
-            self._region, self._used = memoryview(region), 0
-        part = self._region[self._used : self._used + num_bytes]
-        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        storage = torch.from_numpy(np.frombuffer(part, np.uint8)).untyped_storage()
-        made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]
-        return made, part
-
-
 def read_tensors(
     source: Any, size: int, check: Callable[[str, Described], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,14 +91,15 @@ def read_tensors(
     header = read_json(source.read(length))
     header.pop("__metadata__", None)
     rows = [(*_described(name, said), name) for name, said in header.items()]
-    end, memory = 0, _Memory(size)
+    end = 0
     for begin, row_end, described, name in sorted(rows, key=lambda row: row[:2]):
         if begin != end:
             raise FileError(f"there is a gap before {name}")
         end = row_end
         check(name, described)
-        tensor, its_bytes = memory.empty(described)
-        if source.readinto(its_bytes) != row_end - begin:
+        # Not in huge pages: a system without free ones makes some, which takes longer than reading.
+        tensor = torch.empty(described.shape, dtype=described.dtype, device="cpu")
+        if source.readinto(_bytes_of(tensor)) != row_end - begin:
             raise FileError(f"{name} is not whole")
         yield name, tensor
     if end != size - _LENGTH_BYTES - length:
