@@ -46,7 +46,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_403, 21),
     "recompute": (1_181, 4),
     "pipeline_parallel": (7_874, 25),
-    "backend": (12_772, 45),
+    "backend": (12_738, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
