@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
@@ -124,6 +125,36 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 _VERSION = operator.attrgetter("_version")
+
+
+_NEW_PATCHER = torch.fx._symbolic_trace._new_patcher
+
+
+@contextmanager
+def modules_left() -> Iterator[None]:
+    """Has the next trace of this thread leave ``nn.Module``'s call: ``make_fx`` sees operators.
+
+    To exchange a method of a class, Python walks its subclasses, which takes milliseconds where a
+    process has thousands, four times for each trace.
+    """
+    thread = threading.get_ident()
+
+    @contextmanager
+    def without_methods() -> Iterator[Any]:
+        with _NEW_PATCHER() as patcher:
+            if threading.get_ident() == thread:
+                put_back()  # a trace that the traced Python makes is one of modules
+                patcher.patch_method = lambda *_, **__: None  # type: ignore[method-assign]
+            yield patcher
+
+    def put_back() -> None:
+        torch.fx._symbolic_trace._new_patcher = _NEW_PATCHER
+
+    torch.fx._symbolic_trace._new_patcher = without_methods
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def matmul_precision() -> tuple[str, str]:

@@ -50,6 +50,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.environ.get("PYTHONPATH", ""), BENCHMARKS])
 )
 
+MANY_OBJECTS = 300_000  # a capture of a few layers makes a third
+
 # How long an example takes says nothing here: the first one compiles.
 hypothesis.settings.register_profile("lazyinline", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("lazyinline")
@@ -115,13 +117,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Takes what is there by now out of what later collections of garbage walk."""
+    """Collects garbage between tests only: they make much that lives on, and Python walks it."""
     gc.collect()
     gc.freeze()
     # Each capture asks for it, and Python counts by walking all of them.
     num_frozen = gc.get_freeze_count()
     mock.patch.object(gc, "get_freeze_count", lambda: num_frozen).start()
-    gc.set_threshold(10_000, 20, 100)  # tests make much that lives on: it is walked rarely
+    gc.set_threshold(0)
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures have let go of what they held
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collects what is much by now; what lives on after a file is not walked again."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    elif gc.get_count()[0] > MANY_OBJECTS:
+        gc.collect()
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
 from lazyinline.reuse.ir.torch_fake_rules import kernels_own_rules
+from lazyinline.reuse.torch_names import modules_left
 
 pytestmark = pytest.mark.smoke
 
@@ -510,6 +511,26 @@ def test_a_tracer_exchanges_the_wrapped_globals_in_a_table() -> None:
     finally:
         table.pop(key, None)
     assert [function is torch.relu for function in scope["found"]] == [False, True]
+
+
+@contract("torch.fx._symbolic_trace._new_patcher")
+def test_a_tracer_exchanges_the_call_of_modules_by_a_patcher_unless_told_to_leave_it() -> None:
+    call, found = nn.Module.__call__, []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(nn.Module.__call__ is call)
+        return x + 1
+
+    def nesting(x: Tensor) -> Tensor:
+        traced(function, x)
+        return function(x)
+
+    traced(function, torch.ones(2))
+    assert within(modules_left(), lambda: targets(traced(nesting, torch.ones(2)))) == [
+        aten.add.Tensor
+    ]
+    traced(function, torch.ones(2))
+    assert found == [False, False, True, False]
 
 
 @contract("torch.fx.node._side_effectful_need_to_be_preserved_pre_dispatch")

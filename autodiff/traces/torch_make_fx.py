@@ -44,7 +44,7 @@ from ...reuse.ir.torch_symbols import (
 )
 from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
 from ...reuse.process import ProcessLock
-from ...reuse.torch_names import module_of, operator_as_printed
+from ...reuse.torch_names import module_of, modules_left, operator_as_printed
 
 
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -207,7 +207,8 @@ def traced(
     table = {**decompositions, **PLAIN_ZEROS}
     # Sizes are inputs of the trace, or each reading of one would be a node of its own.
     run = make_fx(lambda *groups: function(*groups[:-1]), decomposition_table=table)
-    module = run(*inputs, list(sizes))
+    with modules_left():
+        module = run(*inputs, list(sizes))
     if sizes:
         sizes_as_literals(module.graph)
     module.graph.set_codegen(torch.fx.graph.CodeGen())

@@ -50,7 +50,13 @@ from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import lazy_modules, operator_named, own_device_type, wrapped_globals_left
+from ...reuse.torch_names import (
+    lazy_modules,
+    modules_left,
+    operator_named,
+    own_device_type,
+    wrapped_globals_left,
+)
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
 
@@ -220,6 +226,7 @@ class Tracer:
         with (
             self.fake_mode,
             lazy_modules(),
+            modules_left(),
             suppress(_Finished),
             _failures_unlogged(),
             wrapped_globals_left() as started,
