@@ -78,7 +78,7 @@ class MissingCotangents:
             The derivative; None if an operator of the backward hides whether it is linear.
         """
         left = frozenset(unused)
-        derivative = self._taken.get(left) or self._without(left)
+        derivative = self._taken.get(left) or (self._without(left) if left else self._full)
         if derivative is None or kernels == "backend":
             return derivative
         backward = derivative.backward

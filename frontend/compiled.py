@@ -90,6 +90,7 @@ class Facts:
         backwards: compiles up to link of those for losses that leave outputs unused.
         apart: what ``are_apart`` was asked for, and its answers.
         absent: the same of ``absent_gradients``.
+        num_late: runs of a backward that has PyTorch's kernels until it is needed.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:
@@ -99,6 +100,7 @@ class Facts:
         # A backward asks this of every result that it leaves unused: each key and value in a cache.
         self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
         self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.num_late = 0
 
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether nothing that is saved for some outputs is needed for others, too.
@@ -193,6 +195,17 @@ class CompiledProgram:
     def interpret(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program operator by operator, so that autograd sees each."""
         return interpret(self.captured.program, inputs, self.values)
+
+    @property
+    def has_late_backward(self) -> bool:
+        """Whether its backward has PyTorch's kernels, in place of the backend's."""
+        return self.derivative is not None and self.lowered.goal.late_backward  # type: ignore[no-any-return]
+
+    def whole(self) -> CompiledProgram:
+        """Returns the same with the backend's kernels in its backward, which may be made now."""
+        if not self.has_late_backward or self.without is None:
+            return self
+        return self.without(self, ()) or self
 
     def without_tensors(self) -> CompiledProgram:
         """Returns the same for one who has the model's tensors from elsewhere."""

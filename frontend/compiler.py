@@ -275,7 +275,7 @@ class Linker:
             partial(self.without_outputs, state.values, state.report),
             partial(self.compile_gradients, state.values, state.report),
             linker,
-            self.lowered,
+            self.lowered if state.goal.late_backward else self.whole,
             state.values,
         )
 
@@ -293,9 +293,24 @@ class Linker:
                 "is right for no further sizes."
             )
         report = replace(self._described, passes=[])
-        state = _linked(replace(self.lowered, values=values, report=report))
+        state = _linked(replace(self.whole, values=values, report=report))
         note_recompute(state)
         return self.result(state), report
+
+    def settle(self) -> None:
+        """Makes the backend's kernels for a backward that waits for a loss that needs them."""
+        derivative, report = self.lowered.derivative, replace(self._described, passes=[])
+        if derivative is not None and self.whole.goal.late_backward:
+            with one_at_a_time():
+                self._other_backward(derivative, self.sizes.example, report)
+
+    @property
+    def whole(self) -> Compilation:
+        """What is lowered, with the backend's kernels in its backward once they are made."""
+        derivative, known = self.lowered.derivative, self.lowered
+        if known.goal.late_backward and derivative is not None:
+            return self.facts.backwards.get(derivative.backward, known)  # type: ignore[no-any-return]
+        return known
 
     def without_outputs(
         self,
@@ -314,10 +329,12 @@ class Linker:
                 derivative = known.without(unused, kernels) if known is not None else None
                 if derivative is None:
                     break
+                key = derivative.backward
                 runtime, derivative = self._other_backward(derivative, values, report)
                 if type(runtime) is type(compiled.runtime):
-                    report.num_backwards += 1
-                    return replace(compiled, runtime=runtime, derivative=derivative)
+                    report.num_backwards += bool(unused)
+                    made = replace(compiled, runtime=runtime, derivative=derivative)
+                    return made if unused else replace(made, lowered=self.facts.backwards[key])
             return None
 
     def _other_backward(
@@ -352,6 +369,8 @@ class Linker:
             return None, None  # for these sizes alone it is compiled without symbols
         if values is None and isinstance(state.runs, Runtime):  # it links only once more
             backwards[key] = replace(lowered, flats={}, plans=state.runs.program.plans)
+        if self.lowered.derivative is not None and key is self.lowered.derivative.backward:
+            _note_whole(report, state)
         return state.runs, state.derivative
 
     def _started(self, derivative: Derivative, report: CompileReport) -> Compilation:
@@ -359,6 +378,7 @@ class Linker:
         return replace(
             self.lowered,
             report=report,
+            goal=replace(self.lowered.goal, late_backward=False),
             request=None,
             derivative=derivative,
             programs=programs.programs_of(derivative),
@@ -458,6 +478,18 @@ def _is_compiled(closure: Closure) -> bool:
     assert isinstance(closure, Composite)
     leaves = (c for c in walk_closures(closure.program) if isinstance(c, Leaf))
     return any(leaf.kernels == "backend" for leaf in leaves)
+
+
+def _note_whole(report: CompileReport, state: Compilation) -> None:
+    """Says in a report what became of a program when its backward got the backend's kernels."""
+    found = state.report
+    report.passes += found.passes
+    report.num_kernels += found.num_kernels
+    report.num_operators += found.num_operators
+    for name in ("num_launches", "peak_bytes", "arena_bytes", "held_bytes", "lower_bound_bytes"):
+        setattr(report, name, getattr(found, name))
+    if report.made is not None:
+        report.made = made_by(state)
 
 
 def made_by(state: Compilation) -> Made:

@@ -1,6 +1,7 @@
 """Gradients that losses keep asking for are computed with the forward: whatever a next one asks."""
 
 import copy
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.autograd.gradients import Ahead
 
 Model = Callable[..., Any]
@@ -211,6 +213,43 @@ def test_forces_are_computed_with_the_energy_once_two_losses_asked_for_them(
 ) -> None:
     assert_as_eager(Potential(), [forces] * 3 + [changed, energies])
     assert num_ahead() == 3  # with that of the energies, which ended it
+
+
+@pytest.mark.parametrize("habit", [forces, pytest.param(dynamics, marks=pytest.mark.sweep)])
+def test_a_backward_gets_kernels_where_a_loss_needs_them(
+    habit: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    asked: list[int] = []
+    compile_leaves = torch_inductor.compile_leaves
+
+    def counted(modules: Sequence[Any], on_done: Callable[[], None]) -> Any:
+        asked.append(len(modules))
+        return compile_leaves(modules, on_done)
+
+    monkeypatch.setattr(torch_inductor, "compile_leaves", counted)
+
+    def gradients_of(model: nn.Module, compiled: Model, pos: Tensor, edges: Tensor) -> list[Any]:
+        model.zero_grad()
+        compiled(pos, edges).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    model, other = Potential().double(), Potential().double()
+    late, early = (lazyinline.compile(one, dynamic=True) for one in (model, other))
+    expected = gradients_of(other, early, data(11)[0] * 1, data(11)[1])  # computed: no late one
+    num_both, asked[:] = sum(asked), []
+    found = [habit(late, *data(11 + number)) for number in range(2)]
+    wanted = [habit(Potential().double(), *data(11 + number)) for number in range(2)]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    first = sum(asked)
+    assert first == num_both - 1 or habit is forces  # those of the gradients' derivatives as well
+    lazyinline.save(late, tmp_path / "model.lz")  # a file has all
+    assert sum(asked) == first + 1
+    energies(lazyinline.load(tmp_path / "model.lz"), *data(11))
+    for num_edges in (11, 17):
+        gradients = [gradients_of(model, late, *data(num_edges)) for _ in range(2)][-1]
+        assert num_edges == 17 or all(map(torch.equal, gradients, expected))
+    # The first ends the habit, by a program that has forces as well, or by its backward.
+    assert sum(asked) == first + 1 + (1 if habit is forces else num_both)
 
 
 def test_dynamics_computes_forces_alone_with_the_energy(num_ahead: Callable[[], int]) -> None:

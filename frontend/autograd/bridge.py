@@ -30,6 +30,7 @@ from .torch_engine import (
 )
 
 _MAX_BACKWARDS = 8  # the last used
+_MAX_LATE = 4  # two steps of a training on forces, until gradients are computed ahead
 
 
 class Backward:
@@ -95,14 +96,22 @@ class Backwards:
         self._full = self.expected = Backward(compiled, compiled.derivative)
         self._made: dict[tuple[int, ...], Backward] = {}
 
-    def of(self, unused: tuple[int, ...]) -> Backward:
+    def of(self, unused: tuple[int, ...], *, may_be_late: bool = False) -> Backward:
         """Returns the one for a loss that left these outputs unused.
 
         Where there is none (see ``MissingCotangents``), it is the one for all outputs, which then
         gets zeros.
+
+        Args:
+            unused: positions of outputs.
+            may_be_late: whether a next forward likely needs no backward of its own, so that
+                PyTorch's kernels may serve.
         """
-        made = self._full
-        if unused:
+        made, facts = self._full, self._compiled.facts
+        is_late = self._compiled.has_late_backward and not unused
+        if is_late and may_be_late and facts.num_late < _MAX_LATE:
+            facts.num_late += 1
+        elif unused or is_late:
             found = self._made.pop(unused, None)
             self._made[unused] = made = found or self._new(unused)
             if len(self._made) > _MAX_BACKWARDS:
@@ -161,16 +170,21 @@ class Bridge:
         self.draws = self.facts.draws
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
-    def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> None:
-        """Notes for which inputs a backward is, where it is for none of the model's tensors."""
+    def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> bool:
+        """Notes for which inputs a backward is, where it is for none of the model's tensors.
+
+        Returns:
+            Whether it is for none, and a next forward may compute it ahead.
+        """
         first = self.facts.first_trained
         if first is None:
-            return
+            return False
         request = None
         if not is_asked(edges[first][0]):  # one stands for all: there are many
             places = tuple(self.derivative.gradient_inputs[i] for i in asked_inputs(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
         self.facts.habit.note(request)
+        return request is not None
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -351,10 +365,11 @@ class _CompiledFunction(torch.autograd.Function):
         if are_batched(cotangents):
             return ctx.step.bridge.by_pytorch(ctx, cotangents)  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
-            if not ctx.step.is_differentiated:
+            may_be_late = ctx.step.is_differentiated
+            if not may_be_late:
                 used = (i for i, cotangent in enumerate(cotangents) if cotangent is not None)
-                ctx.step.bridge.note(ctx.next_functions, tuple(used))
-            return tuple(_CompiledFunction._gradients(ctx, cotangents))
+                may_be_late = ctx.step.bridge.note(ctx.next_functions, tuple(used))
+            return tuple(_CompiledFunction._gradients(ctx, cotangents, may_be_late=may_be_late))
         ctx.step.is_differentiated = True
         return _CompiledFunction._differentiable(ctx, cotangents)  # `create_graph=True`
 
@@ -376,7 +391,7 @@ class _CompiledFunction(torch.autograd.Function):
             if found is not None and found.keys() >= set(asked):
                 return (None, *map(found.get, wanted))
         with torch.no_grad():
-            results = _CompiledFunction._gradients(ctx, cotangents)
+            results = _CompiledFunction._gradients(ctx, cotangents, may_be_late=True)
         places = [i + 1 for i, k in enumerate(wanted) if k in asked and results[i + 1] is not None]
         marked = first.differentiable({wanted[i - 1]: results[i] for i in places}, inputs, given)
         for place, gradient in zip(places, marked, strict=True):
@@ -384,7 +399,9 @@ class _CompiledFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _gradients(
+        ctx: Any, cotangents: Sequence[torch.Tensor | None], *, may_be_late: bool
+    ) -> list[Any]:
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
@@ -393,7 +410,7 @@ class _CompiledFunction(torch.autograd.Function):
         # the two are views alone. A backward without it would be one more to compile.
         left = tuple(i for i in unused if i not in bridge.aliases.views)
         kept, flight, graph = step.taken(ctx, left)
-        backward = bridge.backwards.of(left)
+        backward = bridge.backwards.of(left, may_be_late=may_be_late)
         if backward is not step.prepared:
             # The forward laid its values out for another backward, which has another arena.
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)

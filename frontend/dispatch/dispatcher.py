@@ -409,7 +409,17 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_eager(leaves)):
             refusals.check_runnable(self.model, self.options.target)
-            self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
+            self._compile_for(Inputs.of(leaves, tree), self._goal(leaves))
+
+    def _goal(self, leaves: Sequence[Any]) -> Goal:
+        """Returns what a program for a call is for."""
+        train, options = torch.is_grad_enabled(), self.options
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        may_wait = options.backend == "inductor" and not (options.target or options.recompute)
+        may_wait = may_wait and all(tensor.device.type == "cpu" for tensor in tensors)
+        # Positions of atoms, of which nothing was computed. A hint alone: losses tell.
+        is_asked = any(tensor.requires_grad and tensor.is_leaf for tensor in tensors)
+        return Goal(train=train, late_backward=train and may_wait and is_asked)
 
     @property
     def last_report(self) -> CompileReport | None:
@@ -498,7 +508,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             return RunEagerly(reason)
         try:
             refusals.check_runnable(self.model, self.options.target)
-            entry = self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
+            entry = self._compile_for(Inputs.of(leaves, tree), self._goal(leaves))
         except EffectError as effect:
             return RunEagerly(str(effect), call, "doubling")
         except LazyInlineError as error:

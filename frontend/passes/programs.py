@@ -24,6 +24,7 @@ from ...reuse.errors import CaptureError, ExportError, NotDifferentiatedError, P
 from ...reuse.ir import program as ir
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.masks import Masks, has_masks
+from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.rotate import rotate, seams_of
 from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.assemble import OutputTree
@@ -210,8 +211,15 @@ def decompose(state: State) -> State:
 @compile_pass("lower", "aten", goals=WITH_KERNELS)
 def lower(state: State) -> State:
     """Makes kernels, once per leaf."""
-    new = state.context.lower(state.programs.values())
-    reasons = state.context.reasons_for_eager(new)
+    context, counted = state.context, state.programs
+    if state.goal.late_backward and state.derivative is not None:
+        forward, backward = (state.programs[part] for part in PARTS)
+        counted = {PARTS[0]: forward}
+        backward = map_leaves(backward, lambda leaf: replace(leaf, kernels="eager"))
+        state = replace(state, programs={**counted, PARTS[1]: backward})
+    new = context.lower(counted.values())
+    context.lower(state.programs.values())
+    reasons = context.reasons_for_eager(new)
     failed = [f"@{leaf.name}: {why}" for leaf, why in reasons.items()]
     if failed:
         message = "PyTorch runs the operators of a closure, the backend failed at its kernels: "

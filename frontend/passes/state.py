@@ -78,6 +78,8 @@ class Goal:
         opset: version of the operators in a file.
         updates: of a step, how groups of parameters are updated in it.
         on_mesh: of a step or a rank's stages, the mesh that they are split over.
+        late_backward: whether the backend's kernels of a backward wait for a loss that needs them,
+            as training on forces needs none: until then it has PyTorch's own.
     """
 
     kind: GoalKind = "module"
@@ -87,6 +89,7 @@ class Goal:
     opset: int = 0
     updates: tuple[UpdateGroup, ...] = ()
     on_mesh: OnMesh | None = None
+    late_backward: bool = False
 
 
 def step_goal(batching: Batching, updates: tuple[UpdateGroup, ...] = ()) -> Goal:

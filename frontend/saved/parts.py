@@ -84,6 +84,7 @@ class KeptProgram:
         """Returns one that is linked for its sizes alone."""
         if isinstance(compiled, CompiledStep):
             return cls(guard, compiled.lowered, compiled.runner.plans)
+        compiled = compiled.whole()
         facts = compiled.facts, compiled.watched_inputs
         return cls(guard, compiled.lowered, compiled.runtime.program.plans, facts)
 
@@ -92,7 +93,8 @@ class KeptProgram:
         """Returns one that is linked for any sizes."""
         is_step = linker.lowered.goal.kind == "step"
         facts = None if is_step else (linker.facts, linker.watched_inputs)
-        return cls(guard, linker.lowered, (), facts)
+        linker.settle()
+        return cls(guard, linker.whole, (), facts)
 
     @property
     def backwards(self) -> list[Compilation]:
@@ -100,7 +102,8 @@ class KeptProgram:
         found: dict[tuple[int, ...], Compilation] = {}
         for one in self.facts[0].backwards.values() if self.facts is not None else ():
             found.setdefault(one.derivative.cotangent_outputs, one)
-        return list(found.values())
+        full = self.lowered.derivative
+        return [one for key, one in found.items() if full and key != full.cotangent_outputs]
 
 
 def program_parts(
