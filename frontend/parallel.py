@@ -225,7 +225,7 @@ class ParallelStep:
         read: the parameters of a file by name, in place of the model's own.
 
     Attributes:
-        model: holds the parameters, as DTensors.
+        model: holds the parameters, as DTensors, for an optimizer and for checkpoints.
         plan: what lies where, and what is moved; ``print(parallel.plan)``.
         last_report: what the compile did.
     """

@@ -83,15 +83,15 @@ def load(
         trust: use kernels and plans in the file although another machine has made them. They are
             code: say so only of a file that you would run.
         mesh: of what :func:`parallelize` returned, the ``DeviceMesh`` to run on, if there is one
-            already: of the same dimensions. Without, one is made.
+            already: of the same dimensions, its ranks in any order. Without, one is made.
 
     Returns:
         A module: it is called, trained and asked for its ``state_dict`` like the compiled model. Of
         a step a step, whose ``model`` and ``optimizer`` are the file's. Of a pipeline or of a mesh
-        this rank's part: every rank opens the file.
+        this rank's part, with its ``named_parameters()`` or ``model``: every rank opens the file.
 
     Raises:
-        FileError: if the file is damaged or is none of these; the message is one sentence.
+        FileError: if the file is damaged, none of these or for other ranks; in one sentence.
 
     Example:
         >>> model = lazyinline.load("model.lz")
@@ -104,7 +104,7 @@ def load(
         if opened.is_on_mesh and state_dict is not None:
             raise FileError("a state_dict has whole tensors: load it into the model afterwards")
         if mesh is not None and not opened.is_on_mesh:
-            raise FileError("mesh= is for a step over a mesh, which it is not")
+            raise FileError("mesh= is for a step over a mesh, which it is not: leave it out")
         if opened.is_pipeline:
             return opened.pipeline(path, state_dict, mesh)
         if opened.is_on_mesh:

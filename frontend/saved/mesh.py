@@ -121,8 +121,8 @@ class SavedMesh:
         found = tuple(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
         if (found, given.device_type) != (axes, "cpu"):
             text = f"{MeshPlan(found).mesh_text} on {given.device_type}"
-            expected = MeshPlan(axes).mesh_text
-            raise FileError(f"it is for a mesh of {expected} on cpu, and mesh= is {text}")
+            expected = f"a mesh of {MeshPlan(axes).mesh_text} on cpu"
+            raise FileError(f"it is for {expected}, and mesh= is {text}: leave mesh= out")
         # Its ranks may be in another order: parts go by the position in a mesh.
         return cls(plan, axes, given.mesh.flatten().tolist(), given)
 
