@@ -14,12 +14,15 @@ from torch.autograd.graph import get_gradient_edge
 from ...autodiff.forward_mode.jets import Series
 from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse.errors import CaptureError
-from ...reuse.evidence.module_state import raw_attribute
+from ...reuse.evidence.module_state import module_state, raw_attribute
+from ...reuse.evidence.reads import NOT_NOTED
+from ...reuse.evidence.slots import Step
 from ...reuse.freeze import Freezer, Identity
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES
 from ..effects.effects import find_fake
+from ..effects.given_objects import SeenNames
 from ..tracing.frames import model_name, user_line
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
@@ -80,6 +83,33 @@ def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     return result
 
 
+class _Names:
+    """Has a name in the ``__dict__`` of a module be read as an attribute is; refuses all else."""
+
+    def __init__(self, module: nn.Module, watcher: ModelWatcher) -> None:
+        self._module, self._watcher = module, watcher
+
+    def key(self, name: Any) -> Step | None:
+        """Returns the step to a name of the module's own, if there is evidence of it."""
+        return ("item", name) if type(name) is str and name not in NOT_NOTED else None
+
+    def found(self, names: Any, step: Step, value: Any) -> Any:
+        """Notes what was read; a tensor is handed out as its fake."""
+        self._watcher.read(self._module, step[1])
+        if type(value) is int:
+            return self._watcher.number(self._module, step[1], value)
+        return self._watcher.substitute(value) if isinstance(value, torch.Tensor) else value
+
+    def writes(self, names: Any, step: Step, value: Any) -> Any:
+        """Refuses to set one."""
+        self.whole(names)
+        return value
+
+    def whole(self, names: Any) -> None:
+        """Refuses all that is not the look at one name."""
+        self._watcher.read_all(self._module)
+
+
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
@@ -119,11 +149,18 @@ class ModelWatcher:
         with recording.bookkeeping():
             return recording.objects.number(module, name, value, recording.current.reads)
 
+    def own_names(self, module: nn.Module) -> dict[str, Any]:
+        """Returns what the model gets as the ``__dict__`` of a module."""
+        state = module_state(module)
+        if self._recording.quiet or module is self._recording.tracer.root:
+            return state
+        return SeenNames(state, _Names(module, self))
+
     def read_all(self, module: nn.Module) -> None:
         """Refuses to hand out all attributes of a module, of which any may be read unseen."""
-        recording = self._recording
-        if not recording.quiet and module is not recording.tracer.root:
-            recording.inside.contents.refuse_use(f"the __dict__ of a {type(module).__name__}")
+        if not self._recording.quiet:
+            contents = self._recording.inside.contents
+            contents.refuse_use(f"the __dict__ of a {type(module).__name__}")
             self._refuse_unreadable()
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:

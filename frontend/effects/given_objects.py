@@ -135,9 +135,9 @@ class SeenList(_Seen, list[Any]):
 class SeenDict(_Seen, dict[Any, Any]):
     """Stands for a dictionary that a watched object holds."""
 
-    def __init__(self, original: dict[Any, Any], watcher: GivenObjects) -> None:
-        # Empty: code in C that asks past the methods must find nothing that was not noted.
-        super().__init__()
+    def __init__(self, original: dict[Any, Any], watcher: Any) -> None:
+        # Code in C that asks past the methods must not take it for empty: this is of no use there.
+        super().__init__({_HIDDEN: _HIDDEN})
         self.original = original
         self._watcher = watcher
 
@@ -157,6 +157,13 @@ class SeenDict(_Seen, dict[Any, Any]):
         """Returns an item, or a stand-in for one that is missing."""
         found = self._found(key)
         return default if found is ABSENT else found
+
+
+class SeenNames(SeenDict):
+    """Stands for the ``__dict__`` of a module."""
+
+    def __contains__(self, name: Any) -> bool:
+        return self._found(name) is not ABSENT
 
 
 def _plain(key: Any) -> Any:

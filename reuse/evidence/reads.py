@@ -42,7 +42,7 @@ from .slots import OpenIndex, SlotReads
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
 # and what it runs at each call.
-_NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
+NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_call_impl",
     "_compiled_call_impl",
     "_slow_forward",
@@ -140,7 +140,7 @@ class Reads:
 
     def knows(self, module: nn.Module, name: str) -> bool:
         """Whether there is nothing to note where an attribute of a module is read."""
-        if name in _NOT_NOTED:
+        if name in NOT_NOTED:
             if name in _CHILDREN:
                 self.walked[id(module)] = module
             return True

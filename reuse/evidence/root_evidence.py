@@ -227,6 +227,8 @@ class RootEvidence:
         self._facts: dict[Any, _Fact] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         for (number, name), read in reads.attributes.items():
+            if number in modules and read.table is not module_state(read.module):
+                self._add_fact(_entry_of, module_state(read.module), name)  # would hide that
             if number in modules and id(read.value) not in placed:
                 self._add_attribute(name, read)
         for owner, name in reads.places():
