@@ -276,6 +276,7 @@ def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
 
 _ATOMS = frozenset(IMMUTABLE)
 _BY_VALUE = (bool, int, str, bytes, range, torch.device, torch.Size)
+_OF_C = types.BuiltinFunctionType
 _MAX_OBJECTS = 2**20
 _MAX_VOUCHED = 4096
 _attributes_of = operator.attrgetter("__dict__")
@@ -369,7 +370,8 @@ class Snapshot:
             # transformers keeps all its output classes there, two fifths of a guard's facts, and no
             # model reads them.
             found += [] if is_set_of_outputs(value) else held
-        if type(value) is dict and BUILTINS in value:  # which exec put there
+        # Where exec put them, and where `sum` is from, nobody looks for them.
+        if (type(value) is dict and BUILTINS in value) or type(value) is _OF_C:
             found = [part for part in found if part is not builtins and not is_library_scope(part)]
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value

@@ -235,7 +235,7 @@ OF_TENSORS = [
     *("functools.partial(type, x)() is Tensor", "getattr(x, '__class__') is Tensor"),
     *("operator.attrgetter('__class__')(x) is Tensor", "x.__class__.__mro__[0] is Tensor"),
     *("inspect.getmro(type(x))[0] is Tensor", "x.type() == 'torch.FloatTensor'"),
-    "isinstance(Tensor, type) and type(Held) == type and type(Held) in (int, type)",
+    *("isinstance(Tensor, type) and type(x) != type", "type(vars(m)) is dict"),
 ]
 OTHERWISE = [
     *("CLASS_OF(x) is Tensor", "builtins.type(x) is Tensor", "by_default(m, x)", "closed(m, x)"),
@@ -243,6 +243,8 @@ OTHERWISE = [
     *("getattr(builtins, 'type')(x) is Tensor", "m.__class__.__class__(x) is Tensor"),
     *("__import__('builtins').type(x) is Tensor", "sys.modules['builtins'].type(x) is Tensor"),
     *("object.__getattribute__(x, '__class__') is Tensor", "type(m).__class__(x) is Tensor"),
+    *("type(Held)(x) is Tensor", "getattr(Held, '__class__')(x) is Tensor"),
+    *("int.__class__(x) is Tensor", "type(Held) == type and type(Held) in (int, type)"),
 ]
 
 
@@ -263,7 +265,9 @@ def test_type_by_another_way_is_asked_eagerly(way: str) -> None:
     run = lazyinline.compile(model, backend="eager")
     torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
     report = lazyinline.last_report(run)
-    assert report.ran_eagerly and re.search("type|builtins|__getattribute__", str(report))
+    assert report.ran_eagerly and re.search(
+        "type|builtins|__getattribute__|class of a class", str(report)
+    )
 
 
 @pytest.mark.parametrize("way", ["type(x) is nn.Parameter", "isinstance(x, nn.Parameter)"])

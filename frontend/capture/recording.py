@@ -21,7 +21,7 @@ from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.kinds import ABSENT
 from ..effects.effects import Effects, ModuleChanges, OnEffects, OuterChanges, is_cache
-from ..effects.given_objects import GivenObjects
+from ..effects.given_objects import LOOK_ALIKES, GivenObjects
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path
 from ..tracing.torch_asked_classes import AskedClasses
@@ -82,7 +82,9 @@ class Recording:
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []
         self.given: list[Any] = []
-        self.asked_classes = AskedClasses(self.tensors.classes, of_sizes=sizes is not None)
+        self.asked_classes = AskedClasses(
+            self.tensors.classes, LOOK_ALIKES, of_sizes=sizes is not None
+        )
         self.num_nodes = 0
         self.num_apart = 0
         self.has_bodies = False

@@ -9,7 +9,7 @@ for a list, past its methods, finds nothing of use there and raises.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -201,6 +201,8 @@ for _cls in (SeenList, SeenDict):
 
 
 _LOOK_ALIKES: dict[type, Any] = {list: SeenList, dict: SeenDict}
+LOOK_ALIKES: Mapping[Any, type] = {SeenList: list, SeenDict: dict, SeenNames: dict}
+"""By each class of look-alikes that of the objects behind them."""
 
 
 class GivenObjects:

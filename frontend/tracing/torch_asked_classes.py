@@ -11,6 +11,7 @@ run, since they still hold what was asked about.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import itertools
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...reuse.errors import CaptureError
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import OWN_PATCH, own_table
-from .frames import is_library_frame, is_user_frame
+from .frames import is_library_frame, is_user_frame, user_line
 from .torch_patches import replace_attributes
 from .torch_tracing import is_traced
 
@@ -121,13 +122,19 @@ class _LikeType(type):
     """Has a class do for its module what ``type`` does, in other threads too."""
 
     _known: Mapping[int, type]
+    _shown: Mapping[type, type]
     _thread: int
+    _types: list[str]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
         found = _class_in_eager(args[0], cls._known)
-        return _NUMBERS.get(found, found) if threading.get_ident() == cls._thread else found
+        if threading.get_ident() != cls._thread:
+            return found
+        if found is type:  # Python's own, which tells what class a fake is of
+            cls._types.append(user_line())
+        return cls._shown.get(found, found)
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is type
@@ -196,15 +203,20 @@ class AskedClasses:
     Args:
         of_sizes: whether sizes vary, so that asking it of them is noted too.
         known: the classes of tensors from outside the trace, by the identity of their fakes.
+        shown: by the class of what stands for another object, that object's.
     """
 
-    def __init__(self, known: Mapping[int, type], *, of_sizes: bool) -> None:
+    def __init__(
+        self, known: Mapping[int, type], shown: Mapping[Any, type], *, of_sizes: bool
+    ) -> None:
         self._of_sizes = of_sizes
         # By identity: to hash code takes long.
         self._known: dict[int, tuple[CodeType, Sequence[_Question]]] = {}
         self._asking: list[tuple[FrameType, Sequence[_Question], list[Mapping[str, Any]]]] = []
         self._classes = known
+        self._types: list[str] = []  # lines that ask for the class of a class
         own = {OWN_PATCH: True, "_known": known, "_thread": threading.get_ident()}
+        own |= {"_shown": {**_NUMBERS, **shown}, "_types": self._types}
         self._type: Any = _LikeType("type", (type,), own)
         self._undo = ExitStack()
         self._modules: dict[int, bool] = {}  # by id of its globals: whether its ``type`` is ours
@@ -260,17 +272,27 @@ class AskedClasses:
             CaptureError: if one asked for the class of a tensor, or for that or the identity of a
                 size that varies.
         """
+        if self._types:
+            _refuse_type(self._types[0])
         for frame, questions, given in self._asking:
             for question in questions:
                 if question.way == "type" and self._modules[id(frame.f_globals)]:
                     continue  # it was answered
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
                     if isinstance(value, question.kinds):
-                        _refuse(question, frame, of_size=isinstance(value, SIZE_TYPES))
+                        _refuse(question, frame, value)
 
     def release(self) -> None:
         """Lets go of the functions that have run."""
         self._asking.clear()
+
+
+def _refuse_type(line: str) -> None:
+    raise CaptureError(
+        f"The model's forward asks for the class of a class at {line}. That is Python's own type, "
+        "which says of a tensor that is traced another class than in eager. Ask isinstance() "
+        "instead."
+    )
 
 
 def _take_back(scope: dict[str, Any], own: Any) -> None:
@@ -278,9 +300,11 @@ def _take_back(scope: dict[str, Any], own: Any) -> None:
         del scope["type"]
 
 
-def _refuse(question: _Question, frame: FrameType, *, of_size: bool) -> None:
+def _refuse(question: _Question, frame: FrameType, value: Any) -> None:
     line = f"{os.path.basename(frame.f_code.co_filename)}:{question.line}"
-    if not of_size:
+    if isinstance(value, type):
+        _refuse_type(line)
+    if not isinstance(value, SIZE_TYPES):
         raise CaptureError(
             f"The model's forward asks for type() of a tensor at {line}, and a tensor that is "
             "traced has another class than in eager. Ask isinstance() instead."
@@ -295,7 +319,7 @@ def _asked(
     question: _Question, variables: Sequence[Mapping[str, Any]], scope: Mapping[str, Any]
 ) -> Iterator[Any]:
     """Yields what a question that a function said may have been asked of."""
-    for table in (*variables, scope):
+    for table in (*variables, scope, vars(builtins)):
         for path in question.paths:
             yield from _at(path, table)
     for table in variables if question.is_open else ():
@@ -348,7 +372,7 @@ def _with_items(value: Any) -> Iterator[Any]:
 
 def _questions(code: CodeType) -> Sequence[_Question]:
     """Returns what a function asks; ``is None`` says the same of every tensor."""
-    asks = "type" in code.co_names or "__class__" in code.co_names
+    asks = any("type" in names or "__class__" in names for names in (code.co_names, code.co_consts))
     return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
 
 
@@ -368,8 +392,10 @@ def _read(code: CodeType) -> Sequence[_Question]:
             # Of a class, that is ``type`` itself.
             asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
             kinds = (object,) if any(map(_is_builtin, asked)) else kinds
+        elif step.opname == "LOAD_CONST" and step.argval == "__class__":  # as getattr is given it
+            asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
         elif _is_builtin(step):
-            asked, kinds, way = _argument(steps, index), (torch.Tensor, *SIZE_TYPES), "type"
+            asked, kinds, way = _argument(steps, index), (torch.Tensor, type, *SIZE_TYPES), "type"
         else:
             continue
         if not _raises(steps, index):
