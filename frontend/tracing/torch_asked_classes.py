@@ -372,7 +372,7 @@ def _with_items(value: Any) -> Iterator[Any]:
 
 def _questions(code: CodeType) -> Sequence[_Question]:
     """Returns what a function asks; ``is None`` says the same of every tensor."""
-    asks = any("type" in names or "__class__" in names for names in (code.co_names, code.co_consts))
+    asks = "type" in code.co_names or "__class__" in (*code.co_names, *code.co_consts)
     return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
 
 
