@@ -306,7 +306,7 @@ class Linker:
 
     @property
     def whole(self) -> Compilation:
-        """What is lowered, with the backend's kernels in its backward once they are made."""
+        """The lowered programs, with the backend's kernels in the backward once they are made."""
         derivative, known = self.lowered.derivative, self.lowered
         if known.goal.late_backward and derivative is not None:
             return self.facts.backwards.get(derivative.backward, known)  # type: ignore[no-any-return]

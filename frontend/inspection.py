@@ -343,7 +343,7 @@ def parts_text(path: str) -> str:
 
 
 _Texts: TypeAlias = dict[str, tuple[str, str]]
-"""What a rank runs: what each text is, with its place and its name there."""
+"""The texts of a rank, by what each is for: the place of one, and its name there."""
 
 
 def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]]:

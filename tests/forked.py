@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,13 +21,22 @@ METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # elsewhere, fork
 
 
 class Forked:
-    """A started process, used as a ``subprocess.Popen`` whose outputs are one text."""
+    """A process that runs ``code`` with these arguments, as ``python -c`` does.
 
-    def __init__(self, code: str, arguments: tuple[str, ...], environment: Mapping[str, str]):
+    Args:
+        code: what it runs.
+        arguments: what it finds in ``sys.argv``.
+        environment: replaces all variables; today's by default. Those that a library reads when it
+            is imported are the ones of the first fork.
+    """
+
+    def __init__(
+        self, code: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         file, name = tempfile.mkstemp()
         os.close(file)
         self._output = pathlib.Path(name)
-        work = (code, arguments, dict(environment), name)
+        work = (code, arguments, dict(os.environ if environment is None else environment), name)
         context: Any = multiprocessing.get_context(METHOD)
         self._process = context.Process(target=_run, args=work, daemon=True)
         with _found_by_the_server():
@@ -40,39 +48,25 @@ class Forked:
         code: int | None = self._process.exitcode
         return code
 
-    poll = returncode.fget
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+    def wait(self, limit_s: float | None = None) -> str:
         """Waits for the end; returns what was printed to both outputs.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+            TimeoutError: it has not ended after ``limit_s`` seconds.
         """
-        self._process.join(timeout)
+        self._process.join(limit_s)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-        text = self._output.read_text(encoding="utf-8") if self._output.exists() else ""
-        return text, None
+            raise TimeoutError(f"a process of a test did not end within {limit_s} s")
+        return self._output.read_text(encoding="utf-8")
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.returncode is None:
-            os.kill(self._process.pid, number)
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Ends the process, if it has not ended, and removes its file of outputs."""
         self._process.kill()
         self._process.join()
         self._output.unlink(missing_ok=True)
-
-
-def fork(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Forked:
-    """Starts a process that runs ``code`` with these arguments, as ``python -c`` does.
-
-    Args:
-        environment: replaces all variables; today's by default. Those that a library reads when it
-            is imported are the ones of the first fork.
-    """
-    return Forked(code, arguments, os.environ if environment is None else environment)
 
 
 def run(code: str, *arguments: str, limit_s: float = 300, **environment: str) -> str:
@@ -82,9 +76,9 @@ def run(code: str, *arguments: str, limit_s: float = 300, **environment: str) ->
         limit_s: how long it may take, in seconds.
         environment: variables to set.
     """
-    process = fork(code, *arguments, environment={**os.environ, **environment})
+    process = Forked(code, *arguments, environment={**os.environ, **environment})
     try:
-        output, _ = process.communicate(timeout=limit_s)
+        output = process.wait(limit_s)
         assert process.returncode == 0, f"ended with {process.returncode}:\n{output[-6000:]}"
         return output
     finally:

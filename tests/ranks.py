@@ -6,7 +6,6 @@ import importlib
 import os
 import pathlib
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Forked, fork
+from forked import Forked
 
 LIMIT_S = 300
 
@@ -39,7 +38,7 @@ def started(
     call = "ranks.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
     code = f"import pathlib, ranks; from sys import argv; {call}"
     common = (str(world), str(folder), task)
-    ranks = [fork(code, str(rank), *common, environment=environment) for rank in range(world)]
+    ranks = [Forked(code, str(rank), *common, environment=environment) for rank in range(world)]
     try:
         yield ranks
     finally:
@@ -59,12 +58,12 @@ def said_by_survivors(
         deadline = time.monotonic() + LIMIT_S
         while len(list(folder.glob("ready*"))) < world:
             assert time.monotonic() < deadline
-            ended = [rank.communicate()[0] for rank in ranks if rank.poll() is not None]
+            ended = [rank.wait() for rank in ranks if rank.returncode is not None]
             assert not ended, ended
             time.sleep(0.2)
         ranks[-1].send_signal(ended_by)
         deadline = time.monotonic() + limit_s
-        outputs = [r.communicate(timeout=deadline - time.monotonic())[0] for r in ranks[:-1]]
+        outputs = [rank.wait(deadline - time.monotonic()) for rank in ranks[:-1]]
     assert [rank.returncode for rank in ranks[:-1]] == [1] * (world - 1), outputs
     return outputs
 
@@ -85,8 +84,8 @@ def run_ranks(
     with started(folder, task, world, cache) as ranks:
         for number, process in enumerate(ranks):
             try:
-                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+                output = process.wait(max(1.0, deadline - time.monotonic()))
+            except TimeoutError:
                 pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
             assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(world)]
