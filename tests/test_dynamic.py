@@ -571,7 +571,7 @@ def train_on(model: nn.Module, batches: Iterable[dict[str, Tensor]], **options: 
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
     for batch in batches:
         results = []
-        for module in (expected, compiled):  # eager first: transformers warns once in a process
+        for module in (expected, compiled):
             torch.manual_seed(1)
             results.append(module(**batch))
             results[-1].loss.backward()

@@ -657,23 +657,58 @@ def test_a_model_of_which_most_is_compiled_in_the_end_says_nothing() -> None:
     assert not model.last_report.ran_eagerly
 
 
-def test_a_warning_that_comes_once_makes_one_call_eager_and_none_of_further_sizes() -> None:
-    @functools.cache
-    def warn_once(text: str) -> None:
-        logging.getLogger("some_library").warning(text)
+@functools.cache
+def warn_once(text: str) -> None:
+    logging.getLogger("some_library").warning(text)
 
-    class WarningLinear(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            warn_once("a default is used")
-            return nn.functional.linear(x, self.weight).relu().exp().sin()
 
-    model = lazyinline.compile(WarningLinear(8, 8), backend="eager")
-    eagerly = []
-    for rows in (3, 4, 5, 6, 7):
-        model(torch.ones(rows, 8))
-        eagerly.append(bool(model.last_report.ran_eagerly))
-    assert eagerly == [True, False, False, False, False]
-    assert (model.last_report.num_compiles, model.last_report.num_links) == (2, 2)
+@functools.lru_cache(maxsize=8)
+def warn_at_times(text: str) -> None:
+    logging.getLogger("some_library").warning(text)
+
+
+class Warns(nn.Linear):
+    """Warns by a function, and computes its loss."""
+
+    def __init__(self, warn: Callable[[str], None], *, prints: bool = False) -> None:
+        super().__init__(8, 8)
+        self.warn, self.prints = warn, prints
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.warn("a default is used")
+        if self.prints:
+            print("not a program")
+        return super().forward(x).relu().exp().sin().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "eagerly"),
+    [
+        (Warns(warn_once), [False] * 3),
+        (Warns(lambda text: warn_once(text)), [False] * 3),
+        (Warns(warn_at_times), [True, False, False]),
+        (Warns(warn_once, prints=True), [True] * 3),
+    ],
+    ids=["kept", "within", "forgotten", "printing"],
+)
+def test_what_is_said_once_is_said_by_the_first_call_which_is_compiled(
+    model: nn.Module, eagerly: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    compiled = lazyinline.compile(model, backend="eager")
+    for function in (warn_once, warn_at_times):
+        function.cache_clear()
+    for rows in (3, 4, 5):
+        x = torch.ones(rows, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+        found.append(bool(compiled.last_report.ran_eagerly))
+        assert caplog.messages.count("a default is used") == 1
+    assert found == eagerly
+    if not any(eagerly):
+        assert (compiled.last_report.num_compiles, compiled.last_report.num_links) == (2, 1)
+        warn_once.cache_clear()
+        lazyinline.compile_step(model, backend="eager")(x)
+        assert caplog.messages.count("a default is used") == 2
 
 
 def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -> None:

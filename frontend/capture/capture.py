@@ -167,12 +167,17 @@ def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
 
 
 def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
-    """Captures in one run; where a look-alike of a part of a cache stands in the way, without."""
-    subject, gives_objects = request.subject, True
+    """Captures in one run; where a look-alike of a part of a cache stands in the way, without.
+
+    A run that has said what is said once is made again: as at all calls but the first in eager, the
+    function that says it is not run.
+    """
+    subject, gives_objects, may_say = request.subject, True, True
     while True:
         sizes = None if subject.sizes is None else subject.sizes()
         recording = Recording(subject.model, blocks(), sizes, subject.effects)
         recording.objects.is_open, recording.only_reverse = gives_objects, subject.only_reverse
+        recording.may_say = may_say
         if request.for_gpu:
             recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
         try:
@@ -185,7 +190,9 @@ def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
                 autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
             ):
                 outcome = _recorded(recording, subject)
-            return captured_model(recording, *outcome)
+            if not recording.said:
+                return captured_model(recording, *outcome)
+            may_say = False
         except (EffectError, CrossingError, FinalCaptureError):
             raise
         except CaptureError:
@@ -194,6 +201,8 @@ def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
                 raise
             gives_objects = False
         finally:
+            for say in recording.said:  # its function keeps that it did, however the run ended
+                say()
             recording.release()
 
 

@@ -59,6 +59,8 @@ class Recording:
         only_reverse: why these are taken in reverse; empty if they need not be.
         ran_backwards: whether a custom function was applied whose backward eager runs later.
         readings: what was asked for that a call can ask again, and the answers.
+        may_say: whether what the forward says once is kept, for the run to be made again.
+        said: what says it.
         left_out: where the forward left what no run leaves there.
         questions: numbers that were asked of the inputs, by what is computed.
         quiet: whether what runs is capture's own doing, not the model's.
@@ -96,6 +98,8 @@ class Recording:
         self.readings: dict[Reading, Any] = {}
         self.questions: dict[str, Question] = {}
         self.left_out: tuple[str, ...] = ()
+        self.may_say = False
+        self.said: list[Callable[[], None]] = []
         self._applies = False
         self._num_unreadable = 0
         self.quiet = False

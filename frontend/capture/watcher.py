@@ -239,6 +239,14 @@ class ModelWatcher:
         if not self._recording.quiet:
             self._recording.effects.refuse(doing)
 
+    def says_once(self, say: Callable[[], None]) -> bool:
+        """Takes on what no equal call would say again, if the run may still be made again."""
+        recording = self._recording
+        is_taken = recording.may_say and not recording.quiet
+        if is_taken:
+            recording.said.append(say)
+        return is_taken
+
     def text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor."""
         if not self._recording.quiet:

@@ -100,6 +100,7 @@ class _Watcher(Protocol):
     def owns(self, tensor: torch.Tensor) -> bool: ...
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
     def acts(self, doing: str) -> None: ...
+    def says_once(self, say: Callable[[], None]) -> bool: ...
     def text(self, tensor: torch.Tensor) -> None: ...
     def backward(self) -> None: ...
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
@@ -308,6 +309,19 @@ def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.Tensor, texts)
 
 
+def _keeps_all_results(frame: Any) -> bool:
+    """Whether a function that logs keeps all its results, so that no equal call logs again.
+
+    ``warning_once`` of Transformers is one.
+    """
+    while frame.f_code.co_filename == logging.__file__:
+        frame = frame.f_back
+    function = frame.f_globals.get(frame.f_code.co_name)
+    asked = getattr(function, "cache_parameters", None)  # of functools.lru_cache
+    keeps_all = asked is not None and asked()["maxsize"] is None
+    return keeps_all and function.__wrapped__.__code__ is frame.f_code
+
+
 def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches what prints, saves, and logs if a logger would write it."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
@@ -320,6 +334,10 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
     def handle_(self: logging.Logger, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] in ("torch", "lazyinline")
         if threading.get_ident() == thread and not own:
+            if _keeps_all_results(sys._getframe(1)):
+                record.getMessage()  # refused now, if it writes out a tensor
+                if watcher.says_once(lambda: handle(self, record)):
+                    return
             watcher.acts("prints or logs something")
         handle(self, record)
 
