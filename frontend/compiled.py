@@ -26,13 +26,13 @@ from .report import CompileReport
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """Which gradients are made a program of their own.
+    """Which gradients to compile as a program of their own.
 
     Attributes:
-        outputs: of the program, those that have a cotangent.
-        moving: of these, those whose cotangent wants a gradient itself.
-        inputs: whose gradients are asked for.
-        is_differentiated: whether the gradients are differentiated in their turn.
+        outputs: the outputs of the program that have a cotangent.
+        moving: those of them whose cotangent itself requires grad.
+        inputs: the inputs whose gradients are wanted.
+        is_differentiated: whether the gradients are themselves differentiated.
     """
 
     outputs: tuple[int, ...]
@@ -41,15 +41,17 @@ class GradientRequest:
     is_differentiated: bool = True
 
 
-_MAX_OPEN = 8  # forwards in a row whose gradients nobody asked for
+_MAX_OPEN = 8  # forwards in a row that computed gradients which no backward used
 
 
 @dataclass
 class Habit:
-    """Notes the gradients that losses ask of a program, for the next forward; its shapes share it.
+    """Predicts which gradients the next loss will ask for, so that the forward computes them too.
+
+    All shapes of a program share it.
 
     Attributes:
-        expected: the gradients that the last two losses asked for, until one asks for others.
+        expected: the request of the last two losses, if they agreed.
     """
 
     expected: GradientRequest | None = None
@@ -57,55 +59,55 @@ class Habit:
     _num_open: int = 0
 
     def note(self, request: GradientRequest | None) -> None:
-        """Takes what a loss asked for; None for what cannot be told ahead."""
-        # Twice in a row: one odd loss would cost a compile for nothing.
+        """Records the request of a loss; None if it cannot be predicted."""
+        # Only after two equal requests: a compile for a single unusual loss would be wasted.
         self.expected = request if request == self._last else None
         self._last = request
 
     def begin(self) -> None:
-        """Counts a forward that ran with the gradients."""
+        """Counts a forward that computed the gradients."""
         self._num_open += 1
-        # Evaluation asks for no gradients: its forwards should not go on computing them.
+        # Evaluation uses no gradients, so its forwards should stop computing them.
         if self._num_open > _MAX_OPEN:
             self.miss()
 
     def hit(self) -> None:
-        """Notes that the gradients were asked for."""
+        """Records that a backward used the gradients."""
         self._num_open = 0
 
     def miss(self) -> None:
-        """Notes that others were, or none."""
+        """Records that a backward wanted other gradients, or that none ran."""
         self.expected, self._last, self._num_open = None, None, 0
 
 
 class Facts:
-    """Holds what is known of a program at all its shapes, found where it is first asked for.
+    """Facts about a program that hold for all its shapes; each is computed on first use.
 
     Args:
-        program: as captured: autograd goes by what the user wrote, not by what runs.
-        derivative: with a cotangent for every output, if there is one.
+        program: the captured program, because autograd's rules apply to what the user wrote.
+        derivative: the derivative with a cotangent for every output, if there is one.
 
     Attributes:
-        habit: what losses lately asked for.
-        backwards: compiles up to link of those for losses that leave outputs unused.
-        apart: what ``are_apart`` was asked for, and its answers.
-        absent: the same of ``absent_gradients``.
-        num_late: runs of a backward that has PyTorch's kernels until it is needed.
+        habit: predicts the gradients that the next loss asks for.
+        backwards: for each backward that was compiled later, the state of its compile before link.
+        apart: cache of ``are_apart``.
+        absent: cache of ``absent_gradients``.
+        num_late: how often a deferred backward ran with PyTorch's kernels.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:
         self._program, self._derivative = program, derivative
         self.habit = Habit()
         self.backwards: dict[Closure, Any] = {}
-        # A backward asks this of every result that it leaves unused: each key and value in a cache.
+        # Cached, because every backward that leaves results unused looks these up.
         self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
         self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.num_late = 0
 
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Returns whether nothing that is saved for some outputs is needed for others, too.
+        """Returns whether the backwards of two groups of outputs share no saved tensor.
 
-        Autograd then lets one follow the other without ``retain_graph``.
+        Autograd then allows one after the other without ``retain_graph``.
         """
         groups = frozenset(some), frozenset(others)
         if groups not in self.apart:
@@ -118,7 +120,7 @@ class Facts:
         return self.apart[groups]
 
     def absent_gradients(self, unused: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns positions of gradients that are absent, not zero: no used output leads there."""
+        """Returns which gradients are None instead of zero: no used output depends on the input."""
         if unused not in self.absent:
             reach, derivative = self.trained_inputs, self._derivative
             assert derivative is not None
@@ -135,31 +137,31 @@ class Facts:
 
     @cached_property
     def trained_inputs(self) -> Flows:
-        """The inputs to which a gradient of each output may come back."""
+        """For each output, the inputs that may get a gradient from it."""
         return trained_inputs(self._program)
 
     @cached_property
     def view_roots(self) -> list[object]:
-        """Of each output, what it is a view of."""
+        """For each output, what it is a view of."""
         return view_roots(self._program)
 
     @cached_property
     def output_order(self) -> list[int]:
-        """The outputs as they are computed."""
+        """The outputs in the order in which they are computed."""
         return output_order(self._program)
 
     @cached_property
     def first_trained(self) -> int | None:
-        """Which gradient is the first of a tensor of the model; None if none is."""
+        """The position of the first gradient of a model tensor; None if there is none."""
         sources = self._program.sources
         inputs = self._derivative.gradient_inputs if self._derivative is not None else ()
-        # Molecular dynamics asks for none of these; the first stands for all that come after it.
+        # Molecular dynamics wants none of these; a caller tests the first in place of all.
         own = (i for i, k in enumerate(inputs) if isinstance(sources[k], ModelTensor))
         return next(own, None)
 
     @cached_property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether the program draws random numbers."""
         return bool(Draws().of(self._program.calls))
 
 
@@ -167,13 +169,19 @@ class Facts:
 class CompiledProgram:
     """A captured program and its runtime.
 
-    ``derivative`` is there when training: what the forward saves and hands over, and what the
-    backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
-    in between. ``without`` makes the same program with a backward for some outputs unused.
-    ``gradients`` compiles its gradients as a program of their own, for ``create_graph=True`` and
-    ahead of losses; None where autograd has to run the program. ``linker`` links it for another
-    shape, where sizes are symbols. ``lowered`` is the compile up to link, of which a file is made.
-    ``values`` are the numbers that its symbols have here.
+    Attributes:
+        captured: the captured model.
+        runtime: runs the forward and the backward.
+        facts: facts that hold for all shapes of the program.
+        derivative: in training, what the forward saves and what the backward takes.
+        watched_inputs: inputs whose storage is saved for backward, so they must not be changed
+            in-place before it runs.
+        without: returns the program with a backward for a loss that leaves some outputs unused.
+        gradients: compiles its gradients as a program, for ``create_graph=True`` and to compute
+            them along with the forward; returns None if autograd must run the program for them.
+        linker: with symbolic sizes, links the program for another shape.
+        lowered: the state of the compile before link, from which a file is written.
+        values: the numbers that its symbols have here.
     """
 
     captured: CapturedModel
@@ -193,28 +201,28 @@ class CompiledProgram:
         return self.runtime.hold
 
     def interpret(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs the program operator by operator, so that autograd sees each."""
+        """Runs the program operator by operator, so that autograd records each one."""
         return interpret(self.captured.program, inputs, self.values)
 
     @property
     def has_late_backward(self) -> bool:
-        """Whether its backward has PyTorch's kernels, in place of the backend's."""
+        """Whether the backend's kernels of its backward are deferred, so that PyTorch's run."""
         return self.derivative is not None and self.lowered.goal.late_backward  # type: ignore[no-any-return]
 
     def whole(self) -> CompiledProgram:
-        """Returns the same with the backend's kernels in its backward, which may be made now."""
+        """Returns the program with the backend's kernels in its backward, compiled if need be."""
         if not self.has_late_backward or self.without is None:
             return self
         return self.without(self, ()) or self
 
     def without_tensors(self) -> CompiledProgram:
-        """Returns the same for one who has the model's tensors from elsewhere."""
+        """Returns the program without the model's tensors, for a holder that has them elsewhere."""
         return replace(self, captured=self.captured.without_tensors())
 
 
 @dataclass(frozen=True)
 class CompiledGradients:
-    """The gradients of a program, compiled; where its inputs and results belong; their types."""
+    """The compiled gradients of a program, the meaning of their inputs and results, input types."""
 
     compiled: CompiledProgram
     gradients: GradientProgram
@@ -223,7 +231,7 @@ class CompiledGradients:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A training step and its runtime; a micro-batch's forward saves so many bytes."""
+    """A training step and its runtime; ``saved_bytes`` is what one micro-batch's forward saves."""
 
     captured: CapturedModel
     step: StepProgram
@@ -239,13 +247,13 @@ class CompiledStep:
         return native.hold if native else None
 
     def without_tensors(self) -> CompiledStep:
-        """Returns the same for one who has the model's tensors from elsewhere."""
+        """Returns the step without the model's tensors, for a holder that has them elsewhere."""
         step = step_without_tensors(self.step)
         return replace(self, captured=self.captured.without_tensors(), step=step)
 
 
 def step_without_tensors(step: StepProgram) -> StepProgram:
-    """Returns the same step, which does not keep the model's tensors alive."""
+    """Returns the step without references to the model's tensors."""
     return replace(step, model=tuple(tensor.forgotten() for tensor in step.model))
 
 
@@ -257,11 +265,11 @@ class Relinking(Protocol):
 
     @property
     def sizes(self) -> Any:
-        """The symbols, and what the compile took for granted of them."""
+        """The symbolic sizes, with the guards that the compile put on them."""
 
     def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
-        """Links it for numbers that its conditions hold for.
+        """Links the program for sizes that satisfy its guards.
 
         Raises:
-            PlanError: if it cannot be right for them after all.
+            PlanError: if it turns out not to be valid for them.
         """

@@ -1,9 +1,9 @@
-"""The compiler: one list of passes, from a model to something that runs, and who runs it.
+"""The compiler: one list of passes, from a model to a program that runs.
 
-A pass takes one compile to its next state (``passes/state.py``), which is never changed, and asks
-the goal: whether a module is called, a step is run, a file is written. One runner times each pass,
-verifies what it made where asked, and lets others look on. Everything before link costs one visit
-per different closure. ``lazyinline inspect --passes`` prints the passes of each goal; ``lazyinline
+A pass is a function from one immutable state of a compile to the next (``passes/state.py``). The
+goal of the compile (a module to call, a training step, a file) selects the passes. One runner times
+each pass, verifies its result where asked, and calls observers. Every pass before link visits each
+different closure once. ``lazyinline inspect --passes`` prints the passes of each goal; ``lazyinline
 inspect TARGET --after PASS --diff`` shows what one did.
 """
 
@@ -88,10 +88,10 @@ PASSES = (
     describe_gpu,
     stages.predict,
 )
-"""All passes, in order. A goal leaves out those that are for others."""
+"""All passes, in order. A compile runs those that are for its goal."""
 
 CONTENTS: dict[GoalKind, OnContents] = {"module": "keep", "step": "drop"}
-"""Whether contents left in arguments and modules are kept or dropped; other goals refuse them."""
+"""What becomes of a forward's changes to lists and dicts; goals not named here refuse them."""
 
 GOALS: dict[GoalKind, str] = {
     "module": "a module that is called (lazyinline.compile)",
@@ -103,7 +103,7 @@ GOALS: dict[GoalKind, str] = {
 }
 """A description of each kind of goal, as the command line prints it."""
 
-# A backward for fewer outputs begins with its program; a further shape begins with what is lowered.
+# A backward for fewer outputs starts at decompose; a further shape starts at link.
 _DECOMPOSE = between(PASSES, "decompose", "decompose")
 _LOWER = between(PASSES, "lower", "lower")
 _LINK = between(PASSES, "link", "link")
@@ -115,7 +115,7 @@ def passes_for(kind: GoalKind) -> Sequence[Pass]:
 
 
 class Compiler:
-    """Runs the passes; keeps what it made per closure for the next program it compiles."""
+    """Runs the passes; keeps the results of each closure for the next program it compiles."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -136,22 +136,22 @@ class Compiler:
         sizes: Callable[[], Sizes] | None = None,
         watch: Watch | None = None,
     ) -> tuple[Compiled, CompileReport]:
-        """Compiles a model for inputs of these layouts; of a step, those of one micro-batch.
+        """Compiles a model for inputs of these layouts.
 
         Args:
-            model: what is compiled.
-            args: positional inputs, of which only the layouts count.
-            kwargs: keyword inputs.
-            goal: what for.
-            sizes: makes the sizes that are symbols, if any are.
-            watch: sees each pass that ran.
+            model: the model to compile.
+            args: positional example inputs (for a step, of one micro-batch); only layouts matter.
+            kwargs: keyword example inputs.
+            goal: what the model is compiled for.
+            sizes: creates the symbolic sizes, if any.
+            watch: called after each pass.
 
         Raises:
-            CaptureError: if the model cannot be captured, or not with symbols for sizes.
-            PlanError: if it cannot be run (parameters on the meta device), or a step has no loss
-                that depends on a parameter.
+            CaptureError: if the model cannot be captured, or not with symbolic sizes.
+            PlanError: if it cannot be run (parameters on the meta device), or the loss of a step
+                depends on no parameter.
         """
-        # A number that is asked of a whole batch is not that of one of its parts.
+        # .item() of a whole batch gives another number than .item() of one micro-batch.
         is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
         may_ask = is_whole and goal.kind in ("module", "step")
         contents = CONTENTS.get(goal.kind, "refuse")
@@ -160,7 +160,7 @@ class Compiler:
         with self.context.cached(state.report):
             state = run(PASSES, state, watch)
         note_recompute(state)
-        # A page draws programs with numbers; one with symbols is linked again for each shape.
+        # A report page draws programs of fixed sizes; a symbolic one is linked for each shape.
         if state.symbolic is None:
             state.report.made = made_by(state)
         return Linker.of(self, state).result(state), state.report
@@ -168,10 +168,10 @@ class Compiler:
     def compile_gradients(
         self, captured: CapturedModel, request: GradientRequest, values: Values | None
     ) -> tuple[Linker, Compilation]:
-        """Compiles the gradients of a captured program as a program, with a backward.
+        """Compiles the gradients of a captured program as a program that has a backward itself.
 
         Raises:
-            PlanError: if they have none.
+            PlanError: if no gradient flows.
         """
         state = Compilation(
             context=self.context,
@@ -187,15 +187,17 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Linker:
-    """One lowered program: links it for further shapes, and with further backwards.
+    """Links one lowered program for further shapes, and with further backwards.
 
     Attributes:
-        compiler: compiled it.
-        lowered: the compile up to link, of which it holds no tensor of the model.
-        settled: which symbols had turned out to be others, or numbers, when it was compiled.
+        compiler: the compiler that made the program.
+        lowered: the state of the compile before link, without the model's tensors.
+        settled: what each symbol had become when the program was compiled: itself, another symbol
+            or a number.
         watched_inputs: see :class:`CompiledProgram`.
-        gradients: links programs of gradients, with symbols for sizes.
-        refused: those that autograd takes of the program, run operator by operator.
+        gradients: with symbolic sizes, the linkers of its gradient programs.
+        refused: requests for gradients that cannot be compiled; autograd serves them by running
+            the program operator by operator.
     """
 
     compiler: Compiler
@@ -207,7 +209,7 @@ class Linker:
 
     @property
     def sizes(self) -> Any:
-        """The symbols, and what the compile took for granted of them."""
+        """The symbolic sizes, with the guards that the compile put on them."""
         return self.lowered.captured.sizes
 
     @cached_property
@@ -224,7 +226,7 @@ class Linker:
 
     @cached_property
     def _described(self) -> CompileReport:
-        """The report of a link, before it ran."""
+        """A report that describes the captured model and has no passes yet."""
         report = self.lowered.context.report(train=self.lowered.goal.train)
         report.describe(self.lowered.captured)
         return report
@@ -233,8 +235,8 @@ class Linker:
     def of(cls, compiler: Compiler, state: Compilation) -> Linker:
         """Returns the linker for the program of a finished compile."""
         sizes, composed = state.captured.sizes, state.composed
-        # Launches are as many as inlined copies: for numbers, which link only once more if a loss
-        # leaves outputs unused, they are not kept.
+        # Linked calls take much memory. Without symbols they are needed again only if a loss leaves
+        # outputs unused, so they are dropped.
         lowered = state.symbolic or replace(state, flats={}, request=None)
         watched: tuple[int, ...] = ()
         if lowered.derivative is not None and state.goal.kind != "step":
@@ -280,12 +282,12 @@ class Linker:
         )
 
     def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
-        """Links it for numbers that its conditions hold for.
+        """Links the program for sizes that satisfy its guards.
 
         Raises:
-            OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
-            PlanError: if a kernel lays a result out in another way than the program says, or what
-                was compiled later settled sizes that this program has open.
+            OverBudgetError: if the recompute choice, made for other sizes, exceeds the budget here.
+            PlanError: if a kernel returns other strides than the program says, or a later compile
+                specialized a size that is symbolic in this program.
         """
         if self.sizes.settled != self.settled:
             raise PlanError(
@@ -298,7 +300,7 @@ class Linker:
         return self.result(state), report
 
     def settle(self) -> None:
-        """Makes the backend's kernels for a backward that waits for a loss that needs them."""
+        """Compiles the backend's kernels of the backward now, if they were deferred."""
         derivative, report = self.lowered.derivative, replace(self._described, passes=[])
         if derivative is not None and self.whole.goal.late_backward:
             with one_at_a_time():
@@ -306,7 +308,7 @@ class Linker:
 
     @property
     def whole(self) -> Compilation:
-        """The lowered programs, with the backend's kernels in the backward once they are made."""
+        """The lowered state; if the backward was deferred, with the backend's kernels once made."""
         derivative, known = self.lowered.derivative, self.lowered
         if known.goal.late_backward and derivative is not None:
             return self.facts.backwards.get(derivative.backward, known)  # type: ignore[no-any-return]
@@ -319,9 +321,9 @@ class Linker:
         compiled: CompiledProgram,
         unused: Sequence[int],
     ) -> CompiledProgram | None:
-        """Compiles another backward for the same forward; None where there is none.
+        """Compiles a backward for a loss that leaves outputs unused; None if that is not possible.
 
-        Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
+        The forward stays as it is. If the backend's kernels do not fit it, PyTorch's are used.
         """
         with one_at_a_time():
             for kernels in ("backend", "eager"):
@@ -340,9 +342,9 @@ class Linker:
     def _other_backward(
         self, derivative: Derivative, values: Values | None, report: CompileReport
     ) -> tuple[Any, Derivative | None]:
-        """Returns the runtime and the derivative for another backward; None if it is not right.
+        """Returns runtime and derivative with another backward; None if these sizes violate guards.
 
-        With symbols it is compiled once for all shapes. A file's is linked alone.
+        With symbolic sizes it is compiled once for all shapes. One from a file is only linked.
         """
         context, key = self.lowered.context, derivative.backward
         passes = CompileReport(True, report.backend, report.reuse)
@@ -359,22 +361,22 @@ class Linker:
                     backwards[key] = lowered
                     if _is_compiled(key) and not self.sizes.are_right(values):
                         return None, None
-                # Where memory is not planned for the forward, its backward takes tensors.
+                # Without a memory plan the forward saves tensors, so its backward must take them.
                 unplanned = Unplanned(report.unplanned) if report.unplanned else None
                 lowered = replace(lowered, values=values, report=passes, unplanned=unplanned)
                 state = _linked(lowered)
         except Exception:
             if values is None:
                 raise
-            return None, None  # for these sizes alone it is compiled without symbols
-        if values is None and isinstance(state.runs, Runtime):  # it links only once more
+            return None, None  # the caller then compiles for these sizes without symbols
+        if values is None and isinstance(state.runs, Runtime):  # keep plans, not many linked calls
             backwards[key] = replace(lowered, flats={}, plans=state.runs.program.plans)
         if self.lowered.derivative is not None and key is self.lowered.derivative.backward:
             _note_whole(report, state)
         return state.runs, state.derivative
 
     def _started(self, derivative: Derivative, report: CompileReport) -> Compilation:
-        """Returns the state of another backward before it is lowered."""
+        """Returns the state from which the passes compile another backward."""
         return replace(
             self.lowered,
             report=report,
@@ -389,10 +391,10 @@ class Linker:
     def compile_gradients(
         self, values: Values | None, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients | None:
-        """Compiles gradients that are differentiated; with symbols, once for all shapes.
+        """Compiles gradients that are differentiated; with symbolic sizes, once for all shapes.
 
         Returns:
-            They; None where autograd has to take them of the program, run operator by operator.
+            The gradients; None if autograd must run the program operator by operator for them.
         """
         with other_threads_waiting():
             if request in self.refused:
@@ -402,11 +404,12 @@ class Linker:
                     return self._relinked_gradients(self.gradients[request], values, counted)
                 with one_at_a_time(), self._sizes_open():
                     captured, compiler = self.lowered.captured, self.compiler
-                    # Were a size settled, what is kept per closure would be right for that alone.
+                    # If this specializes a size, results kept per closure would be wrong for other
+                    # sizes: a symbolic program gets a compiler of its own.
                     compiler = compiler if values is None else Compiler(compiler.options)
                     linker, state = compiler.compile_gradients(captured, request, values)
             except Exception as error:
-                # With symbols it is made for all shapes or for none: PyTorch takes it then.
+                # A symbolic program must work for all shapes: any failure falls back to autograd.
                 may_be = isinstance(error, NotDifferentiatedError) or values is not None
                 is_none = isinstance(error, programs.NoGradientsError)
                 strict = self.compiler.options.fallback == "error"
@@ -428,7 +431,7 @@ class Linker:
     def _relinked_gradients(
         self, known: Linker, values: Values, counted: CompileReport
     ) -> CompiledGradients | None:
-        """Links gradients for one shape; None where what was asked of sizes has other answers."""
+        """Links gradients for one shape; None if it violates a guard on sizes."""
         if not known.sizes.are_right(values):
             return None
         try:
@@ -439,7 +442,7 @@ class Linker:
     def gradients_of(
         self, compiled: Compiled, values: Values | None, counted: CompileReport
     ) -> CompiledGradients:
-        """Returns a program of gradients that this links, whose own can be compiled."""
+        """Returns compiled gradients that can be differentiated again."""
         program = self.lowered.gradients
         assert program is not None
         assert isinstance(compiled, CompiledProgram)
@@ -453,7 +456,7 @@ class Linker:
 
 
 def _linked(lowered: Compilation) -> Compilation:
-    """Links what is lowered; a shape may get other numbers in a program that is there."""
+    """Links a lowered program; a shape may reuse a linked program with other numbers in it."""
     known = None
     if lowered.shapes is not None and lowered.values is not None:
         known = lowered.shapes.known(lowered, lowered.values)
@@ -461,7 +464,7 @@ def _linked(lowered: Compilation) -> Compilation:
 
 
 def note_recompute(state: Compilation) -> None:
-    """Says in the report what is saved and what is computed again, where there is a backward."""
+    """Notes in the report what is saved and what is recomputed, if there is a backward."""
     recompute, report = state.context.recompute, state.report
     if state.request is None or state.derivative is None:
         return
@@ -474,14 +477,14 @@ def note_recompute(state: Compilation) -> None:
 
 
 def _is_compiled(closure: Closure) -> bool:
-    """Whether the backend compiles any of it, which asks questions of sizes."""
+    """Whether the backend compiles a leaf of it, which may add guards on sizes."""
     assert isinstance(closure, Composite)
     leaves = (c for c in walk_closures(closure.program) if isinstance(c, Leaf))
     return any(leaf.kernels == "backend" for leaf in leaves)
 
 
 def _note_whole(report: CompileReport, state: Compilation) -> None:
-    """Says in a report what became of a program when its backward got the backend's kernels."""
+    """Updates a report once the backend's kernels of a deferred backward are made."""
     found = state.report
     report.passes += found.passes
     report.num_kernels += found.num_kernels
@@ -510,13 +513,13 @@ def made_by(state: Compilation) -> Made:
 
 
 def _programs(state: Compilation) -> tuple[Program, Program | None]:
-    """Returns the forward and the backward that run; of a step, those of its first micro-batch."""
+    """Returns the forward and the backward that run; for a step, those of one micro-batch."""
     if state.goal.kind != "step":
-        # A rank of a pipeline has parts of its own: what is shown is the whole model.
+        # The programs of a pipeline's rank are its stages: the report shows the captured model.
         forward = state.programs.get(programs.PARTS[0], state.captured.program)
         return forward, state.programs.get(programs.PARTS[1])
     (step,) = state.programs.values()
-    # A step calls one forward closure and one backward closure, each first for one part.
+    # Its first call is a forward, and the first call of another closure with a path a backward.
     one = step.calls[0].closure
     other = next(c.closure for c in step.calls if c.path and c.closure is not one)
     assert isinstance(one, Composite)
@@ -525,7 +528,7 @@ def _programs(state: Compilation) -> tuple[Program, Program | None]:
 
 
 def _bare(program: Program) -> Program:
-    """Returns the same without the model's tensors, which a report does not keep alive."""
+    """Returns the program without sources: a report must not keep the model's tensors alive."""
     return replace(program, sources=())
 
 

@@ -1,14 +1,14 @@
-"""The passes that programs go through, and what runs a list of them.
+"""The compiler passes, and the runner of a list of them.
 
-state             a goal; what is known of one compile between two passes; a pass; the runner
-context           what a compiler keeps per closure, from compile to compile
-programs         capture, rotate, autodiff, repeat, decompose, lower; gradients, as programs too
-link              link, and the plan of memory, or why there is none
-many_shapes       one link for many shapes: the same program with other numbers in it
+state             the goal and the state of a compile; what a pass is; the runner
+context           results kept per closure, from compile to compile
+programs          capture, rotate, autodiff, repeat, decompose, lower; gradients as programs
+link              link, and the memory plan, or the reason why there is none
+many_shapes       one link for many shapes: the same program with other sizes in it
 mesh              the step, or the stages, of one rank of a device mesh, in local shapes
 numbers           numbers in place of symbols, for one shape
-recompute         what is saved, chosen by what programs would hold
+recompute         the recompute pass, which measures each choice by a trial compile
 recompute_choice  the choice by policy, budget or mark
-rank             the compile of one rank of a pipeline; its stages as one planned program
-stages           split, derivatives and recompute of stages so that they fit, link, predict
+rank              the compile of one rank of a pipeline; its stages as one planned program
+stages            split, autodiff, recompute, link and predict for the stages of a rank
 """

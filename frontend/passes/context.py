@@ -1,4 +1,4 @@
-"""Keeps results per closure, so that each is decomposed and lowered once."""
+"""Results kept per closure, so that each closure is decomposed and lowered once."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from .recompute_choice import Recompute
 
 
 class Context:
-    """Holds what passes share. One for each compiler; it outlives a compile.
+    """The state that all compiles of one compiler share.
 
     Attributes:
         backend: makes kernels.
-        differentiator: makes derivatives as the backend wants them, each once.
-        recompute: picks what a derivative saves.
-        tools: what places buffers and runs launches.
-        kernels: of each leaf that has one.
-        recorded: the launches of each leaf for which they are known.
-        progress: what a user sees of it meanwhile.
+        differentiator: makes derivatives with the backend's decompositions, each once.
+        recompute: chooses what a derivative saves.
+        tools: places buffers and runs launches.
+        kernels: the kernel of each leaf that was lowered.
+        recorded: the kernel list of each leaf whose launches were recorded.
+        progress: the progress bar.
     """
 
     def __init__(self, options: Options) -> None:
@@ -73,21 +73,21 @@ class Context:
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
 
-    # Made when something asks for them: most models differentiate nothing in their forward.
+    # Made on first use: most models take no gradients in their forward.
 
     @cached_property
     def gradient_programs(self) -> GradientPrograms:
-        """Makes gradients into programs, to be differentiated again."""
+        """Makes programs of gradients, which can be differentiated again."""
         return GradientPrograms()
 
     @cached_property
     def derive(self) -> InnerGradients:
-        """Makes the gradients that a forward itself takes."""
+        """Replaces gradients that a forward takes itself by calls of derivatives."""
         return InnerGradients()
 
     @cached_property
     def reducer(self) -> Reducer:
-        """Reduces programs to primitives, to be looked at."""
+        """Reduces programs to primitives, for inspection."""
         return Reducer()
 
     @cached_property
@@ -108,7 +108,7 @@ class Context:
 
     @contextmanager
     def cached(self, report: CompileReport) -> Iterator[None]:
-        """Takes what earlier processes made from the disk meanwhile, and says so in a report."""
+        """Reads the cache's settings anew for a compile, and notes in its report what was used."""
         self._cache.begin()
         yield
         report.cache = self._cache.finish()
@@ -124,13 +124,13 @@ class Context:
         return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""
 
     def known(self, program: Program) -> Program:
-        """Replaces leaves by equal ones that an earlier compile has seen."""
+        """Replaces leaves by equal leaves of an earlier compile."""
         return map_leaves(program, lambda leaf: self._leaves.setdefault(_key_of(leaf), leaf))
 
     def decomposed(self, program: Program) -> Program:
-        """Takes the composite operators of each leaf apart."""
+        """Decomposes the composite operators of each leaf."""
 
-        # By the leaf itself: blocks that share a closure are one entry, whatever their number.
+        # Keyed by the leaf object: all blocks that share a closure are one entry.
         def of_leaf(leaf: Leaf) -> Leaf:
             if leaf.level == "aten":
                 return leaf
@@ -144,7 +144,7 @@ class Context:
         return map_leaves(program, of_leaf)
 
     def lower(self, programs: Iterable[Program]) -> list[Leaf]:
-        """Makes the kernels that programs need; returns the leaves that were new."""
+        """Makes the kernels that programs need; returns the leaves that had none."""
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
         new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
         self._lower_leaves(new)
@@ -153,7 +153,7 @@ class Context:
 
     def _lower_leaves(self, new: Sequence[Leaf]) -> None:
         for leaf in new:
-            if is_update(leaf):  # its launch needs no kernel, so there is none to keep
+            if is_update(leaf):  # its launch is made from the graph, without a kernel to keep
                 launches: KernelList | None = record_graph(leaf)
             elif leaf.bodies:
                 launches = None
@@ -170,10 +170,10 @@ class Context:
             self.backend.build(lists, self._cache.machine_code)
 
     def lower_unaligned(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
-        """Makes the kernels of leaves anew, for inputs that begin at any address.
+        """Makes kernels again for inputs that need not be aligned.
 
         Returns:
-            Whether that can help: each leaf has kernels, and none that allow it already.
+            False if that cannot help: a leaf has no kernels, or they allow these inputs already.
         """
         known = {**self.kernels, **self.recorded}
         if any(c not in known or n <= self._unaligned.get(c, n - n) for c, n in inputs.items()):
@@ -186,9 +186,9 @@ class Context:
         return True
 
     def closures_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
-        """Returns each leaf as one launch, of its kernel as a function."""
+        """Returns each leaf as a kernel list of one launch, which calls its kernel's function."""
         leaves = leaves_of(flats)
-        self._make_kernels(leaves)  # launches from the cache are no function
+        self._make_kernels(leaves)  # a kernel list from the cache comes without the function
         return {leaf: closure_list(leaf, self.kernels[leaf]) for leaf in leaves}
 
     def launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
@@ -203,22 +203,22 @@ class Context:
             self.recorded[leaf] = self._control_launches(leaf)
         elif leaf not in self.recorded:
             self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
-            if not self.kernels[leaf].why_eager:  # each process tries, and says so
+            if not self.kernels[leaf].why_eager:  # else each process tries again, and warns
                 self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded[leaf]
 
     def _control_launches(self, leaf: Leaf) -> KernelList:
-        """Returns the launch of a control-flow operator, in which those of its bodies are."""
+        """Returns the launch of a control-flow operator, which contains those of its bodies."""
         bodies = [link(body.program) for body in leaf.bodies]
         lists, function = self.launches_of(bodies), self.kernels[leaf].function
         return record_control(leaf, function, bodies, lists, self.tools)
 
     def _control_kernel(self, leaf: Leaf) -> Kernel:
-        """Returns what runs a control-flow operator, by the kernels of its bodies."""
+        """Returns a kernel that runs a control-flow operator with the kernels of its bodies."""
         control = leaf.control
         assert control is not None
 
-        @cache  # a planned program has all that in its native loop
+        @cache  # made on first use: a planned program runs the bodies in its native loop instead
         def bodies() -> list[Run]:
             flats = [link(body.program) for body in leaf.bodies]
             return [closures_run(flat, self.closures_of(flats)) for flat in flats]
@@ -229,16 +229,16 @@ class Context:
         return Kernel(run, "plain", self.backend.name)
 
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
-        """Returns the kernel list of each leaf, an estimate where it has no kernel yet."""
+        """Returns the kernel list of each leaf, estimated where it has no kernel yet."""
         return self._estimates.lists(flats, self.recorded)
 
     def reasons_for_eager(self, leaves: Iterable[Leaf]) -> dict[Leaf, str]:
-        """Says, of leaves that the backend has no kernel for, why not."""
+        """Returns why the backend has no kernel, for the leaves for which it has none."""
         made = {leaf: self.kernels[leaf].why_eager for leaf in leaves if leaf in self.kernels}
         return {leaf: why for leaf, why in made.items() if why}
 
     def forget(self, leaf: Leaf) -> None:
-        """Drops the kernel of a leaf that no other program will have."""
+        """Drops the kernel of a leaf that no other program uses."""
         self.kernels.pop(leaf, None)
         self.recorded.pop(leaf, None)
 
@@ -255,5 +255,5 @@ def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
 
 
 def _key_of(leaf: Leaf) -> FullKey:
-    """Returns a key that is equal to that of every leaf that computes the same."""
+    """Returns a key by which leaves that compute the same are equal."""
     return FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))

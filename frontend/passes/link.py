@@ -1,4 +1,4 @@
-"""Link, the deferred inline, and the plan of memory, or why there is none."""
+"""Link (the deferred inline) and the memory plan, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from .state import Compilation, GoalKind, State, Unplanned, compile_pass
 LINKED: tuple[GoalKind, ...] = ("module", "step", "gradients")
 
 
-WRONG_SIZES = "A condition on sizes that the compile relied on does not hold for these."
+WRONG_SIZES = "A guard on sizes that the compile relies on does not hold for these sizes."
 
 
 class OverBudgetError(PlanError):
-    """A program whose recompute was chosen for other sizes does not keep the budget at these."""
+    """The recompute choice, made for other sizes, exceeds the memory budget at these."""
 
 
 @compile_pass("link", "flat", goals=LINKED)
 def link_program(state: State) -> State:
-    """Lays out all calls, numbers for symbols, and plans memory: the deferred inline."""
+    """Lays out all calls, replaces symbols by numbers, plans memory: the deferred inline."""
     state = state if state.flats else linked(state)
     if state.captured.sizes is None:
         return _planned_and_run(state)
     values = state.values or state.captured.sizes.example
     if state.shapes is not None:
         return state.shapes.at(state, values) or _linked_at(state, values)
-    # Hints may have differed from the sizes of the call, for which the compile has to be right.
+    # Sizes were traced with hints; the guards must also hold for the sizes of this call.
     if not state.captured.sizes.are_right(values):
         raise PlanError(WRONG_SIZES)
     return _linked_at(replace(state, symbolic=state), values)
 
 
 def _linked_at(state: State, values: Values) -> State:
-    """Plans what is linked for the numbers of one shape; kernels of it are kept there only.
+    """Plans a linked program for the numbers of one shape; only the plan keeps its kernels.
 
     Raises:
-        OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
-        PlanError: if a kernel lays a result out in another way than the program says.
+        OverBudgetError: if the recompute choice, made for other sizes, exceeds the budget here.
+        PlanError: if a kernel returns other strides than the program says.
     """
     context = state.context
     leaves = {leaf: kernel_at_numbers(context, leaf, values) for leaf in leaves_of(state.linked)}
@@ -93,18 +93,18 @@ def linked(state: State) -> State:
 
 
 def _planned_and_run(state: State) -> State:
-    """Plans memory where nothing hinders it; else closures allocate what they return."""
+    """Plans memory if possible; otherwise each closure allocates its results."""
     try:
         planned = plan(state)
         if isinstance(planned, PlannedProgram) and state.kernels == "made":
             _ = planned.native
-    except NotBuiltError as error:  # our own C++ (a full disk)
+    except NotBuiltError as error:  # lazyinline's own C++ code, for example on a full disk
         planned = Unplanned(str(error))
     return run_by(state, planned)
 
 
 def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
-    """Takes what was planned, or why it is not, as what runs; the report says so."""
+    """Returns the state with its runtime, planned or not, and notes it in the report."""
     report = state.report
     if isinstance(planned, Unplanned):
         if state.goal.updates:
@@ -117,7 +117,7 @@ def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
 
 
 def noted(state: State, runs: PlannedProgram | Runtime) -> State:
-    """Takes what is planned as what runs; the report says so."""
+    """Returns the state with a planned runtime, and notes its memory in the report."""
     report, planned = state.report, runs.program if isinstance(runs, Runtime) else runs
     report.peak_bytes = planned.plan.peak_bytes
     report.arena_bytes, report.why_no_graph = planned.arena_bytes, planned.why_no_graph
@@ -129,7 +129,7 @@ def noted(state: State, runs: PlannedProgram | Runtime) -> State:
 
 
 def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
-    """Says in the report what is on which device, if there are several."""
+    """Notes in the report what lies on which device, if there are several."""
     if not planned.layout.others:
         return
     devices, report = devices_of(state.linked), state.report
@@ -148,7 +148,7 @@ def _note_devices(state: Compilation, planned: PlannedProgram) -> None:
 
 
 def runs_of(state: Compilation, program: PlannedProgram) -> PlannedProgram | Runtime:
-    """Returns what runs a planned program: it, or what runs the forward and the backward in it."""
+    """Returns the runtime of a planned program; a step is its own runtime."""
     if state.goal.kind == "step":
         return program
     derivative = state.derivative
@@ -157,7 +157,7 @@ def runs_of(state: Compilation, program: PlannedProgram) -> PlannedProgram | Run
 
 
 def _closures(state: Compilation) -> PlannedProgram:
-    """Returns the program without a plan: closures allocate what they return."""
+    """Returns the program without a memory plan: each closure allocates its results."""
     lists = state.context.closures_of(state.linked)
     if state.goal.kind == "step":
         (flat,) = state.linked
@@ -174,7 +174,7 @@ def _closures(state: Compilation) -> PlannedProgram:
     wanted=lambda state: state.context.options.target is not None,
 )
 def describe_gpu(state: State) -> State:
-    """Predicts what a run on a GPU that is not here holds and takes, by plan and roofline."""
+    """Predicts memory and time on a GPU that is not here, by memory plan and roofline."""
     runs, backend = state.runs, state.context.backend
     program = runs.program if isinstance(runs, Runtime) else runs
     if not isinstance(program, PlannedProgram) or program.allocates_all:
@@ -186,16 +186,16 @@ def describe_gpu(state: State) -> State:
 
 
 def launched(state: Compilation, flats: Sequence[FlatProgram]) -> list[tuple[KernelList, int]]:
-    """Returns the launches of each closure that linked programs call, and how often they do."""
+    """Returns the kernel list of each closure in linked programs, and how often it is called."""
     calls = Counter(launch.leaf for flat in flats for launch in flat.launches)
     return [(state.context.recorded[leaf], count) for leaf, count in calls.items()]
 
 
-# ---- what hinders a plan ---------------------------------------------------------------------
+# ---- what prevents a plan --------------------------------------------------------------------
 
 
 def hindrance(state: Compilation) -> Unplanned | None:
-    """Says why linked parts cannot have their memory planned together; None if they can."""
+    """Returns why the memory of linked programs cannot be planned together; None if it can."""
     backend = state.context.options.backend
     # Steps and ranks own their whole arena, so their memory is planned for any backend.
     if state.goal.kind not in ("step", "rank") and backend != "inductor":
@@ -207,21 +207,21 @@ def hindrance(state: Compilation) -> Unplanned | None:
 
 
 def why_unplanned(state: Compilation) -> Unplanned | None:
-    """Says why the memory of linked parts is not planned; None if it is."""
-    if state.goal.kind == "step":  # which writes what it changes once all of it has run
+    """Returns why the memory of linked programs is not planned; None if it is."""
+    if state.goal.kind == "step":  # it writes changed buffers at its end, after every backward
         return hindrance(state)
     known = state.unplanned or hindrance(state)
     return known or changed_buffer(state.captured.program, state.derivative)
 
 
 def devices_of(flats: Sequence[FlatProgram]) -> list[torch.device]:
-    """Returns the devices that programs work on, those with memory of their own first."""
+    """Returns the devices that programs use, the CPU last."""
     devices = {t.device for flat in flats for t in flat.slot_types}
     return sorted(devices, key=lambda device: (device.type == "cpu", str(device)))
 
 
 def other_devices(devices: Sequence[torch.device]) -> Unplanned | None:
-    """Memory is planned where its addresses can be told: on CPU, CUDA and a user's own device."""
+    """Returns why not to plan: a device other than the CPU, CUDA and a user's own device."""
     unknown = [d for d in devices if d.type not in ("cpu", "cuda", own_device_type())]
     if not unknown:
         return None
@@ -230,7 +230,7 @@ def other_devices(devices: Sequence[torch.device]) -> Unplanned | None:
 
 
 def tools_of(state: Compilation) -> Tools:
-    """Returns what places buffers and runs launches, on the devices of a linked program."""
+    """Returns the tools to place buffers and run launches on the devices of a linked program."""
     tools, devices = state.context.tools, devices_of(state.linked)
     if state.plans:
         tools = tools.answered_by(state.plans)
@@ -246,7 +246,7 @@ def tools_of(state: Compilation) -> Tools:
         return tools
     is_here = torch.cuda.is_available()
     target = target_like(torch.cuda.get_device_capability(gpu)) if is_here else None
-    # Never run on one by us: docs/gpu.md
+    # Never tested on a GPU: see docs/gpu.md
     place = on_gpu(device=gpu, graphs="captured", target=target)
     return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
@@ -260,7 +260,7 @@ def _unrecordable(state: Compilation) -> Unplanned | None:
 
 
 def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
-    """Returns why not to plan where the backward reads a state that the forward replaces."""
+    """Returns why not to plan: the backward reads a buffer that the forward changes."""
     written = {target for _, target in program.writes}
     if derivative is not None and written & set(derivative.kept_inputs):
         return Unplanned("the forward changes a buffer whose old value the backward needs")
@@ -271,20 +271,20 @@ def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned
 
 
 def plan(state: Compilation) -> PlannedProgram | Unplanned:
-    """Plans the arena of a linked program and its backward, or of a step, which is one program."""
+    """Plans the arena of a linked forward and backward, or of a step."""
     why = why_unplanned(state)
     while why is None:
         try:
             return plan_at(state, launches(state))
         except UnalignedError as found:
-            # A kernel of a GPU may not take an operand where the arena puts it: it is made anew.
+            # A GPU kernel may need more alignment than the arena gives: it is compiled again.
             if not state.context.lower_unaligned(found.inputs):
                 raise
     return why
 
 
 def plan_at(state: Compilation, kernel_lists: Mapping[Leaf, KernelList]) -> PlannedProgram:
-    """Plans the arena for launches."""
+    """Plans the arena for these kernel lists."""
     planned = _planned_step if state.goal.kind == "step" else _planned_module
     return planned(state, kernel_lists)(tools=tools_of(state))
 
@@ -292,7 +292,7 @@ def plan_at(state: Compilation, kernel_lists: Mapping[Leaf, KernelList]) -> Plan
 def _planned_step(
     state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
 ) -> partial[PlannedProgram]:
-    """Returns what plans a step, whose results stay where they are until the next one."""
+    """Returns the planner of a step; its results stay in place until the next step."""
     (flat,) = state.linked
     own_copies = [""] * sum(map(len, state.step.batch))
     return partial(
@@ -309,11 +309,11 @@ def _planned_step(
 def _planned_module(
     state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
 ) -> partial[PlannedProgram]:
-    """Returns what plans a module's forward and backward."""
+    """Returns the planner of a module's forward and backward."""
     program = state.captured.program
     own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
     num_returned, sources = returned_of(program, state.derivative)
-    # A budget bounds what a forward in flight holds, which is less without gradients.
+    # A budget bounds what is held between forward and backward: less without gradients.
     has_budget = isinstance(state.context.options.recompute, Budget)
     return partial(
         PlannedProgram,
@@ -329,7 +329,11 @@ def _planned_module(
 
 
 def held_bytes(state: Compilation) -> int:
-    """Returns what a linked program holds at its peak: as planned, at least, or saved."""
+    """Returns the bytes that a linked program holds at its peak.
+
+    They are those of its memory plan, or of the best plan possible where kernels are estimated;
+    without a plan, those of an upper bound for a step, and of the saved tensors for a module.
+    """
     is_step = state.goal.kind == "step"
     losses = state.goal.batching.loss_bytes if is_step else 0
     made: object = state.runs.program if isinstance(state.runs, Runtime) else state.runs
@@ -347,7 +351,7 @@ def held_bytes(state: Compilation) -> int:
 
 
 def _layout(state: Compilation) -> Layout:
-    """Lays out what would be planned, for kernels that are only estimated."""
+    """Lays out buffers for kernels that are only estimated."""
     others = tools_of(state).place.others
     if state.goal.kind == "step":
         (flat,) = state.linked

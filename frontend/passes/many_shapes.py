@@ -1,9 +1,9 @@
-"""One link for many shapes: a program linked once, with other numbers in it for each shape.
+"""One link for many shapes: a program linked once, with other sizes filled in for each shape.
 
-A first further shape is linked with numbers that remember how they were computed
-(:mod:`...reuse.ir.size_tape`). Where all that was compared on the way has the same outcome for
-another shape, and each buffer has the room it needs, that shape gets the same program: nothing is
-recorded, laid out, planned or written again. Any other is linked as the first one was.
+The second shape is linked with numbers that record how they were computed
+(:mod:`...reuse.ir.size_tape`). A later shape reuses that program if every comparison made during
+the link has the same outcome for it, and its buffers fit: no launch is recorded and no memory is
+planned again. A shape that fits none of these programs gets another one, or a link of its own.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .state import Compilation, State
 
 _CPU = torch.device("cpu")
 _MAX_PATTERNS = 8
-"""Programs that are linked for many shapes; where none of them fits, a shape gets its own."""
+"""The most programs linked for many shapes; a shape that fits none of them is linked alone."""
 _HEADROOM = 8
-"""A size that varies is planned with this part of the largest on top."""
+"""Buffers of a size that varies are planned for the largest size so far plus 1/8."""
 
 
 class ManyShapes:
-    """Programs that were linked once for many shapes of what was compiled with symbols."""
+    """Programs of one symbolic compile, each linked once for many shapes."""
 
     def __init__(self) -> None:
         self._patterns: tuple[_Pattern, ...] = ()
@@ -57,8 +57,8 @@ class ManyShapes:
         self._room = Values()
 
     def at(self, state: State, values: Values) -> State | None:
-        """Returns the state that a link for one shape ends in, or None if it must be linked."""
-        # A budget bounds what is held at each shape, so each is planned as tightly as can be.
+        """Returns the linked state of one shape, or None if the shape needs a link of its own."""
+        # A memory budget applies at each shape, so each is planned without headroom.
         if isinstance(state.context.options.recompute, Budget):
             return None
         found = self.known(state, values)
@@ -66,14 +66,14 @@ class ManyShapes:
             self._num_tried += 1
             try:
                 made = _Pattern.of(state, self._room_for(state, values), values)
-            except Exception:  # whatever it is, a link for this shape alone says so, or is right
+            except Exception:  # the caller links this shape alone, which works or raises again
                 made = None
             self._patterns = (*self._patterns, made)[-_MAX_PATTERNS:] if made else self._patterns
             found = self.known(state, values)
         return found
 
     def known(self, state: State, values: Values) -> State | None:
-        """Returns the same by a program that is there, for which nothing is compiled."""
+        """Like ``at``, but only reuses programs that are linked already."""
         for pattern in reversed(self._patterns):
             numbers = pattern.at(values)
             if numbers is not None:
@@ -86,7 +86,7 @@ class ManyShapes:
         return None
 
     def _room_for(self, state: Compilation, values: Values) -> Values:
-        """Returns sizes to plan for: the largest so far, and some more of those that vary."""
+        """Returns the sizes to plan for: the largest so far, with headroom for those that vary."""
         sizes = state.captured.sizes
         known, is_first = self._room or sizes.example, not self._room
         for part in (_HEADROOM, 0):
@@ -103,13 +103,13 @@ class ManyShapes:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A program that was linked for sizes that remember how they were computed.
+    """A program linked with sizes that recorded how they were computed.
 
     Attributes:
-        numbers: computes what was computed, for other sizes.
-        runs: what was linked, for sizes that there is room for.
-        rooms: bytes of buffers, and the most there is room for.
-        backward: what a backward takes and returns, if there is one that is called.
+        numbers: recomputes all sizes for another shape; None if a comparison differs for it.
+        runs: the linked program.
+        rooms: for each buffer, its bytes (a recorded size) and the bytes that are planned for it.
+        backward: the types of the backward, if there is one.
     """
 
     numbers: Callable[[Values], Numbers | None]
@@ -119,19 +119,19 @@ class _Pattern:
 
     @classmethod
     def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
-        """Links a program with room for some sizes; None where that cannot be, or goes wrong.
+        """Links a program with recorded sizes; None if that is not possible, or its check fails.
 
         Args:
-            state: lowered, of symbolic sizes.
+            state: the lowered state with symbolic sizes.
             room: the sizes that memory is planned for.
-            values: sizes of a call, at which it is compared with what has plain numbers.
+            values: the sizes of a call; the launches for them must equal those recorded directly.
         """
         if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
             return None
         if state.context.options.target is not None or devices_of(state.linked) != [_CPU]:
-            return None  # kernels of a GPU were never run with other numbers
+            return None  # GPU kernels were never tested with other sizes filled in
         context, sizes, tape = state.context, state.captured.sizes, SizeTape(room)
-        trace: SizeTrace | None = None  # whose environment takes Dynamo to be imported
+        trace: SizeTrace | None = None  # made on demand: its shape environment imports Dynamo
         leaves, lists = {}, {}
         for leaf in leaves_of(state.linked):
             made, launches = leaf, None
@@ -149,18 +149,18 @@ class _Pattern:
         results_at(state.captured.program, tape.values)
         program = plan_at(with_numbers(state, tape.values, leaves), lists)
         numbers = tape.function()
-        # What forgot how it was computed would be the same at other sizes.
+        # A size whose computation was not recorded would be wrong here: the check finds it.
         other = next((v for v in (values, sizes.example) if v != room), None)
         if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
             return None
         backward, derivative = None, state.derivative
         if derivative is not None and state.goal.kind != "step":
-            # Nobody asks for the first input, which is what was saved.
+            # The first input is the saved tensors, whose type nobody reads: it stays symbolic.
             backward = Signature(derivative.backward, num_open=1)
         return cls(numbers, runs_of(state, program), program.rooms, backward)
 
     def at(self, values: Values) -> Numbers | None:
-        """Returns the numbers for a shape; None if it is not right for it, or has not the room."""
+        """Returns the sizes for a shape; None if a comparison differs or a buffer is too small."""
         numbers = self.numbers(values)
         if numbers is None or any(numbers.of(size) > room for size, room in self.rooms):
             return None
@@ -174,7 +174,7 @@ def _are_equal(
     numbers: Numbers | None,
     values: Values,
 ) -> bool:
-    """Whether launches with the numbers of a shape are those that are recorded for it."""
+    """Whether launches with a shape's sizes filled in equal those recorded directly for it."""
     return numbers is not None and all(
         _described(lists[made], numbers) == _described(_recorded_at(context, leaf, values))
         for leaf, made in leaves.items()
@@ -183,7 +183,7 @@ def _are_equal(
 
 
 def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
-    """Returns the launches of a leaf of symbolic sizes, for plain numbers."""
+    """Returns the kernel list of a symbolic leaf, recorded for plain numbers."""
     known = context.recorded.get(leaf)
     if isinstance(known, SymbolicList):
         return numbered(leaf, known, values)[1]
@@ -193,9 +193,9 @@ def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
 def launches_for_all(
     state: Compilation, examples: Values
 ) -> tuple[dict[Leaf, KernelList], list[Any]] | None:
-    """Returns launches with symbols in them, and under which conditions they are right.
+    """Returns kernel lists with symbolic sizes, and the conditions under which they are valid.
 
-    None where that cannot be, or is not what is recorded for the sizes of a call.
+    None if that is not possible, or if they differ from those recorded for the sizes of a call.
     """
     context, trace = state.context, SymbolTrace(examples)
     if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
@@ -208,14 +208,14 @@ def launches_for_all(
             expected = _recorded_at(context, leaf, called)
             if _described(numbered(leaf, launches, called)[1]) != _described(expected):
                 return None
-    except Exception:  # whatever it is, kernels are recorded for each shape alone
+    except Exception:  # kernels are then recorded for each shape alone
         return None
     return {**context.recorded, **found}, trace.conditions()
 
 
 def _described(value: Any, numbers: Numbers = PLAIN) -> Any:
-    """Returns launches as nested lists that are equal where they do the same."""
-    if isinstance(value, View):  # a dimension of one needs no stride
+    """Returns launches as nested lists, which are equal if the launches do the same."""
+    if isinstance(value, View):  # the stride of a dimension of size 1 does not matter
         shape, stride = (tuple(map(numbers.of, sizes)) for sizes in (value.shape, value.stride))
         offset_bytes = numbers.of(value.offset_bytes)
         return value.buffer, value.dtype, shape, strides_that_matter(shape, stride), offset_bytes

@@ -1,4 +1,4 @@
-"""The passes that make a step of global shapes one rank's step over a device mesh."""
+"""Passes that turn a step of global shapes into one rank's step over a device mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinl
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
 
 REDUCTION = "gradients, after the step"
-"""In place of a part's name: what a rank of a pipeline sums once."""
+"""The name, in place of a part's, for reductions that a pipeline's rank runs once per step."""
 
 
 def _is_on_mesh(state: Compilation) -> bool:
@@ -43,7 +43,7 @@ def _is_on_mesh(state: Compilation) -> bool:
 
 @compile_pass("plan", goals=("step",), wanted=_is_on_mesh)
 def plan_mesh(state: State) -> State:
-    """Says what lies where over a mesh, and what is computed again so that it fits."""
+    """Chooses the placement of each tensor over a mesh, and recompute if memory requires it."""
     on_mesh, make_step = state.goal.on_mesh, partial(_whole_step, state, state.goal.batching)
     assert on_mesh is not None
     return _with_plan(state, on_mesh.planner(make_step, lambda plan, policy, seconds: seconds))
@@ -56,7 +56,7 @@ def _with_plan(state: State, plan: MeshPlan) -> State:
 
 @compile_pass("plan", goals=("rank",), wanted=_is_on_mesh)
 def plan_stages(state: RankCompilation) -> RankCompilation:
-    """Says that of stages, and where they begin: by the time of a step, so that each rank fits."""
+    """Chooses placements, recompute and the cuts between stages: the fastest step that fits."""
     from ...pipeline_parallel.mesh.problem import OverMemoryError
 
     on_mesh = state.goal.on_mesh
@@ -71,7 +71,7 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
             raise OverMemoryError(limit or 0, error.least_bytes) from error
         return seconds if cut_s is None else cut_s
 
-    # Planned as a step of all stages, with as many micro-batches as the fullest rank holds of each.
+    # Planned as one step of all stages, with as many micro-batches as a rank holds at most.
     batching = Batching(table.num_flights, "forward_first")
     try:
         plan = on_mesh.planner(partial(_whole_step, state, batching), judged)
@@ -86,7 +86,7 @@ def plan_stages(state: RankCompilation) -> RankCompilation:
 
 
 def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, float | None]:
-    """Cuts a model into stages by what its pieces cost a rank, and says what a step takes."""
+    """Cuts a model into stages by the local costs of its pieces; returns the seconds of a step."""
     assert state.subject is not None and state.mesh_plan is not None
     splitting = Splitting(state.splitting.split, on_mesh.memory_bytes_per_rank)
     program, sharder = state.programs[PARTS[0]], sharder_of(state, state.mesh_plan)
@@ -96,7 +96,7 @@ def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, floa
         colors, seconds = asked(splitting, pieces=pieces)
     except NoSplitError:
         raise
-    except LazyInlineError:  # a piece alone may be what no stage can be: by the whole calls, then
+    except LazyInlineError:  # a piece may not be possible as a stage: use the costs of whole calls
         colors, seconds = asked(state.splitting)
     return replace(state, colors=colors, sharder=sharder), seconds
 
@@ -104,7 +104,7 @@ def _cut(state: RankCompilation, on_mesh: OnMesh) -> tuple[RankCompilation, floa
 def _pieces(
     state: RankCompilation, sharder: Sharder, stages: Sequence[Stage]
 ) -> tuple[list[CallCost], list[dict[int, int]]]:
-    """Returns what pieces of a model cost one rank, each made a stage over the mesh."""
+    """Returns the costs and tensors of pieces of a model on one rank, each sharded as a stage."""
     from ...pipeline_parallel.mesh.planner import STATES_PER_PARAMETER
 
     context, policy = state.context, state.policy
@@ -135,7 +135,7 @@ def _pieces(
 
 @compile_pass("shard", "aten", goals=("step",), wanted=_is_on_mesh, verified="always")
 def shard(state: State) -> State:
-    """Rewrites each different leaf to local shapes and collectives, as the plan of a mesh says."""
+    """Rewrites each different leaf to local shapes and collectives, by the plan of the mesh."""
     from ...pipeline_parallel.mesh.sharded import Layout
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
@@ -156,7 +156,7 @@ def shard(state: State) -> State:
 
 @compile_pass("shard", "aten", goals=("rank",), wanted=_is_on_mesh, verified="always")
 def shard_stages(state: RankCompilation) -> RankCompilation:
-    """Rewrites the stages of all ranks to local shapes, over the other dimensions of a mesh."""
+    """Rewrites the stages of all ranks to local shapes, over the other dimensions of the mesh."""
     on_mesh, plan, sharder = state.goal.on_mesh, state.mesh_plan, state.sharder
     assert on_mesh is not None and plan is not None
     made = _local_stages(state, sharder, state.derived)
@@ -171,7 +171,7 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
 def _local_stages(
     state: RankCompilation, sharder: Sharder, derived: Sequence[StageDerivative]
 ) -> list[StageDerivative]:
-    """Returns stages of local shapes, as the plan of a mesh says."""
+    """Returns stages rewritten to local shapes, by the plan of the mesh."""
     from ...pipeline_parallel.mesh.sharded import StageSharder
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
@@ -185,7 +185,7 @@ def _local_stages(
 
 
 def _whole_step(state: Compilation, batching: Batching, policy: RecomputeMark) -> StepProgram:
-    """Returns the step of a whole model as one program, its blocks recomputed by a policy."""
+    """Returns the step of the whole model as one program, under a recompute policy."""
     whole = Compilation(
         context=state.context,
         report=state.report,
@@ -200,7 +200,7 @@ def _whole_step(state: Compilation, batching: Batching, policy: RecomputeMark) -
 
 
 def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
-    """Returns what one rank of each stage moves in a step over the other dimensions of a mesh."""
+    """Returns the collectives of each stage in a step, over the other dimensions of the mesh."""
     if state.mesh_plan is None:
         return {}
     from ...pipeline_parallel.mesh.traffic import collectives_in
@@ -216,8 +216,7 @@ def traffic_of(state: RankCompilation) -> dict[int, tuple[Collective, ...]]:
 
 
 def sharder_of(state: Compilation, plan: MeshPlan, ends: Ends | None = None) -> Sharder:
-    """Returns what makes programs this rank's, as the plan of a mesh says."""
-    # Imported late: DTensor takes as long to import as all of lazyinline.
+    """Returns the sharder, which rewrites programs to local shapes by the plan of the mesh."""
     from ...pipeline_parallel.mesh.sharded import Ends, Sharder
     from ...pipeline_parallel.mesh.torch_collectives import axes_of
 
@@ -225,14 +224,14 @@ def sharder_of(state: Compilation, plan: MeshPlan, ends: Ends | None = None) -> 
     mesh, backend = state.goal.on_mesh.mesh, state.context.backend
 
     def decompositions(leaf: Leaf) -> Decompositions:
-        # What PyTorch's own kernels run stays as it is.
+        # A leaf that runs on PyTorch's own kernels is not decomposed.
         return {} if leaf.kernels == "eager" else backend.recipe(leaf).decompositions
 
     return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves, ends or Ends())
 
 
 def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:
-    """Returns how a tensor of the model lies."""
+    """Returns the placements of a tensor of the model: at rest and where it is used."""
     from ...pipeline_parallel.mesh.sharded import Layout
 
     name = tensor_name(source)
@@ -243,7 +242,7 @@ def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:
 
 
 def sharded_step(state: Compilation) -> ShardedStep:
-    """Returns the plan of a linked step over a mesh, what it moves, and what a rank holds."""
+    """Returns the mesh plan of a linked step, its collectives, and the memory of a rank."""
     from ...pipeline_parallel.mesh.traffic import RankMemory, ShardedStep, collectives_of
 
     step, runs = state.step, state.runs
@@ -264,7 +263,7 @@ def sharded_step(state: Compilation) -> ShardedStep:
 
 
 def rank_memory(state: RankCompilation) -> RankMemory:
-    """Returns what a linked rank of a pipeline over a mesh holds, of its own stages."""
+    """Returns the memory of a linked rank of a pipeline over a mesh."""
     from ...pipeline_parallel.mesh.torch_sharding import local_type
     from ...pipeline_parallel.mesh.traffic import RankMemory
 
@@ -289,14 +288,14 @@ def rank_memory(state: RankCompilation) -> RankMemory:
 
 
 def _summed(state: RankCompilation) -> tuple[dict[str, TensorType], list[str]]:
-    """Returns the gradients that a rank sums, by name, and which of them other stages sum, too."""
+    """Returns the gradients that a rank sums, by name, and those that other ranks sum as well."""
     users, types = users_of(state.derived, state.table)
     own = {name: types[name] for name, ranks in users.items() if state.rank in ranks}
     return own, [name for name in own if len(users[name]) > 1]
 
 
 def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
-    """Returns what a linked rank of a pipeline along ``axis`` moves in a step."""
+    """Returns all communication of a linked rank in a step; the pipeline runs along ``axis``."""
     from ...pipeline_parallel.mesh.traffic import Collective
 
     plan = state.mesh_plan
@@ -324,7 +323,7 @@ def rank_moves(state: RankCompilation, axis: str) -> tuple[Collective, ...]:
 
 
 def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]]:
-    """Returns what each part of a linked rank's stages moves for a micro-batch."""
+    """Returns the collectives of each part of a linked rank's stages, for one micro-batch."""
     from ...pipeline_parallel.mesh.traffic import collectives_of
 
     assert state.planned is not None
@@ -339,7 +338,7 @@ def rank_traffic(state: RankCompilation) -> dict[Program, tuple[Collective, ...]
 
 
 def rank_orders(state: RankCompilation) -> dict[str, str]:
-    """Returns the collectives of each part of a rank's stages, in the order that others meet."""
+    """Returns the collectives of each part of a rank's stages, in order: peers must agree on it."""
     from ...pipeline_parallel.mesh.traffic import collectives_in
 
     linked = rank_traffic(state) if state.planned is not None else {}

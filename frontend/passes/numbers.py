@@ -1,6 +1,6 @@
-"""Numbers in place of symbols: among results, and in a linked program with its kernels.
+"""Replaces symbols by numbers: among results, and in a linked program and its kernels.
 
-Kernels are made once, for symbols; a shape has them for its numbers while it is linked.
+Kernels are made once, for symbolic sizes; a shape has kernels of its own only while it is linked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .state import State
 
 @without_autocast()
 def note_examples(leaf: Leaf) -> None:
-    """Notes on each operator of a leaf what it gives, by a run on fake tensors."""
+    """Sets ``meta["val"]`` of each node of a leaf, by a run on fake tensors."""
     mode = new_fake_mode()
     inputs = [fake_tensor(mode, t) for t in flat_types(leaf.input_types)]
     with mode, torch.no_grad():
@@ -44,7 +44,7 @@ def note_examples(leaf: Leaf) -> None:
 
 
 class _Refreshing(ModalInterpreter):
-    """Notes on each operator what it gives, so that views share the memory they are of."""
+    """Sets ``meta["val"]`` of each node in one run, so that views share storage with their base."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
@@ -54,22 +54,22 @@ class _Refreshing(ModalInterpreter):
 
 
 def results_at(program: Program, values: Values) -> Program:
-    """Returns the program with numbers among its results."""
+    """Returns the program with numbers for the symbolic sizes that it returns."""
     tree = program.output_tree
-    if tree is None:  # of gradients
+    if tree is None:  # a program of gradients
         return program
     leaves = tuple((kind, _at(values, value)) for kind, value in tree.leaves)
     return replace(program, output_tree=replace(tree, leaves=leaves))
 
 
 def _at(values: Values, held: Any) -> Any:
-    size = held.size if isinstance(held, SizeLiteral) else held  # of a file
+    size = held.size if isinstance(held, SizeLiteral) else held  # a literal comes from a file
     is_size = held is not size or isinstance(held, SIZE_TYPES)
     return value_of(expression_of(size), values) if is_size else held
 
 
 def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:
-    """Makes the kernel of a leaf for numbers; returns the leaf that has it."""
+    """Makes the kernel of a symbolic leaf for numbers; returns the leaf that has it."""
     known = context.recorded.get(leaf)
     if isinstance(known, SymbolicList):
         found, context.recorded[found] = numbered(leaf, known, values)
@@ -89,7 +89,7 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
 
 
 def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
-    """Returns a linked state with numbers for symbols, given its leaves for them."""
+    """Returns a linked state with numbers for symbols; ``leaves`` maps symbolic to plain leaves."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
     derivative = state.derivative and _derivative_at(state.derivative, values)
     return replace(state, flats=flats, derivative=derivative)
@@ -106,7 +106,7 @@ def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> 
 
 
 def check_layouts(kernels: Any) -> None:
-    """Raises PlanError unless what a closure returns is laid out as the program says."""
+    """Raises PlanError if a closure returns other shapes or strides than the program says."""
     for view, type_ in zip(kernels.outputs, kernels.output_types, strict=True) if kernels else ():
         strides = zip(view.shape, view.stride, type_.stride, strict=True)
         # A stride of a dimension of size 1 is never used, so it may be anything.
@@ -120,11 +120,11 @@ def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
 
 
 class TypesAt:
-    """Types, with numbers in place of the sizes in some of them.
+    """Types of symbolic sizes, whose symbols can be replaced by numbers.
 
     Args:
-        types: of symbolic sizes.
-        num_open: the first ones that keep their symbols.
+        types: the types.
+        num_open: how many of the first types keep their symbols.
     """
 
     def __init__(self, types: Iterable[Type], num_open: int = 0) -> None:
@@ -133,7 +133,7 @@ class TypesAt:
         self._sized = [(i, t) for i, t in pairs if any(x.is_symbolic for x in flatten_type(t))]
 
     def at(self, values: Values) -> list[Type]:
-        """Returns them for the numbers of a shape."""
+        """Returns the types with the numbers of a shape."""
         found = list(self._types)
         for index, type_ in self._sized:
             found[index] = type_at(type_, values)
@@ -141,11 +141,11 @@ class TypesAt:
 
 
 class Signature:
-    """The types of a closure with sizes, for those who ask for no more.
+    """The input and output types of a symbolic closure, without its graph.
 
     Args:
-        closure: of symbolic types.
-        num_open: first inputs that keep their symbols.
+        closure: the closure.
+        num_open: how many of the first inputs keep their symbols.
     """
 
     def __init__(self, closure: Closure, num_open: int = 0) -> None:
@@ -154,7 +154,7 @@ class Signature:
         self._outputs = TypesAt(closure.output_types)
 
     def at(self, values: Values) -> Composite:
-        """Returns a closure of the types that these have at the numbers of a shape."""
+        """Returns an empty closure with these types, with the numbers of a shape."""
         inputs, outputs = (
             tuple(map(Value, types.at(values))) for types in (self._inputs, self._outputs)
         )

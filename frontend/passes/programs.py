@@ -1,6 +1,6 @@
-"""Passes on programs, which visit each different closure once: from a model to its kernels.
+"""Passes on programs, from capture to kernels; each visits every different closure once.
 
-A program and its derivative are two parts that are linked: a forward, and its backward.
+A trained module has two programs, its ``PARTS``: a forward and a backward.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def programs_of(derivative: Derivative) -> dict[str, ir.Program]:
 def returned_of(
     program: ir.Program, derivative: Derivative | None
 ) -> tuple[list[int], list[tuple[str, Any]]]:
-    """Returns how many outputs of each part the user gets, and the sources of a backward."""
+    """Returns how many outputs of each part the user gets, and where backward inputs come from."""
     num_results = len(program.outputs)
     if derivative is None:
         return [num_results], []
@@ -75,12 +75,12 @@ def capture(state: State) -> State:
         train=state.goal.train,
         for_gpu=state.context.options.target is not None,
     )
-    # Kernels compute sizes in an order of their own, so no float may depend on one.
+    # Kernels may evaluate size arithmetic in another order, so no float may depend on a size.
     if subject.sizes and state.goal.kind != "file":
         for closure in ir.walk_closures(seen.program):
             if isinstance(closure, ir.Leaf):
                 refuse_inexact(closure.module)
-    # Leaves with symbols are no others' equals: a symbol belongs to one capture.
+    # A symbol belongs to one capture, so symbolic leaves equal no leaf of an earlier one.
     program = seen.program if subject.sizes else state.context.known(seen.program)
     state.report.model = model_name(subject.model)
     state.report.describe(seen)
@@ -98,7 +98,7 @@ def _captured_as(state: State, program: ir.Program) -> State:
 
 @compile_pass("masks", goals=RUN, wanted=lambda state: has_masks(state.programs[PARTS[0]]))
 def tell_masks(state: State) -> State:
-    """Leaves masks out that are constants and mean what attention has a word for."""
+    """Replaces constant attention masks by is_causal, or by no mask, where that means the same."""
     masks = Masks()
     program = masks.program(state.programs[PARTS[0]])
     if not masks.told:
@@ -117,10 +117,10 @@ def derive(state: State) -> State:
     modes = state.captured.modes
     try:
         program, fallbacks = state.context.derive.program(state.programs[PARTS[0]])
-    except Exception as error:  # also what PyTorch cannot trace of it: the model can run eagerly
+    except Exception as error:  # PyTorch may fail to trace it in any way: the model runs eagerly
         if any(choice.mode != "reverse" for choice in modes):
-            # The user left the mode open, and reverse mode follows what the others cannot
-            # (dropout, a custom backward): the calls of the forward then differ as well.
+            # The user left the mode open, and reverse mode supports more (dropout, a custom
+            # backward). The calls of the forward then differ as well, so it is captured again.
             subject = replace(state.subject, only_reverse=str(error))
             again = capture.function(replace(state, subject=subject))
             return derive.function(again)  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def differentiate(state: State) -> State:
 
 
 def with_derivative(state: State, request: Request, derivative: Derivative | None) -> State:
-    """Returns the state with the derivative that was made for a request; None if none flows."""
+    """Returns the state with the derivative of a request, which is None if no gradient flows."""
     if derivative is None:
         return replace(state, request=request)
     programs = programs_of(derivative)
@@ -196,21 +196,21 @@ def repeat_micro_batches(state: State) -> State:
 
 @compile_pass("update", goals=("step",), wanted=lambda state: bool(state.goal.updates))
 def update_parameters(state: State) -> State:
-    """Adds the optimizer's updates, each behind its gradient (where asked for)."""
+    """Adds the optimizer's updates, each after its gradient is complete (where asked for)."""
     composed = with_updates(state.step, state.goal.updates)
     return replace(state, composed=composed, programs={"step": composed.program})
 
 
 @compile_pass("decompose", "aten", goals=WITH_KERNELS, verified="always")
 def decompose(state: State) -> State:
-    """Takes composite operators apart, once per leaf."""
+    """Decomposes composite operators, once per leaf."""
     programs = {n: state.context.decomposed(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
 
 
 @compile_pass("lower", "aten", goals=WITH_KERNELS)
 def lower(state: State) -> State:
-    """Makes kernels, once per leaf."""
+    """Makes the kernels, once per leaf."""
     context, counted = state.context, state.programs
     if state.goal.late_backward and state.derivative is not None:
         forward, backward = (state.programs[part] for part in PARTS)
@@ -232,27 +232,27 @@ def lower(state: State) -> State:
 
 @compile_pass("lower", "aten", goals=WITH_KERNELS)
 def estimate(state: State) -> State:
-    """Estimates what kernels will hold, in place of making them: nothing of it can run."""
+    """Estimates the memory of kernels instead of making them; the result cannot run."""
     return replace(state, kernels="estimated")
 
 
 @compile_pass("reduce", "aten", goals=("primitives",))
 def reduce_to_primitives(state: State) -> State:
-    """Takes operators apart into primitives, once per leaf, as far as rules are known."""
+    """Decomposes operators into primitives, once per leaf, as far as rules are known."""
     programs = {n: state.context.reducer.of(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
 
 
-# ---- requests: which derivative of a captured program, and with respect to which inputs ---------
+# ---- requests: which outputs of a captured program to differentiate, by which inputs ------------
 
 
 def differentiable_inputs(program: ir.Program) -> list[int]:
-    """Returns the positions of inputs that want a gradient: parameters and user inputs."""
+    """Returns the positions of the parameters and user inputs that require grad."""
     return [index for index, source in enumerate(program.sources) if ir.wants_gradient(source)]
 
 
 def differentiation(program: ir.Program) -> Request:
-    """Asks for the derivative of a captured model, with respect to all that wants one."""
+    """Requests the derivative of a captured model by every input that requires grad."""
     written = {output for output, _ in program.writes}
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
     inputs = tuple(differentiable_inputs(program))
@@ -260,7 +260,7 @@ def differentiation(program: ir.Program) -> Request:
 
 
 def loss_differentiation(program: ir.Program) -> Request:
-    """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
+    """Requests the derivative of a micro-batch's loss by the model's tensors."""
     wanted = [
         i for i in differentiable_inputs(program) if isinstance(program.sources[i], ir.ModelTensor)
     ]
@@ -268,12 +268,12 @@ def loss_differentiation(program: ir.Program) -> Request:
 
 
 def tensor_name(name: str) -> str:
-    """Returns a tensor's own name in the model: what computes the loss is around it."""
+    """Returns a tensor's name in the user's model, which a module that computes the loss wraps."""
     return name.removeprefix("model.")
 
 
 def _unbound(name: str, program: ir.Program) -> ir.Composite:
-    """Returns a program as a closure, which does not hold the model's tensors."""
+    """Returns a program as a closure, without the model's tensors."""
     return ir.Composite(name, replace(program, sources=()))
 
 
@@ -291,7 +291,7 @@ def require_data(state: Compilation) -> Compilation:
 
 @compile_pass("autodiff", goals=("file",), wanted=lambda state: state.goal.train)
 def add_gradients(state: Compilation) -> Compilation:
-    """Adds every gradient of the loss to the program, in training."""
+    """Adds the gradients of the loss to the program's outputs, in training."""
     from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
 
     program = state.programs[PARTS[0]]
@@ -342,12 +342,12 @@ def loss_output(program: ir.Program) -> int:
 
 
 class NoGradientsError(PlanError):
-    """There are no gradients, however they are taken."""
+    """No gradients exist, so falling back to autograd would not help."""
 
 
 @compile_pass("gradients", goals=("gradients",))
 def take_gradients(state: Compilation) -> Compilation:
-    """Makes the program of results and gradients of a program, once per different closure."""
+    """Makes a program that computes results and gradients, once per different closure."""
     program, request = state.captured.program, state.goal.gradients
     assert request is not None
     function = own_derivative(program)
@@ -377,7 +377,7 @@ def take_gradients(state: Compilation) -> Compilation:
 
 
 def _require_same_draws(program: ir.Program, gradients: ir.Program) -> None:
-    """Checks that a forward run again for gradients draws the same numbers.
+    """Checks that a forward that runs again for its gradients draws the same random numbers.
 
     Raises:
         NotDifferentiatedError: if it would draw others.

@@ -1,6 +1,6 @@
-"""The compile of one rank of a pipeline: where a model is cut, and its stages as one program.
+"""The compile of one pipeline rank: its state, the cut into stages, and all stages as one program.
 
-The planned program says who uses which buffer when, in the schedule's order.
+The stages of a rank share one arena, planned in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a model is split into stages."""
+    """How to split a model into stages."""
 
     split: Split
     memory_bytes_per_rank: int | None = None
@@ -72,9 +72,9 @@ def colors_of(
     costs: CallCosts,
     pieces: Pieces | None = None,
 ) -> tuple[Colors, float | None]:
-    """Returns the stage of each call: by marks if there are any, else as asked.
+    """Returns the stage of each call: by marks if there are any, else as ``splitting`` says.
 
-    And the seconds of a step, where stages are balanced by them.
+    The second result is the predicted seconds of a step, if the stages are balanced by time.
     """
     marks = _marks(model, program)
     if marks:
@@ -87,28 +87,28 @@ def colors_of(
 
 
 def _marks(model: nn.Module, program: Program) -> dict[str, int]:
-    """Returns the user's marks by the paths that calls have."""
+    """Returns the stage of each marked module, keyed by path as in calls."""
     modules = dict(model.named_modules())
     marks = {p: m.__dict__[STAGE_MARK] for p, m in modules.items() if STAGE_MARK in m.__dict__}
-    # Where the whole model is one block, its calls are inside of that block's path.
+    # If the whole model is one block, the paths of its calls keep the prefix of that block.
     if f"{WHOLE}.{WHOLE}" not in modules and any(call.path == WHOLE for call in program.calls):
         return marks
     return {"" if p == WHOLE else user_path(model, p): stage for p, stage in marks.items()}
 
 
 UPDATE = "U"
-"""The part of a rank that updates parameters."""
+"""The kind of a part that updates parameters."""
 
 
 @dataclass(frozen=True)
 class RankUpdate:
-    """An update of parameters by a rank.
+    """An optimizer update that a rank runs.
 
     Attributes:
         unit: its number among the rank's units, after those of the stages.
-        after: the stage after whose last action it runs; None if it waits until gradients were
-            reduced, after all of them.
-        step: takes the gradients of a whole step; its tensors.
+        after: the stage whose last action it follows; None if it runs at the end of the step, once
+            gradients are reduced.
+        step: the update as a program, whose inputs are the gradients of a whole step.
     """
 
     unit: int
@@ -122,29 +122,29 @@ class RankUpdate:
 
     @property
     def more(self) -> list[tuple[int, int]]:
-        """Returns a key for each tensor of state and numbers that follows the parameters."""
+        """A key for each input after the parameters: optimizer state and numbers."""
         return [(self.unit, i) for i in range(len(self.parameters), len(self.step.model))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCompilation(Compilation):
-    """One rank's compile. Other ranks' stages are cut and differentiated too, for the plan.
+    """The state of one rank's compile. It has the stages of all ranks, to predict the pipeline.
 
     Attributes:
-        table: what each rank does.
-        rank: which one this is.
+        table: the actions of each rank.
+        rank: the rank that is compiled.
         splitting: how the program is cut into stages.
-        costs: predicts what calls take.
-        rates: of the device.
-        withheld_bytes: what a plan that did not fit was short of.
-        colors: the stage of each call, once a mesh is planned.
-        stages: all of them, in order.
-        plain: their derivatives, before it is chosen what they save.
-        derived: their derivatives.
+        costs: predicts the time and memory of calls.
+        rates: the speed of the device.
+        withheld_bytes: subtracted from the memory bound, after a plan that exceeded it by so much.
+        colors: the stage of each call, if known before ``split``.
+        stages: the stages of all ranks, in order.
+        plain: their derivatives without recompute.
+        derived: their derivatives as they will run.
         has_replicas: whether gradients are averaged over other pipelines.
-        updates: of parameters, by this rank.
-        ordered: what this rank does, and when what travels comes and goes.
-        predicted: what the pipeline will take.
+        updates: the optimizer updates of this rank.
+        ordered: the actions of this rank, and by which of them sends and receives are done.
+        predicted: the predicted time and memory of the pipeline.
     """
 
     table: ActionTable
@@ -169,24 +169,24 @@ class RankCompilation(Compilation):
 
     @property
     def planned(self) -> RankProgram | None:
-        """Returns the linked rank, if its memory is planned."""
+        """The linked rank, if its memory is planned."""
         return self.runs if isinstance(self.runs, RankProgram) and not self.unplanned else None
 
     @property
     def order(self) -> RankOrder:
-        """Returns the actions of this rank in order, once it is linked."""
+        """The actions of this rank in order, once it is linked."""
         assert self.ordered is not None
         return self.ordered
 
     @property
     def plan(self) -> PipelinePlan:
-        """Returns the predicted times and bytes of the pipeline, once they are there."""
+        """The predicted time and memory of the pipeline, once the pass ``predict`` has run."""
         assert self.predicted is not None
         return self.predicted
 
     @property
     def memory_bytes_per_rank(self) -> int | None:
-        """Returns the budget of a rank in bytes, if it decides what is computed again."""
+        """The memory bound of a rank, if recompute must keep it (with ``split="auto"``)."""
         splitting = self.splitting
         return splitting.memory_bytes_per_rank if splitting.split == "auto" else None
 
@@ -200,11 +200,11 @@ def started(
     rates: Rates,
     on_mesh: OnMesh | None = None,
 ) -> RankCompilation:
-    """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
+    """Returns the state before the first pass; the inputs of its subject are one micro-batch."""
     bounded = splitting.memory_bytes_per_rank is not None
     trade_offs = context.recompute.trade_offs if bounded else None
-    # Each operator counts by itself, also where the backend fuses: that is nearer to the time of a
-    # layer compared with the head (measured on five decoders), and a cut needs only that ratio.
+    # Operators are costed unfused even if the backend fuses them: measured on five decoders, this
+    # predicts better the time of a layer relative to the head, and a cut needs only that ratio.
     of_mesh = None if on_mesh is None else on_mesh.costs
     costs = ProgramCosts(of_mesh or OperatorCosts(rates, fused=False))
     return RankCompilation(
@@ -220,14 +220,14 @@ def started(
     )
 
 
-# Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
+# Numbers of phases per part to try: few suit large scratch, many suit large slabs.
 _PHASES = (1, 2, 4, 8, 16)
-# Most phases of all runs together: planning costs as much as there are.
+# The most phases of all actions together: the time of planning grows with their number.
 _MAX_PHASES = 2048
 
 
 def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
-    """Says between which stages something travels."""
+    """Returns the boundaries between stages that activations or gradients cross."""
     return Boundaries(
         frozenset(d.stage.index for d in derived if d.stage.sent_types),
         frozenset(d.stage.index for d in derived if d.gradient_types),
@@ -235,7 +235,7 @@ def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
 
 
 def plan_rank(state: RankCompilation) -> RankProgram:
-    """Plans all that a rank runs, linked already, in one arena; or, unplanned, what travels."""
+    """Plans all that a linked rank runs in one arena; if unplanned, only what is sent."""
     schedule = _schedule(state, sorted(one.stage.index for one in state.own))
     kernel_lists, tools = _launches_and_tools(state)
     plan_regions = partial(place, tools=tools)
@@ -258,10 +258,10 @@ def plan_rank(state: RankCompilation) -> RankProgram:
 
 
 def _launches_and_tools(state: RankCompilation) -> tuple[Mapping[Leaf, KernelList], Tools]:
-    """Returns the launches of each leaf, one that allocates where memory is not planned; and where.
+    """Returns the kernel list of each leaf (unplanned, one that allocates), and the tools for them.
 
     Raises:
-        PipelineError: if what travels lies on several devices.
+        PipelineError: if tensors that are sent or received lie on several devices.
     """
     if state.unplanned is None:
         return launches(state), state.context.tools
@@ -278,9 +278,9 @@ def _launches_and_tools(state: RankCompilation) -> tuple[Mapping[Leaf, KernelLis
 
 
 def tensor_places(state: RankCompilation) -> dict[int, list[int]]:
-    """Says for each unit where its model tensors and then its sums are among the rank's.
+    """Returns for each unit the positions of its model tensors and sums in the rank's list.
 
-    The rank's are all tensors of the model, then the sums of :func:`sum_names`, then the state and
+    That list has all tensors of the model, then the sums of :func:`sum_names`, then the state and
     the numbers of each update, then the sums in the arena.
     """
     keys: list[object] = [*model_places(state.captured.program), *sum_names(state)]
@@ -297,19 +297,22 @@ def tensor_places(state: RankCompilation) -> dict[int, list[int]]:
 
 
 def held_sums(state: RankCompilation) -> dict[str, TensorType]:
-    """Returns the sums that lie in the arena, for an update frees them, by their parameters."""
+    """Returns the types of the gradient sums that lie in the arena, by parameter name.
+
+    They are those that an update within the schedule consumes, so that their memory is reused.
+    """
     held = {s.name for one in state.updates if one.after is not None for s in one.parameters}
     return {s.name: t for d in state.own for s, t in d.trained_types if s.name in held}
 
 
 def model_places(program: Program) -> dict[int, int]:
-    """Says where each of a program's model tensors is among them."""
+    """Returns the position of each model tensor of a program among its model tensors."""
     own = [s for s in program.sources if isinstance(s, ModelTensor)]
     return {id(source): place for place, source in enumerate(own)}
 
 
 def sum_names(state: RankCompilation) -> list[str]:
-    """Names the parameters whose gradients a rank sums outside of the arena, each once."""
+    """Returns the names of the parameters whose gradients a rank sums outside the arena."""
     names = dict.fromkeys(s.name for d in state.own for s in d.trained)
     names |= dict.fromkeys(s.name for one in state.updates for s in one.parameters)
     held = held_sums(state)
@@ -340,7 +343,8 @@ def parts_of(derived: StageDerivative) -> dict[str, Program]:
 def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
     order, runs, due = state.order, list[Run](), dict[Run, list[Run]]()
     last = {action.stage: number for number, action in enumerate(order.actions)}
-    places, ends = list[int](), [0]  # where each action begins, and so many of them have ended
+    # Per action, the number of its run; per n, the number of runs once n actions have run.
+    places, ends = list[int](), [0]
     for number, action in enumerate(order.actions):
         places.append(len(runs))
         runs.append(Run(action.stage, action.kind, action.micro_batch))
@@ -357,7 +361,7 @@ def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
         if action.kind in ways:
             key = (action.stage, ways[action.kind], action.micro_batch)
             arriving[key] = places[number]
-            # Posted before an update that is due then, too: PyTorch's runtime does not wait for it.
+            # A receive is posted before an update that is due: PyTorch's runtime does not wait.
             if action in order.posted:
                 posted[key] = ends[order.posted[action]]
             if action in order.delivered:
@@ -366,7 +370,7 @@ def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
 
 
 def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:
-    """Says which stages of one rank follow each other, and what they hand over."""
+    """Returns the neighbouring stages on one rank: they share a buffer instead of sending."""
     pairs = [(stage, stage + 1) for stage in stages if stage + 1 in stages]
     return [hand for a, b in pairs for hand in ((a, FORWARD, b), (b, BACKWARD, a))]
 
@@ -428,7 +432,7 @@ def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
 def _backwards(
     derived: StageDerivative, flats: Mapping[str, FlatProgram], seed: Source, num_models: int
 ) -> list[PartSpec]:
-    """Returns a stage's backward, or its halves, with gradients added to their sums."""
+    """Describes a stage's backward, whole or in halves, which adds gradients to their sums."""
     operands = _operands(derived, seed)
     inboxes = [] if derived.stage.num_sent == 0 else [Wire(t) for t in derived.cotangent_types]
     sent = list(enumerate(map(Wire, derived.gradient_types)))
@@ -442,7 +446,7 @@ def _backwards(
     parts = []
     carried: list[Source] = []
     way = BACKWARD_WEIGHT
-    if halves.early is None:  # then the late half waits for what arrives
+    if halves.early is None:  # then the late half receives the cotangents
         way, late_inboxes = BACKWARD, inboxes
     else:
         late_inboxes = []
@@ -460,7 +464,7 @@ def _backwards(
 
 
 def _operands(derived: StageDerivative, seed: Source) -> list[list[Source]]:
-    """Returns where each input of the whole backward comes from, struct by struct."""
+    """Returns the sources of each input of the whole backward; a struct has several."""
     derivative, stage = derived.derivative, derived.stage
     assert derivative is not None
     first = len(stage.program.outputs)

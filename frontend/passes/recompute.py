@@ -1,4 +1,4 @@
-"""The recompute pass: weighs choices by what the program would hold, by trial compiles."""
+"""The recompute pass: measures by trial compiles how much memory each choice would hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def choose_recompute(state: State) -> State:
     """Chooses per call what the forward saves and the backward computes again (where asked for)."""
     assert state.request is not None
     sizes, recompute = state.captured.sizes, state.context.recompute
-    if sizes is not None:  # weighed at the sizes of the call at hand
+    if sizes is not None:  # measured at the sizes of the call that is compiled
         recompute = recompute.at(sizes.example)
     trials = Trials(state)
     try:
@@ -32,7 +32,7 @@ def choose_recompute(state: State) -> State:
 
 
 class Trials:
-    """Measures what a program holds under a request, by running the passes that follow."""
+    """Measures the memory that a program holds under a request, by running the later passes."""
 
     def __init__(self, state: Compilation) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Picks, per call, what is saved for the backward, and notes it in the report."""
+"""Chooses per call what is saved for the backward, and notes it in the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..report import CompileReport
 
 
 class Recompute:
-    """Chooses by one policy, for every program of one compiler."""
+    """Chooses what is saved, for all programs of one compiler, by its recompute policy."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Recompute:
         return Planner(self._make, self._costs, self._sizes)
 
     def at(self, values: Values) -> Recompute:
-        """Returns the same policy for sizes that are symbols, weighed at these numbers."""
+        """Returns the same policy, which measures symbolic sizes at these numbers."""
         return self._again(SizesAt(values))
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
-        """Returns the request with a choice, as the policy and the marks in the program want it.
+        """Returns the request with the choice that the policy and the program's marks demand.
 
         Args:
             request: the derivative of a whole program.
-            peaks: what the program holds under a request.
-            policy: instead of the compiler's own.
+            peaks: measures the memory that the program holds under a request.
+            policy: replaces the compiler's own policy.
 
         Raises:
             PlanError: if a budget cannot be met, or a policy finds no block.
@@ -61,13 +61,13 @@ class Recompute:
         closure = request.closure
         assert isinstance(closure, Composite)
         policy = policy or self._policy
-        # Nothing is asked for: autograd's own choice stands, and no planner has to be made.
+        # Without recompute, what is saved is what autograd would save.
         if policy is None and not has_marks(closure):
             return request
         return replace(request, choice=self._choice(request, peaks, policy))
 
     def note(self, requests: Sequence[Request], report: CompileReport) -> None:
-        """Says in a report what is saved under requests, and what is computed again."""
+        """Notes in a report what is saved under requests, and what is recomputed."""
         found = (summarize(self._make, request, self._sizes) for request in requests)
         report.recompute = [record for records in found for record in records]
         report.recomputed_flops = sum(r.num_calls * r.recomputed_flops for r in report.recompute)
@@ -76,21 +76,21 @@ class Recompute:
         report.saved_bytes = sum(map(self._sizes.num_bytes, types))
 
     def trade_offs(self, request: Request) -> list[tuple[int, float]]:
-        """Returns what one call may save under the policy, in bytes, and the seconds of redoing."""
+        """Returns the bytes that one call can save under the policy, and seconds of recompute."""
         if self._policy == "selective":
             derivative = self._make.of(replace(request, choice=self._planner.selective(request)))
             assert derivative is not None
             return [(derivative.saved_type.num_bytes, 0.0)]
         variants = self._planner.frontier(request)
-        # Fewest bytes come first, and that is what full recompute saves.
+        # Variants are sorted by bytes; the first is full recompute.
         return [(v.num_bytes, v.extra_s) for v in variants[: 1 if self._policy == "full" else None]]
 
     def frontiers(self, request: Request) -> list[dict[str, Any]]:
-        """Returns, for each block that a request differentiates, what one call could save.
+        """Returns the Pareto frontier of each block: bytes saved by one call against recompute.
 
-        The ways to differentiate it that no other beats, fewest bytes first.
+        Points are sorted by bytes, fewest first.
         """
-        # By request: calls that ask for the same derivative have one frontier.
+        # Calls with equal requests share one frontier.
         counts = Counter(
             site.request
             for site in self._planner.sites(request)
@@ -118,12 +118,12 @@ class Recompute:
 
 
 def has_marks(closure: Composite) -> bool:
-    """Whether something in a program is marked for recompute."""
+    """Whether any call in a program is marked for recompute."""
     return _has_policies(closure, "")
 
 
 def _has_policies(closure: Composite, policy: RecomputeMark) -> bool:
-    """Whether anything is wanted of a call in here, at any depth; looks at each closure once."""
+    """Whether a call, at any depth, has a recompute policy; visits each closure once."""
     todo, seen = [closure], {closure}
     while todo:
         for call in todo.pop().program.calls:

@@ -1,7 +1,4 @@
-"""Passes of one rank of a pipeline: its stages are cut out, differentiated and planned together.
-
-What they hold, and what they compute again so that it fits, is chosen on the way.
-"""
+"""Passes of one pipeline rank: cut the stages, differentiate, fit them to memory, and link them."""
 
 from __future__ import annotations
 
@@ -40,10 +37,10 @@ from .state import Pass, apply, compile_pass
 
 
 class StageRecompute:
-    """Picks what each stage saves: by policy, or so that its rank's memory suffices.
+    """Chooses what each stage saves: by policy, or so that its rank's memory suffices.
 
-    What this rank's stages hold is linked; what those of other ranks hold is guessed, for the plan
-    to show.
+    The memory of this rank's stages is measured on a linked program. That of other ranks' stages,
+    which only the printed plan shows, is estimated.
     """
 
     def __init__(self, state: RankCompilation) -> None:
@@ -52,10 +49,10 @@ class StageRecompute:
         self._recompute = state.context.recompute
 
     def chosen(self, stage: Stage, request: Request) -> Request:
-        """Returns the request for a stage's backward with a choice.
+        """Returns the request for a stage's backward, with the choice of what it saves.
 
         Raises:
-            PipelineError: if the stage cannot fit.
+            PipelineError: if the stage cannot fit its memory.
         """
         try:
             return self._recompute.chosen(request, self._peaks(stage), self._policy(stage.index))
@@ -66,7 +63,7 @@ class StageRecompute:
             ) from error
 
     def _policy(self, index: int) -> Policy:
-        """Returns the policy; a bound on a rank becomes one on a stage's micro-batch."""
+        """Returns the policy; a memory bound of a rank becomes one of a stage's micro-batch."""
         policy = self._state.policy
         rank = self._table.rank_of[index]
         limit = limit_bytes(self._state, rank)
@@ -77,9 +74,12 @@ class StageRecompute:
         return Budget(saved_bytes=self._share(own, index, room))
 
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
-        """Returns the bytes that one micro-batch of a stage may hold: all get the same fraction."""
+        """Returns the bytes that one micro-batch of a stage may hold, its share of ``room``.
+
+        Each stage gets the same fraction of what it would hold without recompute.
+        """
         depth = self._table.in_flight()
-        # Guessed: a share is a proportion, and linking every stage for it would compile each twice.
+        # Estimates suffice for a proportion; to link every stage would compile each twice.
         wanted = {
             d.stage.index: self._peaks(d.stage).guessed(d.request)
             for d in own
@@ -97,7 +97,7 @@ class StageRecompute:
     def _flight_bytes(self, stage: Stage, kernels: Pass, request: Request) -> int:
         """Returns the bytes that one micro-batch of a stage holds, with its share of the scratch.
 
-        Where memory is not planned, the bytes that its forward saves.
+        If memory is not planned, these are the bytes that its forward saves.
         """
         derivative = self._state.context.differentiator.of(request)
         if derivative is None:
@@ -108,7 +108,7 @@ class StageRecompute:
             halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
         derived = replace(plain, derivative=derivative, request=request, halves=halves)
         programs = {part_name(derived, kind): p for kind, p in parts_of(derived).items()}
-        # Linked as the rank will run it: what a flight holds depends on where its halves end.
+        # Linked as the rank will run it: what a micro-batch holds depends on where halves end.
         state = linked(apply((decompose, kernels), replace(self._state, programs=programs)))
         if hindrance(state) is not None:
             return derivative.saved_type.num_bytes
@@ -123,12 +123,15 @@ def _stages_of(state: RankCompilation, rank: int) -> list[StageDerivative]:
 
 
 def limit_bytes(state: RankCompilation, rank: int) -> int | None:
-    """Returns what a step may hold on a rank; None if there is no such bound."""
+    """Returns the bytes that a step may hold on a rank besides its own tensors; None if unbounded.
+
+    A pipeline's memory per rank includes the model's tensors and gradient sums; a budget does not.
+    """
     policy, memory = state.context.options.recompute, state.memory_bytes_per_rank
     limits = []
     if isinstance(policy, Budget) and policy.saved_bytes is not None:
         limits.append(policy.saved_bytes)
-    # A policy by name says itself what is saved, whatever the memory.
+    # A named policy determines what is saved, whatever the memory.
     if memory is not None and not isinstance(policy, str):
         held = held_sums(state) if rank == state.rank else ()
         limits.append(memory - owned_bytes(_stages_of(state, rank), held))
@@ -139,8 +142,8 @@ def owned_bytes(stages: Sequence[StageDerivative], held: Collection[str] = ()) -
     """Returns the bytes of the model's tensors in stages, and of the sums of their gradients.
 
     Args:
-        stages: which.
-        held: names of the sums that lie in the arena, and are counted there.
+        stages: the stages.
+        held: names of the sums to leave out, because they lie in the arena.
     """
     tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
     sums = {s.name: t for d in stages for s, t in d.trained_types if s.name not in held}
@@ -163,14 +166,14 @@ def split(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("autodiff", goals=("rank",))
 def differentiate_stages(state: RankCompilation) -> RankCompilation:
-    """Makes a forward and a backward of each stage, from the loss to the first."""
+    """Makes a forward and a backward of each stage, from the last stage to the first."""
     plain = tuple(derivatives_of(state.stages, state.context.differentiator, halves=False))
     return replace(state, plain=plain, derived=plain, programs=_programs(plain))
 
 
 @compile_pass("recompute", goals=("rank",))
 def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
-    """Chooses what each stage saves; halves backwards if the schedule wants it."""
+    """Chooses what each stage saves; splits backwards in two if the schedule wants it."""
     derived = derivatives_of(
         state.stages,
         state.context.differentiator,
@@ -185,7 +188,7 @@ def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("update", goals=("rank",), wanted=lambda state: bool(state.goal.updates))
 def update_stages(state: RankCompilation) -> RankCompilation:
-    """Adds the optimizer's updates, each behind the last stage that uses its parameters."""
+    """Adds the optimizer's updates, each after the last stage that uses its parameters."""
     members = frozenset[int]().union(*(group.members for group in state.goal.updates))
     users, types = users_of(state.derived, state.table)
     actions = state.table.ranks[state.rank]
@@ -196,13 +199,13 @@ def update_stages(state: RankCompilation) -> RankCompilation:
     after: dict[int | None, list[ModelTensor]] = defaultdict(list)
     for source in last:
         if source.name in types and id(source.tensor) in members:
-            # Other ranks add to it: each must update by the same sum.
+            # Other ranks add to this gradient: the update waits for the reduced sum.
             is_reduced = state.has_replicas or len(users[source.name]) > 1
             after[None if is_reduced else last[source]].append(source)
     updates = []
     for stage, sources in after.items():
         step = step_of_sums([(source, types[source.name]) for source in sources])
-        # Past the numbers of stages, which have parts of their own.
+        # Units of updates are numbered after those of the stages.
         unit = state.table.num_stages * (2 if stage is None else 1) + (stage or 0)
         updates.append(RankUpdate(unit, stage, with_updates(step, state.goal.updates)))
     programs = {update_name(one): one.step.program for one in updates}
@@ -211,7 +214,7 @@ def update_stages(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("link", "flat", goals=("rank",))
 def link_rank(state: RankCompilation) -> RankCompilation:
-    """Lays out all that the rank runs in the schedule's order: the deferred inline."""
+    """Lays out and plans all that the rank runs, in the schedule's order: the deferred inline."""
     order = rank_order(state.table, state.rank, boundaries_of(state.derived))
     state = linked(replace(state, ordered=order))
     why, report = hindrance(state), state.report
@@ -232,13 +235,13 @@ def link_rank(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("predict", "flat", goals=("rank",))
 def predict(state: RankCompilation) -> RankCompilation:
-    """Simulates the schedule: what a step of all ranks takes, and the bubble in it."""
+    """Simulates the schedule: the time of a step over all ranks, and its bubble."""
     plan = make_plan(state.derived, state.table, state.costs.program, state.rates)
     return replace(state, predicted=plan)
 
 
 def of_rank(state: RankCompilation, rank: int) -> RankCompilation:
-    """Returns the same compile for another rank, before its kernels are made."""
+    """Returns the state for another rank, before its kernels are made."""
     state = replace(state, rank=rank)
     return replace(state, programs=_programs(state.own))
 

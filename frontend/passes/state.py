@@ -1,4 +1,4 @@
-"""The goal and the state of a compile, what a pass is, and the runner of passes."""
+"""The goal of a compile, its state between passes, the pass type, and the runner of passes."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ from .context import Context
 from .recompute_choice import has_marks
 
 VERIFY_VARIABLE = "LAZYINLINE_VERIFY"
-"""The environment variable that has every program verified after each pass."""
+"""The environment variable that turns on verification after every pass."""
 
 GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
 GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
 
 
 Judge: TypeAlias = Callable[[MeshPlan, RecomputeMark, float], float]
-"""Says what a step in stages takes by a plan and a policy, or what is handed in: without any."""
+"""Returns the seconds of a step under a mesh plan and a recompute policy. Its last argument is the
+planner's own estimate, which it returns where the model is not cut into stages."""
 Planner: TypeAlias = Callable[[Callable[[RecomputeMark], StepProgram], Judge], MeshPlan]
-"""Says what lies where in a step; what it is given first makes that, decomposed and of global
-shapes, for a policy of recompute (``""`` is the user's)."""
+"""Chooses the placements of a step on a mesh. Its first argument makes the step for a recompute
+policy (``""`` is the user's), decomposed and in global shapes."""
 
 
 @dataclass(frozen=True)
 class OnMesh:
-    """Where a step runs, if on a mesh.
+    """The device mesh that a step runs on.
 
     Attributes:
         mesh: a ``DeviceMesh``.
-        planner: says what lies where.
-        memory_bytes_per_rank: with stages, what those of a rank may hold.
-        costs: with stages, of operators and collectives.
-        whole: with stages, the mesh of all ranks, of which this one is a part.
+        planner: chooses the placements.
+        memory_bytes_per_rank: for a pipeline, the bytes that a rank may hold.
+        costs: for a pipeline, the costs of operators and collectives.
+        whole: for a pipeline, the mesh of all ranks; ``mesh`` is a part of it.
     """
 
     mesh: Any
@@ -65,21 +66,21 @@ class OnMesh:
 
 @dataclass(frozen=True)
 class Goal:
-    """Says what programs are compiled for. Passes ask it, so that there is one list of them.
+    """What programs are compiled for. One list of passes serves all goals.
 
     Attributes:
-        kind: ``"module"`` is called, and has a backward in training; ``"step"`` runs forward and
-            backward of the loss of all micro-batches; ``"rank"`` is a rank's part of such a step;
-            ``"gradients"`` are those of a module, to be differentiated; ``"file"`` is written, and
-            ``"primitives"`` are looked at.
+        kind: ``"module"``: a module that is called, with a backward in training; ``"step"``:
+            forward and backward of the loss over all micro-batches; ``"rank"``: one pipeline rank's
+            part of such a step; ``"gradients"``: gradients of a module that are differentiated
+            again; ``"file"``: an ONNX file; ``"primitives"``: a program to inspect.
         train: whether gradients are wanted.
-        batching: of a step.
-        gradients: those that are to be differentiated.
-        opset: version of the operators in a file.
-        updates: of a step, how groups of parameters are updated in it.
-        on_mesh: of a step or a rank's stages, the mesh that they are split over.
-        late_backward: whether the backend's kernels of a backward wait for a loss that needs them,
-            as training on forces needs none: until then it has PyTorch's own.
+        batching: the micro-batches of a step.
+        gradients: the request, if ``kind`` is ``"gradients"``.
+        opset: the ONNX operator set of a file.
+        updates: the optimizer updates that are part of a step.
+        on_mesh: the mesh that a step, or the stages of a rank, are sharded over.
+        late_backward: whether the backend compiles the backward only when a loss needs it (training
+            on forces never does); until then it runs with PyTorch's kernels.
     """
 
     kind: GoalKind = "module"
@@ -102,19 +103,19 @@ State = TypeVar("State", bound="Compilation")
 
 @dataclass(frozen=True)
 class Unplanned:
-    """Why the memory of a program is not planned."""
+    """The reason why the memory of a program is not planned."""
 
     reason: str
 
 
 class Shapes(Protocol):
-    """Links for many shapes at once."""
+    """Programs that are linked once for many shapes."""
 
     def at(self, state: State, values: Values) -> State | None:
-        """Returns the state that a link for one shape ends in, or None if it must be linked."""
+        """Returns the linked state of one shape, or None if the shape needs a link of its own."""
 
     def known(self, state: State, values: Values) -> State | None:
-        """Returns the same by a program that is there, for which nothing is compiled."""
+        """Like ``at``, but only reuses programs that are linked already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +123,29 @@ class Compilation:
     """The state of one compile between two passes. Passes replace it and never change it.
 
     Attributes:
-        context: what was made per closure, in this compile and earlier ones.
-        report: gets what passes did.
-        goal: what it is for.
-        subject: what is compiled; None where a pass after capture is the first.
-        seen: what capture saw.
-        request: the derivative that is asked for; None without gradients.
-        derivative: the derivative; None without gradients, or where none flows.
-        gradients: the program of gradients that are to be differentiated.
-        programs: what will run, part by part.
-        composed: of a step, where its inputs and results belong.
-        kernels: whether the parts' kernels are there, or only estimated.
-        flats: the parts, linked.
-        values: the number of each symbol, where sizes are symbols and the program is for one shape.
-        symbolic: the same before numbers took the place of symbols: a further shape begins here.
-        shapes: links what has symbols once for many shapes.
-        unplanned: why memory is not planned, if that is known.
-        runs: what runs the parts.
-        mesh_plan: what lies where, of a step over a mesh.
-        sharder: makes closures of this rank's shapes over that, if it is there already.
-        fitting: the policy of recompute that a plan over a mesh needs to fit, if it needs one.
-        known: facts of the program that a file says, by their names in :class:`..compiled.Facts`.
-        plans: where a file says that buffers are, in the order in which link asks.
-        backwards: those of a file for losses that leave outputs unused, each with such plans.
+        context: results kept per closure, from this compile and earlier ones.
+        report: the report that passes write to.
+        goal: what the programs are compiled for.
+        subject: the model and its inputs; None if the compile starts after capture.
+        seen: the captured model.
+        request: the derivative that is wanted; None without gradients.
+        derivative: the derivative; None without gradients, or if none flows.
+        gradients: for the goal ``"gradients"``, the program of gradients.
+        programs: the programs that will run, by part (``"forward"``, ``"backward"``, ...).
+        composed: for a step, the meaning of its inputs and results.
+        kernels: whether the kernels of the programs are made or only estimated.
+        flats: the linked programs, by part.
+        values: with symbolic sizes, the number of each symbol for the shape being linked.
+        symbolic: the state before numbers replaced the symbols; a further shape starts here.
+        shapes: links a symbolic program once for many shapes.
+        unplanned: why memory is not planned, once that is known.
+        runs: the runtime of the linked programs.
+        mesh_plan: the placements of a step over a mesh.
+        sharder: makes closures of local shapes by that plan, once it exists.
+        fitting: the recompute policy that the mesh plan chose to fit memory, if it needed one.
+        known: facts loaded from a file, by their names in :class:`..compiled.Facts`.
+        plans: memory plans loaded from a file, in the order in which link asks for them.
+        backwards: backwards for fewer outputs loaded from a file, each with its memory plans.
     """
 
     context: Context
@@ -173,24 +174,24 @@ class Compilation:
 
     @property
     def policy(self) -> Policy:
-        """The policy of recompute: the user's, or else what a plan over a mesh needs."""
+        """The recompute policy: the user's, or else the one that the mesh plan chose."""
         return self.context.options.recompute or self.fitting
 
     @property
     def captured(self) -> CapturedModel:
-        """Returns the captured model, once capture has run."""
+        """The captured model, once capture has run."""
         assert self.seen is not None, "a pass before capture asks for what it saw"
         return self.seen
 
     @property
     def step(self) -> StepProgram:
-        """The step, once it is put together."""
+        """The step, once the pass ``repeat`` has run."""
         assert self.composed is not None
         return self.composed
 
     @property
     def wants_recompute(self) -> bool:
-        """Whether a policy or a mark wants something computed again."""
+        """Whether a policy or a mark asks for recompute."""
         if self.request is None or self.derivative is None:
             return False
         assert isinstance(self.request.closure, Composite)
@@ -198,7 +199,7 @@ class Compilation:
 
     @property
     def size(self) -> int:
-        """Graph nodes held; launches, once what runs is there."""
+        """The number of graph nodes; once linked, the number of launches."""
         if self.runs is not None:
             return self.runs.num_launches
         return sum(program.num_nodes() for program in self.programs.values())
@@ -218,12 +219,12 @@ class Pass:
     """One pass.
 
     Attributes:
-        name: its row in a report.
-        function: returns the state after it; the state before stays as it is.
-        level: the rules that programs keep after it.
+        name: the name of its row in a report.
+        function: returns the next state.
+        level: the rules that programs obey after it.
         goals: the kinds of goals that it is for.
-        wanted: whether something asks for it in this compile.
-        verified: ``"always"``, or only when every pass is.
+        wanted: whether this compile needs it.
+        verified: ``"always"``, or ``"on request"`` (see ``VERIFY_VARIABLE``).
     """
 
     name: str
@@ -247,25 +248,25 @@ def compile_pass(
     wanted: Callable[[Any], bool] = _always,
     verified: Literal["always", "on request"] = "on request",
 ) -> Callable[[Callable[[State], State]], Pass]:
-    """Makes a pass of a function; its docstring's first line is what lists of passes show."""
+    """Makes a function a pass; lists of passes show the first line of its docstring."""
     return lambda function: Pass(name, function, level, goals, wanted, verified)
 
 
 Watch = Callable[[Pass, Compilation, Compilation], None]
-"""Sees each pass that ran, with the state before and after it."""
+"""Called with each pass that ran, and the state before and after it."""
 
 
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
-    """Runs passes in order: times each, and verifies what it made where that is asked for.
+    """Runs passes in order; times each, and verifies its result where asked.
 
     Raises:
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
-    # Asked with all names at once: a bar has to know how many there will be.
+    # All names at once: a progress bar needs their number.
     progress = state.context.progress.passes([one.name for one in passes])
-    # To write a graph as Python and compile that takes as long as to make it: only what runs is.
+    # Generating a graph's Python code takes as long as building the graph: do it only when it runs.
     with one_at_a_time(), lazy_modules(), progress as followed:
         for one in passes:
             if not one.wanted(state):
@@ -283,9 +284,9 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
 
 
 def apply(passes: Sequence[Pass], state: State) -> State:
-    """Runs passes for a trial: nothing is timed, the report stays as it is."""
+    """Runs passes for a trial compile, which does not change the report."""
     report = state.report
-    # A trial's kernels are kept, but it is not the user's compile: its rows go to a copy.
+    # Kernels that a trial makes are kept; its rows in a report are not.
     trial = replace(report, passes=[])
     state = replace(state, report=trial)
     for one in of_goal(passes, state.goal.kind):
@@ -300,8 +301,8 @@ def of_goal(passes: Sequence[Pass], kind: GoalKind) -> Sequence[Pass]:
 
 
 def check(state: Compilation, level: ProgramLevel) -> None:
-    """Raises VerifyError if a program breaks a rule of a level, or what is linked is not flat."""
-    # What is linked has no closures any more, so no rule of programs applies to it.
+    """Raises VerifyError if a program breaks a rule of a level, or a linked one is not flat."""
+    # A linked program has no closures any more, so no rule of programs applies to it.
     if level == "flat":
         for flat in state.flats.values():
             check_flat(flat)
@@ -311,12 +312,11 @@ def check(state: Compilation, level: ProgramLevel) -> None:
 
 
 def between(passes: Sequence[Pass], first: str = "", last: str = "") -> Sequence[Pass]:
-    """Returns the passes from the first of one name to the last of another, with both.
+    """Returns the passes from the first named ``first`` to the last named ``last``, inclusive.
 
-    The names belong to steps of the list, which more than one pass may be for: each for some goals.
+    Several passes may have one name, each for other goals.
     """
     names = [one.name for one in passes]
     begin = names.index(first) if first else 0
-    # Passes of other goals may follow under the same name: the last of them counts.
     end = len(names) - names[::-1].index(last) if last else len(names)
     return passes[begin:end]
