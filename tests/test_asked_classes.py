@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse  # noqa: F401, asked by text
 import builtins  # noqa: F401, asked by text
 import collections  # noqa: F401, asked by text
+import copy  # noqa: F401, asked by text
 import dataclasses
 import functools
 import inspect  # noqa: F401, asked by text
@@ -350,6 +352,7 @@ OF_OTHERS = [
     *("type(m).__name__ == 'Held'", "type(m.training) is bool", "refused(m, x)", "first(m, x)"),
     *("isinstance(m.weight, nn.Parameter) and isinstance(x, Tensor)", "made_again(m, x)"),
     *("Output(x=x).x is x", "x is x and m.weight is not x"),
+    "copy.deepcopy(argparse.Namespace(x=1)).x",  # which copies the object's class, too
 ]
 
 

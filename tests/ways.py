@@ -79,6 +79,7 @@ def helper(): return 1.0
 def reader(): return DEEP.value.value
 def function(): return 1.0
 def with_default(x=1.0): return x
+def unbound(value): return staticmethod(value) if isinstance(value, types.FunctionType) else value
 def code_of(value): return eval(f"lambda: {value}").__code__
 function.v = 1.0
 def dispatched(value): return 1.0
@@ -189,9 +190,9 @@ ANYWHERE = {
     "context variable": Way("VARIABLE.set(V)", "VARIABLE.get()", "the global VARIABLE"),
     "variable of a thread": Way("LOCAL.value = V", "LOCAL.value", "the global LOCAL"),
     "attribute of a class": Way("Shared.v = V", "Shared.v"),
-    "class of an object": Way("Shared.v = V", "MADE.v"),
-    "base class": Way("Shared.v = V", "BELOW.v"),
-    "class of a class": Way("Meta.value = V", "Shared.value"),
+    "class of an object": Way("Shared.v = unbound(V)", "MADE.v"),
+    "base class": Way("Shared.v = unbound(V)", "BELOW.v"),
+    "class of a class": Way("Meta.value = unbound(V)", "Shared.value"),
     "method": Way("Shared.get = lambda self: V", "MADE.get()"),
     "Python module": Way("SETTINGS.value = V", "SETTINGS.value"),
     "import": Way("SETTINGS.value = V", "importing()"),

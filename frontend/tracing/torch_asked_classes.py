@@ -48,6 +48,8 @@ _ALIKE = frozenset(
         ("transformers.utils.generic", "infer_framework_from_repr"),
     )
 )
+# Asks it of the class of all that it copies, and hands it to nobody.
+_TELLS_NOBODY = ("copy", "deepcopy")
 
 
 # ---- sizes that answer as numbers --------------------------------------------------------------
@@ -106,6 +108,10 @@ def _is_models(frame: FrameType) -> bool:
     return name.partition(".")[0] != _COMPUTES_WITH_SYMBOLS and is_user_frame(frame)
 
 
+def _name(frame: FrameType) -> tuple[Any, str]:
+    return frame.f_globals.get("__name__"), frame.f_code.co_name
+
+
 # ---- tensors that answer as eager's ------------------------------------------------------------
 
 
@@ -132,8 +138,8 @@ class _LikeType(type):
         found = _class_in_eager(args[0], cls._known)
         if threading.get_ident() != cls._thread:
             return found
-        if found is type:  # Python's own, which tells what class a fake is of
-            cls._types.append(user_line())
+        if found is type and _name(sys._getframe(1)) != _TELLS_NOBODY:
+            cls._types.append(user_line())  # Python's own, which tells what class a fake is of
         return cls._shown.get(found, found)
 
     def __eq__(cls, other: object) -> bool:
@@ -243,8 +249,8 @@ class AskedClasses:
 
     def _asked_by(self, frame: FrameType) -> Sequence[_Question]:
         """Returns what a function that begins may ask."""
-        code, scope = frame.f_code, frame.f_globals
-        if (scope.get("__name__"), code.co_name) in _ALIKE:
+        code = frame.f_code
+        if _name(frame) in _ALIKE:
             return ()
         known = self._known.get(id(code))
         if known is None:
