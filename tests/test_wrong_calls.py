@@ -88,7 +88,7 @@ def test_a_wrong_call_raises_what_eager_raises_after_one_capture(
     for length in range(5, 5 + before):
         compiled(ids(length)).sum().backward()
     expected = raised_by(lambda: WRONG[kind](net))
-    with mock.patch.object(capture, "_recorded", wraps=capture._recorded) as captured:
+    with mock.patch.object(capture, "_record", wraps=capture._record) as captured:
         found = raised_by(lambda: WRONG[kind](compiled))
     assert (type(found), str(found)) == (type(expected), str(expected))
     assert found.__cause__ is None and found.__context__ is None
@@ -172,7 +172,7 @@ def test_modules_nested_deep_run_eagerly_at_once_where_no_capture_can_follow(
     x = torch.randn(2, 4)
     expected = net(x)
     compiled = lazyinline.compile(net, backend="eager")
-    with mock.patch.object(capture, "_recorded", wraps=capture._recorded) as captured:
+    with mock.patch.object(capture, "_record", wraps=capture._record) as captured:
         for _ in range(4):
             torch.testing.assert_close(compiled(x), expected)
     assert captured.call_count <= (4 if depth > 25 else 4 * (depth + 1))

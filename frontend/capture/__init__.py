@@ -1,13 +1,13 @@
 """From a model to a program: one run under fake tensors, each different block traced once.
 
-capture          one run of the model, which leaves everything as it was; the order of attempts
-surroundings     what stands still around a capture
-watcher          what the model's Python does meanwhile: noted, replaced, or refused
-recording        what has been recorded so far: the outer graph, its regions, the reads
-block_calls      one instance of a block traced as a region, and calls of it by others
-control_flow     what cond, scan, map and while_loop run, as closures
+capture          runs the model without lasting effects; what to try if a capture fails
+surroundings     holds off other threads, interrupts, random numbers and garbage collection
+watcher          receives what the model's Python does in the run: notes, replaces or refuses it
+recording        the record of the run so far: the outer graph, its regions, the reads
+block_calls      traces one instance of a block as a region, and makes other instances calls of it
+control_flow     the bodies of cond, scan, map and while_loop as closures
 blocks           which module calls may share
-regions          the vocabulary: keys of blocks and of calls, regions, decisions; numbers asked for
+regions          data types: keys of blocks and calls, regions, decisions, questions to inputs
 outside_tensors  tensors that come from outside a trace
 assemble         from a finished run to a program
 """

@@ -1,10 +1,10 @@
 """From the outer graph to a program: regions and glue become closures, instances become calls.
 
-Glue is what runs between blocks. Consecutive glue becomes one leaf closure; equal glue (and equal
-blocks that had to be traced apart) share one closure, by exact comparison of their graphs.
+Glue is the code between blocks. Consecutive glue becomes one leaf closure. Leaves with equal graphs
+(glue, or blocks that were traced separately) share one closure.
 
-A closure that changes one of its inputs in place works on a copy and returns the new state, which
-takes the input's place from there on; a program input that ends up changed is written back.
+In-place changes are functionalized: a closure works on a copy of an input that it changes and
+returns the new value, which later calls use. A changed program input is written back at the end.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ ResultTree = tuple[torch_pytree.TreeSpec, bool, Kept]
 
 @dataclass(frozen=True)
 class OutputTree:
-    """How the model's result is rebuilt: each leaf is a program output or a constant.
+    """How to rebuild the model's result: each leaf is a program output or a constant.
 
     Attributes:
         leaves: ``("output", index)`` or ``("constant", value)``.
-        spec: their structure.
-        updates: whether that is ``(result, containers, contents)``: objects among the arguments
-            that the forward may have changed, as it left them, and what is left in places.
-        kept: these places.
+        spec: their tree structure.
+        updates: whether that structure is ``(result, containers, contents)``, where containers are
+            the arguments that the forward may have changed, as it left them, and contents are the
+            values that it left in the places of ``kept``.
+        kept: places in arguments and attributes that a call must write to.
     """
 
     leaves: tuple[tuple[str, Any], ...]
@@ -85,7 +86,7 @@ class OutputTree:
     def built(
         self, leaves: list[Any], given: Sequence[Any] = (), call: Arguments = ((), {})
     ) -> Any:
-        """Rebuilds the result; brings up to date the containers that the call was given."""
+        """Rebuilds the result, and updates the containers that the call was given."""
         built = torch_pytree.unflatten(leaves, self.spec, given)
         if not self.updates:
             return built
@@ -97,17 +98,17 @@ class OutputTree:
 
 @dataclass(frozen=True)
 class _Body:
-    """A closure made of a region, and the outer nodes at its boundary."""
+    """The closure of a region, and the outer nodes at its boundary."""
 
     closure: ir.Closure
     inputs: tuple[torch.fx.Node, ...]
     outputs: tuple[torch.fx.Node, ...]
-    changed: tuple[int, ...]  # inputs whose new state is returned after the outputs
+    changed: tuple[int, ...]  # inputs whose new value is returned after the outputs
 
 
 @dataclass
 class _Unit:
-    """Holds the outer nodes that become one call: of a region, of a call site, or glue."""
+    """The outer nodes that become one call: a region, a call site, or glue."""
 
     nodes: list[torch.fx.Node]
     region: Region | None = None
@@ -115,7 +116,7 @@ class _Unit:
 
     @property
     def place(self) -> tuple[str, ir.RecomputeMark]:
-        """The module path, and how the user wants it recomputed."""
+        """The module path, and the user's recompute mark."""
         instance = self.site or self.region
         return (instance.path, instance.recompute) if instance is not None else ("", "")
 
@@ -128,12 +129,12 @@ class _Unit:
 
 
 def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -> CapturedModel:
-    """Returns the program of a finished run, and what was decided on the way."""
+    """Returns the captured model of a finished run."""
     recording.caches_asked()
     recording.tensors.resolve_all(recording.root.nodes())
     if recording.sizes is not None:
         recording.sizes.settle(recording.root, recording.tensors.sources)
-    _dissolve_idle(recording, results, tree)
+    _dissolve_uncalled(recording, results, tree)
     made = assemble(recording.root, results, tree, recording.tensors.sources)
     program, shared = _sharing(recording, *made)
     pairs = [
@@ -160,14 +161,14 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
 
 
 def _can_be_watched(module: nn.Module) -> bool:
-    """Whether a module outside the tree has its state in Python, and no trace made it."""
+    """Whether a guard can compare a module outside the tree: not scripted, not made in the run."""
     state = module_state(module)
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     return not is_scripted and "training" in state and find_fake([state]) is None
 
 
 def _root_evidence(recording: Recording, program: ir.Program, met: list[nn.Module]) -> RootEvidence:
-    """Returns the reads of the run, without those that the guard compares itself in each module."""
+    """Returns the reads of the run, except those that the guard compares module by module."""
     attributes = recording.tensors.attributes_read(recording.reads.names())
     for held in (*attributes, *recording.given):
         recording.reads.contents.look_into(held)
@@ -180,7 +181,7 @@ def _root_evidence(recording: Recording, program: ir.Program, met: list[nn.Modul
 def _sharing(
     recording: Recording, program: ir.Program, closures: Mapping[Region, ir.Closure]
 ) -> tuple[ir.Program, Mapping[Region | None, Shared]]:
-    """Shares what differs in constants alone; returns what each region's closure became, too."""
+    """Shares closures that differ only in constants; also returns the closure of each region."""
     if isinstance(recording.blocks, NoBlocks):
         return program, {}
     if recording.sizes is not None:
@@ -189,12 +190,12 @@ def _sharing(
     return program, {region: found[closure] for region, closure in closures.items()}
 
 
-def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -> None:
-    """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
+def _dissolve_uncalled(recording: Recording, results: list[Any], tree: ResultTree) -> None:
+    """Dissolves unmarked blocks whose closure has only one call."""
     root, blocks = recording.root, recording.blocks
     idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
     names = Counter(region.name for region in regions_inside(root))
-    # A region that nothing else calls may still share its closure by constants: then it stays.
+    # A region that is called once may still share its closure up to constants: then it stays.
     if any(names[r.name] > 1 for r in idle):
         made = assemble(recording.root, results, tree, recording.tensors.sources)
         _, shared = _sharing(recording, *made)
@@ -204,7 +205,7 @@ def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -
 
 
 def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecision:
-    """Adds to a decision that the closure is shared with others, by constants that it takes."""
+    """Adds to a decision that the closure is shared, with constants as inputs."""
     if shared.num_members < 2 or not shared.numbers:
         return decision
     numbers = ", ".join(repr(n.value) for n in shared.numbers)
@@ -220,13 +221,13 @@ def assemble(
     tree: ResultTree,
     sources: Mapping[torch.fx.Node, ir.Source],
 ) -> tuple[ir.Program, Mapping[Region, ir.Closure]]:
-    """Builds the program of a captured model; returns the closure of each traced region too.
+    """Builds the program of a captured model; also returns the closure of each traced region.
 
     Args:
         root: the root region.
-        results: the model's flat results: nodes for tensors, anything else as it is.
-        tree: the structure of the results, and whether containers follow them.
-        sources: where each input node's tensor comes from.
+        results: the model's flat results: nodes for tensors, other values unchanged.
+        tree: the structure of the results.
+        sources: the source of each input node's tensor.
 
     Raises:
         CrossingError: if a tensor is changed in place in a way that crosses blocks.
@@ -238,7 +239,7 @@ def assemble(
     env = {n: ir.Value(node_type(n), sources[n].name) for n in inputs}
     start = dict(env)
     calls = assembler.build(root.items, env, outputs, root.path)
-    # A new value in the place of an input: it is written back into the tensor after a run.
+    # Inputs with a new value: it is written back into the tensor after a run.
     changed = [n for n in inputs if env[n] is not start[n]]
     values = [env[n] for n in (*outputs, *changed)]
     leaves = tuple(
@@ -257,7 +258,7 @@ def assemble(
 
 
 class Assembler:
-    """Builds bodies of regions, each region once, and shares equal leaves."""
+    """Builds the closure of each region once, and shares equal leaves."""
 
     def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
         self._returned = returned
@@ -277,12 +278,13 @@ class Assembler:
     def _make_body(self, region: Region) -> _Body:
         nodes = region.nodes()
         within = {region, *regions_inside(region)}
-        # What the model or another block returns leaves this one, although its forward does not.
+        # Nodes that the model or another block returns are outputs, even if this forward does not
+        # return them.
         further = {n for r, found in self._returned.items() if r not in within for n in found}
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
-        if not any(map(_stands_apart, region.items)) and len(_devices(operators)) <= 1:
+        if not any(map(_is_own_call, region.items)) and len(_devices(operators)) <= 1:
             changed = _changed_inputs(operators, inputs, region.name)
             leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
             leaf = ir.Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
@@ -305,13 +307,13 @@ class Assembler:
         outputs: Sequence[torch.fx.Node],
         path: str,
     ) -> list[ir.Call]:
-        """Turns the items of one region into calls; ``env`` gains a value per result node."""
+        """Turns the items of one region into calls; adds a value per result node to ``env``."""
         units = _units(items)
         last_use: dict[torch.fx.Node, int] = {}
         for index, unit in enumerate(units):
             last_use.update(dict.fromkeys(unit.uses(self), index))
         last_use.update(dict.fromkeys(outputs, len(units)))
-        last_use.update(dict.fromkeys(env, len(units)))  # an input's last state may be written back
+        last_use.update(dict.fromkeys(env, len(units)))  # an input may be written back at the end
         calls = []
         for index, unit in enumerate(units):
             body, results = self._unit_body(unit, index, last_use)
@@ -359,9 +361,9 @@ class Assembler:
 
 
 def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch.fx.Node]]:
-    """Returns the leaf of an operator, and its results; ``nodes`` are it and their picks."""
+    """Returns the leaf of a control-flow operator, the first of ``nodes``, and its results."""
     node, picked = nodes[0], nodes[1:]
-    inputs: Any = node.args  # each an operand of its own, though two may be one node
+    inputs: Any = node.args  # every argument is an operand, even if two are the same node
     control = node.target
     assert isinstance(control, ir.Control)
     types = [list(map(node_type, some)) for some in (inputs, picked)]
@@ -369,21 +371,21 @@ def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch
     return _Body(leaf, tuple(inputs), tuple(picked), ()), picked
 
 
-def _stands_apart(item: torch.fx.Node | Region) -> bool:
-    """Whether an item is a call of its own, or will be."""
-    return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _ALONE)
+def _is_own_call(item: torch.fx.Node | Region) -> bool:
+    """Whether an item becomes a call of its own, not glue."""
+    return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _OWN_CALLS)
 
 
-_ALONE = (DerivativeMark, ir.Control)
+_OWN_CALLS = (DerivativeMark, ir.Control)
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
-    """Groups items: a region or a call alone (with the picks of its results), glue together."""
+    """Groups items: each region or call (with its ``getitem`` nodes) alone, glue together."""
     units: list[_Unit] = []
     calls: dict[torch.fx.Node, _Unit] = {}
     alone: dict[torch.fx.Node, _Unit] = {}
-    is_open = False  # whether the last unit is glue that goes on
-    devices: set[torch.device] = set()  # that it is on
+    is_open = False  # whether the last unit is glue that the next item may join
+    devices: set[torch.device] = set()  # of that glue
     for item in items:
         if isinstance(item, Region):
             units.append(_Unit([], region=item))
@@ -394,14 +396,14 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
             calls[item.args[0]].nodes.append(item)  # type: ignore[index]
         elif item.target is operator.getitem and item.args[0] in alone:
             alone[item.args[0]].nodes.append(item)  # type: ignore[index]
-        elif isinstance(item.target, _ALONE):
-            # Glue ends where a gradient is taken: the program is cut there. So it does at control
-            # flow, which is a call.
+        elif isinstance(item.target, _OWN_CALLS):
+            # Glue ends at control flow, which is a call, and where a gradient is taken, because a
+            # later pass splits the program there.
             alone[item] = _Unit([item])
             units.append(alone[item])
             is_open = False
         elif not is_mode_switch(item):
-            # Kernels are of one device, so glue is, and a copy from one to another is a call.
+            # A kernel runs on one device, so glue has one device, and a copy between two is a call.
             own = _devices([item])
             is_open = is_open and len(own) <= 1 and (not own or own == devices)
             devices = own or devices
@@ -413,7 +415,7 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
 
 
 def _devices(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
-    """Returns the devices of tensors that operators take and make."""
+    """Returns the devices of the tensors that operators take and return."""
     both = {n: None for node in nodes for n in (node, *node.all_input_nodes)}
     return {tensor.device for node in both for tensor in tensors_of(node)}
 
@@ -421,7 +423,7 @@ def _devices(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
 def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:
     """Returns the node that represents each result of a call, in the closure's order."""
     picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
-    # The nodes of the traced region take the place of results that this instance does not use.
+    # For a result that this instance does not use, the node of the traced region is used.
     return [picked.get(i, node) for i, node in enumerate(body.outputs)]
 
 
@@ -431,7 +433,7 @@ def _region_inputs(
     inside = set(nodes)
     used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     named = dict(zip(region.inputs, region.input_names, strict=True))
-    # All instances pass the same operands, whether the traced one had a use for each or not.
+    # If shared, all inputs are kept, even one that the traced instance has no use for.
     order = [n for n in region.inputs if n in used or region.num_calls > 1]
     order += [n for n in used if n not in named]
     return order, tuple(named.get(n, n.name) for n in order)
@@ -440,7 +442,7 @@ def _region_inputs(
 def _leaked(
     region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
 ) -> tuple[torch.fx.Node, ...]:
-    """Returns results that code outside the block uses or returns, though the block did not."""
+    """Returns nodes that code outside the block uses or returns, though the block did not."""
     inside, known = set(nodes), set(region.outputs)
     leaked = [
         n
@@ -464,7 +466,7 @@ def _changed_inputs(
     nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], name: str
 ) -> tuple[int, ...]:
     """Returns the positions of the inputs whose memory one of the nodes changes."""
-    # By memory, not by node: a change through a view changes the input as well.
+    # By storage, not by node: a change through a view changes the input as well.
     changed_memory: dict[int | None, torch.fx.Node] = {}
     for node in nodes:
         for operand in mutated_args(node):
@@ -472,7 +474,7 @@ def _changed_inputs(
     if not changed_memory:
         return ()
     changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
-    # Written back by copy, so each changed element must have one place and one name.
+    # The new value is copied back, so a changed storage must have one input, without overlap.
     repeated = any(_repeats_itself(inputs[i].meta["val"]) for i in changed)
     if repeated or len({_storage(inputs[i]) for i in changed}) < len(changed):
         node = changed_memory[_storage(inputs[changed[0]])]
@@ -481,7 +483,7 @@ def _changed_inputs(
 
 
 def _repeats_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory (``expand``), so that to write one is to write others."""
+    """Whether elements overlap in memory (``expand``), so that writing one changes others."""
     return any(n != 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

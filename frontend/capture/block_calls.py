@@ -1,7 +1,7 @@
-"""Puts call nodes in place of block calls whose module agrees with an earlier one's evidence.
+"""Replaces the call of a block by a call node if its module agrees with an earlier one's evidence.
 
-One instance is traced as a region, and it is decided whether others can call its closure: then it
-leaves a template behind, by which another instance calls it.
+The first instance of a block is traced as a region. If other instances can call its closure, a
+template is kept, from which their call nodes are made.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from .recording import Recording
 
 
 class TemplateMaker:
-    """Makes a template of a traced region, and call nodes from templates.
+    """Makes templates from traced regions, and call nodes from templates.
 
-    Its methods run while the model's reads are not watched.
+    Its methods run inside ``Recording.bookkeeping``, where reads are not recorded as the model's.
     """
 
     def __init__(self, tracer: Tracer, tensors: OutsideTensors) -> None:
@@ -67,10 +67,10 @@ class TemplateMaker:
         result_nodes: Sequence[torch.fx.Node | None],
         slots: SlotEvidence | None,
     ) -> tuple[regions.Template | None, str]:
-        """Settles a region's inputs and outputs; returns its template, or why it has none."""
+        """Sets a region's inputs and outputs; returns its template, or why it has none."""
         inside = set(region.nodes())
         results, spec = flat_result
-        # A tensor of which only a size was asked may stand anywhere: the size is found otherwise.
+        # A tensor that only size nodes use is no input: sizes are computed from symbols.
         used = [
             found
             for node in region.nodes()
@@ -78,7 +78,7 @@ class TemplateMaker:
             if found in arg_nodes or not is_size(node)
         ]
         used += [n for n in result_nodes if n is not None]
-        # Sizes become literals in the graph: no closure takes one.
+        # Symbolic sizes become literals in the graph, so they are no inputs of closures either.
         used = [n for n in used if not isinstance(n.meta.get("val"), torch.SymInt)]
         region.inputs = list(dict.fromkeys(n for n in used if n not in inside))
         region.outputs = list(
@@ -125,7 +125,7 @@ class TemplateMaker:
         return "unknown", "it uses a tensor that was reached in a way lazyinline cannot follow"
 
     def _own_fake(self, node: torch.fx.Node) -> torch.Tensor | None:
-        """Returns the fake of one of the model's tensors, if something has asked for it."""
+        """Returns the fake of a model tensor's node, if one was made."""
         source = self._tensors.sources.get(node)
         return (
             self._tensors.fakes.get(id(source.tensor)) if isinstance(source, ModelTensor) else None
@@ -160,7 +160,7 @@ class TemplateMaker:
         """Adds one call node for an instance that agrees with a template.
 
         Returns:
-            Its result, and what it leaves at the places that it writes.
+            The result of the block, and the values for the slots that it writes.
         """
         operands = [self._operand(b, module, leaves) for b in template.bindings]
         template.region.num_calls += 1
@@ -192,8 +192,8 @@ class TemplateMaker:
     def _history(
         self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Returns the tensors that results may be functions of, as far as autograd knows."""
-        # ``_own`` is for the block's own tensors, which have no fakes unless something else asked.
+        """Returns the tensors that require grad and that results may depend on."""
+        # ``_own`` represents the block's own tensors, most of which have no fakes.
         known = (*leaves, *map(self._own_fake, operands))
         return [self._own, *(x for x in known if isinstance(x, torch.Tensor) and x.requires_grad)]
 
@@ -232,11 +232,11 @@ class TemplateMaker:
         leaves: Sequence[Any],
         history: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
+        """Makes a fake result of a shared call. It is no autograd leaf: it may change in-place."""
         assert leaf.type is not None
         assert leaf.prototype is not None
         history = history if leaf.requires_grad else ()
-        # A view has to be made by an operator, to share its base's memory; anything else is made
+        # A view must be made by an operator to share its base's storage. Any other tensor is made
         # without one, in a tenth of the time.
         if leaf.alias_of < 0:
             return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
@@ -263,15 +263,18 @@ def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """Describes one call of a block: its module, its arguments, and what a closure must fit.
+    """One call of a block.
 
     Attributes:
-        args: as they were passed, with fakes in place of tensors.
-        arguments: the same by name, defaults applied.
-        leaves: the same, flat, but for objects whose parts are watched.
-        spec: their structure.
+        module: the block.
+        args: positional arguments, with fakes in place of tensors.
+        kwargs: keyword arguments, likewise.
+        arguments: all arguments by name, defaults applied.
+        leaves: ``arguments``, flat; objects whose parts are watched are leaves.
+        spec: the tree structure of ``leaves``.
         places: the block's tree of modules.
-        init_key: what proposes which closures it may share.
+        key: calls with equal keys may share, if the evidence agrees.
+        init_key: orders the candidates; see :class:`.regions.InitKey`.
     """
 
     module: nn.Module
@@ -303,15 +306,15 @@ def trace_block(
     """Runs a block's forward as a region.
 
     Returns:
-        What other instances can call, or None and why they cannot; and the block's result.
+        The template for other instances, or None; why there is none; the block's result.
     """
     tensors, slots = recording.tensors, region.reads.slots
     with recording.bookkeeping():
         before = regions.freeze_arguments(call.leaves, call.spec)
         arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
-        # An operator that returns its operand takes over its name: for code after the block,
-        # the tensor is what it was before.
+        # An operator that returns its operand makes the tensor's node a node of the block. Code
+        # after the block must see the old node: these are put back below.
         given = [x for _, x in arg_tensors]
         inside = [] if slots is None else slots.tensors_in_holders()
         known = [(x, tensors.node_of(x)) for x in (*given, *inside, *tensors.fakes.values())]
@@ -333,7 +336,7 @@ def trace_block(
             region, evidence, names, leaves, arg_nodes, (results, spec), nodes, found
         )
         tensors.restore(known)
-        hindrance = _hindrance(recording, call, evidence, before, (results, spec), found)
+        hindrance = _why_unshared(recording, call, evidence, before, (results, spec), found)
         parts = set(map(id, torch_pytree.changeable_parts(call.arguments)))
         if any(id(part) in parts for part in torch_pytree.changeable_parts(result)):
             region.alone = region.alone or "it returns a list or dictionary that it is given"
@@ -345,7 +348,7 @@ def trace_block(
     return template, reason, result
 
 
-def _hindrance(
+def _why_unshared(
     recording: Recording,
     call: BlockCall,
     evidence: Evidence,
@@ -353,7 +356,7 @@ def _hindrance(
     results: tuple[list[Any], torch_pytree.TreeSpec],
     slots: SlotEvidence | None,
 ) -> str:
-    """Says why a call on a closure could not do what this block's forward did."""
+    """Returns why a call of the closure could not replace this forward; empty if it can."""
     flat, tree = results
     found = () if slots is None else slots.tensors
     if recording.tensors.have_attributes((*call.leaves, *found, *flat)):
@@ -376,7 +379,7 @@ _OTHER_CALL = "it is called in another way than earlier instances"
 
 
 class BlockCalls:
-    """Runs the calls of one recording's modules, or puts call nodes in their place."""
+    """Runs the module calls of one recording, or replaces them by call nodes."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -388,7 +391,7 @@ class BlockCalls:
         self._traced: dict[type, tuple[regions.CallKey, str]] = {}
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
-        """Runs a module's forward, or puts a call node in its place where evidence allows it."""
+        """Runs a module's forward, or replaces it by a call node if evidence allows it."""
         recording = self._recording
         if recording.quiet:
             return proceed(module, *args, **kwargs)
@@ -396,14 +399,14 @@ class BlockCalls:
             refuse_recurrent(module)
         if module is recording.model:
             return proceed(module, *args, **kwargs)
-        # A body of control flow is a closure by itself, and has its nodes to itself.
+        # A body of control flow is one closure, without blocks inside.
         if recording.num_apart or not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
-        # Arguments are compared by value, so an index that is passed on is a number there.
+        # Arguments are compared by value, so a proxy of an index is replaced by its number.
         args, kwargs = tuple(map(reveal, args)), {name: reveal(x) for name, x in kwargs.items()}
         with recording.bookkeeping():
             call = self._described(module, args, kwargs)
-            # A closure takes numbers, not what Python has put on a tensor.
+            # A closure takes tensors without the Python attributes that they may have.
             plain = not recording.tensors.have_attributes(call.leaves)
             known = self._templates.setdefault(call.key, []) if plain else []
             template, reason, compared, found = self._agreeing(call, known)
@@ -418,7 +421,7 @@ class BlockCalls:
             return result
         region = self._new_region(call)
         made, why, result = trace_block(recording, self._templating, region, call, proceed)
-        if not self._blocks.pays(region):  # a call costs more than it saves: its nodes join others'
+        if not self._blocks.pays(region):  # too small for a closure: its nodes join those around
             dissolve(recording.current, {region})
             return result
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
@@ -430,7 +433,7 @@ class BlockCalls:
     def _run_inline(
         self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]
     ) -> Any:
-        """Runs a module that is no block; one marked for recompute makes a part of its own."""
+        """Runs a module that is no block; one marked for recompute becomes a region of its own."""
         recording = self._recording
         before, mark = recording.num_nodes, recompute_mark(module)
         part = recording.inside_part(type(module).__name__, recording.path(module), mark)
@@ -439,7 +442,7 @@ class BlockCalls:
         self._blocks.ran(module, recording.num_nodes - before)
         return result
 
-    # ---- what a call is compared by ------------------------------------------------------
+    # ---- how calls are compared ----------------------------------------------------------
 
     def _described(self, module: nn.Module, args: Any, kwargs: Any) -> BlockCall:
         arguments = self._bind(module, args, kwargs)
@@ -463,7 +466,7 @@ class BlockCalls:
         return regions.bind_arguments(self._signatures[type(module)], args, kwargs)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache stays the one it is
+        leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache object stays itself
         fake_of = self._recording.fake_of
         leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
@@ -474,14 +477,14 @@ class BlockCalls:
     def _agreeing(
         self, call: BlockCall, known: Sequence[regions.Template]
     ) -> tuple[regions.Template | None, str, str, FoundSlots | None]:
-        """Finds what a call can share.
+        """Finds a template that a call can share.
 
         Returns:
-            The template or None; why not; the path of the instance that it was compared with; and
-            where the ways into its arguments lead.
+            The template or None; why there is none; the path of the instance that the call was
+            compared with; the objects in the call's arguments that the template reads or writes.
         """
         reason, compared = "", ""
-        # No template fits the key, so the reason is how the key differs from the newest one.
+        # Without a template of this key, the reason is how the key differs from the newest one.
         earlier = self._traced.get(type(call.module))
         if not known and earlier is not None:
             compared, reason = earlier[1], _other_call(call.key, earlier[0], call.names)
@@ -500,7 +503,7 @@ class BlockCalls:
     def _call_shared(
         self, template: regions.Template, call: BlockCall, found: FoundSlots | None
     ) -> tuple[Any, list[Any]]:
-        """Replaces an instance that agrees with a template by one call node."""
+        """Makes the call node of an instance that agrees with a template."""
         recording, module = self._recording, call.module
         leaves = call.leaves if found is None else [*call.leaves, *found.tensors]
         result = self._templating.call(template, module, leaves, recording.path(module))
@@ -510,7 +513,7 @@ class BlockCalls:
 
     def _new_region(self, call: BlockCall) -> regions.Region:
         recording, module = self._recording, call.module
-        # Reads of its own, which are its evidence; the region around absorbs them at its end.
+        # The region's own reads are its evidence; the region around absorbs them at its end.
         reads = recording.reads.of_block()
         with recording.bookkeeping():
             reads.slots = recording.objects.reads_of(call.leaves)
@@ -528,19 +531,19 @@ class BlockCalls:
 def _likeliest_first(
     known: Sequence[regions.Template], init_key: regions.InitKey
 ) -> list[regions.Template]:
-    """Orders what a block may share with: made with equal arguments first, then the newest."""
+    """Orders templates: those of blocks built with equal arguments first, then the newest."""
     # The sort is stable, so among equals the newest stays first.
     return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
 
 
 def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
-    """Returns which modules inside a block are marked, and how."""
+    """Returns the modules inside a block that are marked for recompute, with their marks."""
     marks = ((path, recompute_mark(module)) for path, module in places[1:])
     return tuple((path, mark) for path, mark in marks if mark)
 
 
 def _other_call(key: regions.CallKey, earlier: regions.CallKey, names: Sequence[str]) -> str:
-    """Says in which way a call differs from an earlier one of the class."""
+    """Says how a call differs from an earlier one of the class."""
     detail = key[2].difference(earlier[2], names)
     if key[1] != earlier[1]:
         detail = "its arguments are nested in another way"

@@ -1,10 +1,10 @@
 """Chooses the module calls that capture may share: marked ones, none, or those that repeat.
 
-``reuse="auto"`` leaves no trace on the user's classes. Two modules are *alike* if their trees
-agree in classes, names and parameter layouts. A module is a candidate where alike ones occur
-elsewhere; how large it is is measured when its first instance is traced, never guessed. What turns
-out not to pay is dissolved into what surrounds it. Being a candidate proves nothing: evidence
-decides, as it does for a mark.
+``reuse="auto"`` does not touch the user's classes. Two modules are *alike* if their trees agree in
+classes, names and parameter layouts. A module is a candidate if a module alike occurs elsewhere.
+Whether it is large enough to be a block is measured when its first instance is traced; if not, its
+nodes join the region around it. Candidates, like marked modules, are shared only if the evidence
+agrees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..marks import is_block
 from .regions import Region, regions_inside
 
 Reuse: TypeAlias = Literal["auto", "marked", "off"]
-"""Shares closures among marked blocks and modules that repeat, marked blocks only, or nothing."""
+"""What may share closures: marked blocks and repeated modules, marked blocks only, or nothing."""
 REUSE_CHOICES: tuple[Reuse, ...] = get_args(Reuse)
 
 # A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which
@@ -39,21 +39,21 @@ class Blocks:
 
     def pays(self, region: Region) -> bool:
         """Whether a block that has just been traced is worth a closure."""
-        return True  # a mark is a wish: the user decides what pays
+        return True  # the user decided with the mark
 
     def keeps(self, region: Region) -> bool:
-        """Whether a block that was traced and never called again stays a closure."""
+        """Whether a block that is called only once stays a closure."""
         return True
 
     def ran(self, module: nn.Module, num_nodes: int) -> None:
-        """Called when a module that is no block has run."""
+        """Called after a module that is not a block has run."""
 
     def differs(self, module: nn.Module) -> None:
-        """Called when a module could not share although one like it was known."""
+        """Called when a module could not share the closure of a module alike."""
 
 
 class NoBlocks(Blocks):
-    """Nothing is shared."""
+    """Makes no module a block."""
 
     def wants(self, module: nn.Module, around: Region) -> bool:
         """Returns False: no module is a block."""
@@ -61,11 +61,13 @@ class NoBlocks(Blocks):
 
 
 class RepeatedBlocks(Blocks):
-    """Marked instances, and modules that repeat: outermost that pays, nested where that pays again.
+    """Makes blocks of marked modules and of modules that repeat, outermost first.
+
+    A module inside a block is a block too if that saves enough even with the outer block shared.
 
     Args:
         model: the whole model.
-        called_again: ids of modules to be taken as repeated although the tree holds them once.
+        called_again: ids of modules that the forward calls repeatedly, though the tree has one.
     """
 
     def __init__(self, model: nn.Module, called_again: Collection[int] = ()) -> None:
@@ -86,18 +88,18 @@ class RepeatedBlocks(Blocks):
         return kind is not None and kind not in self._too_small and self._repeats(kind, around) > 1
 
     def _repeats(self, kind: int, around: Region) -> int:
-        """Returns how often code of this kind would run if everything around it were shared."""
+        """Returns how often modules of this kind would be traced if all outer blocks are shared."""
         inside, trusted = False, True
         region: Region | None = around
         while region is not None and region.parent is not None:
             outer = self._alike.kind(region.module)
-            if region.module is not self._model:  # a part that is marked for recompute only
+            if region.module is not self._model:  # else it is only a part marked for recompute
                 inside, trusted = True, trusted and outer not in self._different
             region = region.parent
         return self._alike.once[kind] if inside and trusted else self._alike.count[kind]
 
     def pays(self, region: Region) -> bool:
-        """Whether a traced block saves enough; if not, those like it are left alone from now on."""
+        """Whether a traced block saves enough; if not, modules alike are no blocks from now on."""
         module = region.module
         kind = self._alike.kind(module)
         if is_block(module) or region.recompute or id(module) in self._called_again or kind is None:
@@ -116,7 +118,7 @@ class RepeatedBlocks(Blocks):
             self._runs[id(module)] = (module, runs + 1, num_nodes)
 
     def differs(self, module: nn.Module) -> None:
-        """Has what is inside of such modules judged by itself from now on."""
+        """From now on counts repeats inside such modules as if they were not shared."""
         kind = self._alike.kind(module)
         if kind is not None:
             self._different.add(kind)
@@ -132,7 +134,7 @@ class RepeatedBlocks(Blocks):
         return frozenset(found.keys() - inner)
 
     def keeps(self, region: Region) -> bool:
-        """Whether a block that was traced and never called again stays a closure."""
+        """Whether a block that is called only once stays a closure: if the user marked it."""
         return bool(region.recompute) or is_block(region.module)
 
 
@@ -142,16 +144,16 @@ def _pays(module: nn.Module, num_nodes: int, num_calls: int) -> bool:
 
 
 def pays(num_nodes: int, num_calls: int, least: int = _MIN_NODES) -> bool:
-    """Whether so many calls of a graph of so many nodes are worth a closure."""
+    """Whether a graph of this size, called this often, is worth a closure."""
     return num_nodes >= least and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
 
 
 class AlikeModules:
-    """The kinds of modules in a tree, and how often each occurs.
+    """The kinds of modules in a tree (modules alike are one kind), and how often each occurs.
 
     Attributes:
         count: instances of each kind in the whole tree.
-        once: the same, if inside of a repeated kind only its first instance is looked at.
+        once: the same, but what is inside a repeated kind is counted in its first instance only.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -201,7 +203,7 @@ class AlikeModules:
 
 
 def first_repeated(model: nn.Module) -> tuple[str, int] | None:
-    """Returns the class of the outermost module with parts that repeats, and how often it does."""
+    """Returns the class of the outermost repeated module with sub-modules, and its count."""
     alike = AlikeModules(model)
     for module in model.modules():
         kind = alike.kind(module)
@@ -211,7 +213,7 @@ def first_repeated(model: nn.Module) -> tuple[str, int] | None:
 
 
 def may_be_block(module: nn.Module) -> bool:
-    """Whether a module has a forward of more than one operator of PyTorch's."""
+    """Whether a module has a forward, and is not a basic one of ``torch.nn``."""
     cls = type(module)
     if cls.forward is nn.Module.forward:
         return False  # a container
@@ -220,7 +222,7 @@ def may_be_block(module: nn.Module) -> bool:
 
 
 def dissolve(root: Region, regions: Collection[Region]) -> None:
-    """Hands the nodes of some regions, which nothing calls, to the regions around them."""
+    """Moves the nodes of uncalled ``regions`` into the regions around them."""
     for region in [root, *regions_inside(root)]:
         region.items = list(_without(region.items, regions))
     for region in regions_inside(root):

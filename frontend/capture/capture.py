@@ -63,14 +63,14 @@ class Subject:
         model: any ``nn.Module``; parameters may be on the meta device.
         args: positional inputs.
         kwargs: keyword inputs.
-        effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
-            it did, where the program is not run in its place.
-        sizes: makes the sizes that are symbols for each run; None means that all are numbers.
-        may_ask: whether a guard asks again, at each call, for numbers that the forward asks of its
-            inputs.
-        contents: what becomes of what the forward leaves in arguments and attributes.
-        only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
-            not be.
+        effects: ``"refuse"`` raises if the forward has side effects; ``"undo"`` undoes them, for a
+            program that does not replace the forward (such as a file).
+        sizes: makes the symbolic sizes of each run; None if all sizes are numbers.
+        may_ask: whether the forward may read numbers from its inputs (``int(x.max())``). A guard
+            then computes them again at each call.
+        contents: what to do with values that the forward leaves in arguments and attributes.
+        only_reverse: why derivatives without a chosen mode must use reverse mode; empty if they
+            need not.
     """
 
     model: nn.Module
@@ -85,7 +85,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Holds what is captured, and how."""
+    """What to capture, and how."""
 
     subject: Subject
     train: bool
@@ -99,14 +99,14 @@ def capture_model(
 
     Args:
         subject: the model, and example inputs.
-        reuse: ``"auto"`` shares the instances of classes marked with ``lazy_inline``, and modules
-            that repeat; ``"marked"`` only the first; ``"off"`` nothing.
-        train: capture with grad mode on, so that a derivative can be taken.
-        for_gpu: capture for a GPU that need not be here: its autocast is made with operators.
+        reuse: ``"auto"`` shares instances of classes marked with ``lazy_inline`` and modules that
+            repeat; ``"marked"`` only the marked ones; ``"off"`` nothing.
+        train: captures with grad mode on, so that a derivative can be taken.
+        for_gpu: captures for a GPU that need not be here; its autocast is emulated.
 
     Raises:
-        CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
-            of the model is more or other than what its memory holds.
+        CaptureError: if the model's Python cannot be traced (with the user's line), or a tensor of
+            the model is of a kind that kernels cannot read (a subclass, or lazily conjugated).
     """
     with one_at_a_time():
         refusals.refuse_uncapturable(subject.model)
@@ -123,7 +123,7 @@ def capture_model(
 
 
 def _capture_repeated(request: _Request) -> CapturedModel:
-    """Captures with the blocks that repeat; what nobody marked never makes a capture fail."""
+    """Captures with marked and repeated blocks; if that fails, with marked ones only."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
@@ -133,7 +133,7 @@ def _capture_repeated(request: _Request) -> CapturedModel:
 
     try:
         captured = _capture(request, blocks)
-        # A module that the tree holds once and the forward calls repeatedly shows in a run only.
+        # Only a run shows that the forward calls one module of the tree repeatedly.
         again = made[-1].run_again()
         return _capture(request, blocks) if again else captured
     except EffectError:
@@ -141,7 +141,7 @@ def _capture_repeated(request: _Request) -> CapturedModel:
     except CaptureError as error:
         if isinstance(error, refusals.RaisedError) and not error.after_sharing:
             raise
-        # What nobody marked may be what stands in the way: a shared block did not run its Python.
+        # The cause may be an unmarked block whose Python did not run because it was shared.
         try:
             return _capture_chosen(request, "marked")
         except CaptureError:
@@ -149,13 +149,13 @@ def _capture_repeated(request: _Request) -> CapturedModel:
 
 
 def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
-    """Captures with the marked blocks, or without any where no closure can express one."""
+    """Captures with marked blocks only, or without any if a closure cannot express one."""
     try:
         return _capture(request, Blocks if reuse == "marked" else NoBlocks)
     except CrossingError as crossing:
         if reuse == "off":
             raise
-        # A mark never makes a model fail that works without it.
+        # A mark must not make a model fail that works without it.
         reason = f"nothing is shared in this model: {crossing}"
     captured = _capture(request, NoBlocks)
     decisions = [
@@ -167,10 +167,10 @@ def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
 
 
 def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
-    """Captures in one run; where a look-alike of a part of a cache stands in the way, without.
+    """Captures in one run; tries again without proxies for caches if one of them made it fail.
 
-    A run that has said what is said once is made again: as at all calls but the first in eager, the
-    function that says it is not run.
+    A run that has logged something once (``logger.warning_once``) is repeated, because in eager all
+    later calls do not log it. The message itself is logged when the first run ends.
     """
     subject, gives_objects, may_say = request.subject, True, True
     while True:
@@ -182,33 +182,33 @@ def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
             recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
         try:
             with (
-                _told(recording),
+                _explained_errors(recording),
                 torch.set_grad_enabled(request.train),
                 garbage_collection_paused(),
                 no_python_randomness(),
                 generator_kept(subject.effects),
                 autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
             ):
-                outcome = _recorded(recording, subject)
+                outcome = _record(recording, subject)
             if not recording.said:
                 return captured_model(recording, *outcome)
             may_say = False
         except (EffectError, CrossingError, FinalCaptureError):
             raise
         except CaptureError:
-            # C code that takes a look-alike for a list raises: then no block is given an object.
+            # C code may raise if it gets a proxy instead of a list: then no block gets an object.
             if not (gives_objects and recording.objects.was_used):
                 raise
             gives_objects = False
         finally:
-            for say in recording.said:  # its function keeps that it did, however the run ended
+            for say in recording.said:  # its cache says that it was logged, however the run ended
                 say()
             recording.release()
 
 
 @contextmanager
-def _told(recording: Recording) -> Iterator[None]:
-    """Turns what the model's Python raises inside into an error that says where, and what to do."""
+def _explained_errors(recording: Recording) -> Iterator[None]:
+    """Turns an exception of the model's Python into an error with the line, and what to do."""
     try:
         yield
     except CrossingError:
@@ -223,11 +223,11 @@ def _told(recording: Recording) -> Iterator[None]:
 
 
 def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
-    """Returns what to raise for an error of a model's own Python: the line, and what to do."""
+    """Returns the error to raise for an exception of the model's Python."""
     line = _user_line(error)
     where = f" at {line}" if line else ""
     name, text = model_name(model), str(error)
-    if isinstance(error, LazyInlineError):  # it says what to do already
+    if isinstance(error, LazyInlineError):  # its message says what to do already
         return CaptureError(text)
     if isinstance(error, DATA_DEPENDENT_ERRORS) or _NEEDS_A_VALUE in text:
         return CaptureError(
@@ -246,7 +246,8 @@ def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> 
             f"{name} {refusals.CANNOT}: its calls are nested so deep that a capture, which adds "
             f"frames to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
         )
-    is_ours = has_symbols or isinstance(error, NotImplementedError)  # no rule for fake tensors
+    # The capture may be at fault: symbolic sizes, or an operator without a rule for fake tensors.
+    is_ours = has_symbols or isinstance(error, NotImplementedError)
     kind = refusals.RaisedError if is_ours else refusals.WrongCallError
     return kind(f"{name} {refusals.CANNOT}{where}: {type(error).__name__}: {text}")
 
@@ -257,7 +258,7 @@ def _user_line(error: Exception) -> str:
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
-    """Returns why the model runs eagerly; one that takes gradients keeps its parts uncompiled."""
+    """Adds to an error that the forward takes gradients: then its parts are not compiled either."""
     if not recording.differentiates or refusals.DIFFERENTIATES in str(error):
         return error
     error.args = (f"{error} It {refusals.DIFFERENTIATES}, too.",)
@@ -271,25 +272,25 @@ Outcome: TypeAlias = tuple[list[Any], ResultTree]
 """The flat results of a run (tensors as nodes), and their tree."""
 
 
-def _recorded(recording: Recording, subject: Subject) -> Outcome:
-    """Runs the model once under fake tensors, and leaves everything as it was before.
+def _record(recording: Recording, subject: Subject) -> Outcome:
+    """Runs the model once under fake tensors, and undoes its changes.
 
     Raises:
-        CaptureError: if its Python cannot be traced, or changed what cannot be restored.
-        EffectError: if it does more at each call than compute.
+        CaptureError: if its Python cannot be traced, or its changes cannot be undone.
+        EffectError: if it has side effects.
     """
     args, kwargs = subject.args, subject.kwargs
     leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
     names = argument_names(recording.model, args, kwargs)
     if subject.may_ask:
         recording.answered_from([x for x in leaves if isinstance(x, torch.Tensor)])
-    # One that is passed twice is one in the trace.
+    # A tensor that is passed twice has one fake.
     distinct = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
-    run = partial(_outcome, recording, subject, leaves, spec, names)
+    run = partial(_run_model, recording, subject, leaves, spec, names)
     try:
         fakes = [_input_fake(recording, x) for x in distinct.values()]
         outcome = recording.tracer.run(run, fakes)
-    except BaseException:  # nothing of a capture may stay behind in the model
+    except BaseException:  # a failed capture must not leave changes in the model
         recording.find_changes()
         recording.undo()
         raise
@@ -299,16 +300,16 @@ def _recorded(recording: Recording, subject: Subject) -> Outcome:
     return outcome
 
 
-def _noted_inputs(
+def _note_inputs(
     recording: Recording,
     leaves: Sequence[Any],
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Notes where the inputs come from, each from the first place where it is passed.
+    """Notes the source of each input: the first argument that it is passed as.
 
     Returns:
-        The fake of each, by the identity of the tensor.
+        The fakes, by ``id`` of the input tensor.
     """
     tracer, known = recording.tracer, recording.tensors
     tensors = [
@@ -325,7 +326,7 @@ def _noted_inputs(
     return fakes
 
 
-def _outcome(
+def _run_model(
     recording: Recording,
     subject: Subject,
     leaves: Sequence[Any],
@@ -333,12 +334,12 @@ def _outcome(
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
 ) -> Outcome:
-    """Calls the model with fakes in place of its tensors; returns what it returned, flat."""
-    fakes = _noted_inputs(recording, leaves, names, inputs)
+    """Calls the model with fake inputs; returns its result, flat."""
+    fakes = _note_inputs(recording, leaves, names, inputs)
     watcher = ModelWatcher(recording, BlockCalls(recording))
     recording.tracer.let_follow(watcher)
-    # Containers are replaced by stand-ins. They follow the result as the forward left them, so
-    # that a run can bring the caller's own up to date.
+    # Unflattening makes copies of containers. As the forward leaves them, they become part of the
+    # result, so that a call of the program can update the caller's own.
     filled = [
         fakes[id(x)] if isinstance(x, torch.Tensor) else _given(recording, index, x)
         for index, x in enumerate(leaves)
@@ -348,7 +349,7 @@ def _outcome(
     before = torch_pytree.flatten_outer((args, kwargs))
     known = numbered(torch_pytree.containers((args, kwargs)))
     given = [leaf for leaf in before[0] if id(leaf) in known]
-    filled_ones = GivenContainers((args, kwargs)) if subject.contents != "refuse" else None
+    given_containers = GivenContainers((args, kwargs)) if subject.contents != "refuse" else None
     calls = profiled_calls(
         recording.function_ran, recording.builtin_called, recording.asked, is_allowed
     )
@@ -360,12 +361,12 @@ def _outcome(
         output = recording.model(*args, **kwargs)
     asked.refuse()
     left, contents = NOTHING_KEPT, list[Any]()
-    if filled_ones is not None:
+    if given_containers is not None:
         pairs: list[tuple[Place, Any]] = [
-            *filled_ones.put_back(),
+            *given_containers.put_back(),
             *recording.inside.to_keep(recording.reads),
         ]
-        returned = filled_ones.place_of(output)
+        returned = given_containers.place_of(output)
         if subject.contents == "drop":
             recording.left_out = tuple(dict.fromkeys(str(place) for place, _ in pairs))
             pairs, returned = [], None
@@ -374,7 +375,7 @@ def _outcome(
         output = output if returned is None else None
     updates = bool(given) or bool(left)
     recording.effects.check_arguments(before, (args, kwargs))
-    # An attribute's content was met by whoever read it since; nothing else may hold it.
+    # What the forward keeps in an attribute is held there, of course; nothing else may hold it.
     own = set(map(id, torch_pytree.changeable_parts(contents)))
     recording.effects.check_result(
         (args, kwargs),
@@ -397,7 +398,7 @@ def _outcome(
 
 
 def _given(recording: Recording, index: int, leaf: Any) -> Any:
-    """Returns what stands in the trace for a flat input that is no tensor."""
+    """Returns what the trace uses for a flat input that is no tensor: itself, or a symbol."""
     sizes = recording.sizes
     recording.effects.changes.is_given(leaf)
     recording.given.append(leaf)
@@ -407,7 +408,7 @@ def _given(recording: Recording, index: int, leaf: Any) -> Any:
 
 
 def _refuse_changes(recording: Recording) -> None:
-    """Raises for what the run changed: a program would not change it at each call."""
+    """Undoes what the run changed; raises if a program could not change it at each call."""
     recording.find_changes()
     recording.undo()
     inside, effects = recording.inside, recording.effects

@@ -1,4 +1,4 @@
-"""Control flow of the model: what its operators run becomes closures, traced once each."""
+"""Control-flow operators of the model: each body is traced once and becomes a closure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .regions import Region
 
 @dataclass(frozen=True, eq=False)
 class _Body:
-    """A body that has run: its nodes, what it returned, and what it used from outside."""
+    """A body that was traced: its nodes, its results, and the nodes it uses from outside."""
 
     region: Region
     results: list[torch.Tensor]
@@ -40,15 +40,15 @@ class _Body:
 
 
 class ControlFlow:
-    """Puts one node in place of each call of ``cond``, ``scan``, ``map`` and ``while_loop``."""
+    """Records each call of ``cond``, ``scan``, ``map`` and ``while_loop`` as one node."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         with recording.tracer.untraced():
-            self._wanting = torch.empty((), device="cpu", requires_grad=True)
+            self._requires_grad = torch.empty((), device="cpu", requires_grad=True)
 
     def run(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Records one call; returns what it returns."""
+        """Records one call and returns its result."""
         if self._recording.sizes is not None:
             self._refuse(name, "is given sizes that vary, and is compiled for each size")
         runs: dict[str, Callable[..., Any]] = {
@@ -67,7 +67,7 @@ class ControlFlow:
         bodies = [self._traced("cond", n, branch, operands) for n, branch in branches.items()]
         if bodies[0].types != bodies[1].types:
             self._refuse("cond", f"returns {_text(bodies[0])} or {_text(bodies[1])}")
-        used = _together(*(body.used for body in bodies))
+        used = _union(*(body.used for body in bodies))
         control = Choose(tuple(self._closure(body, used) for body in bodies))
         operand_nodes = [self._recording.tensors.node_of(number), *used]
         return self._made(control, operand_nodes, bodies, bodies[0].types)
@@ -93,7 +93,7 @@ class ControlFlow:
         control = Repeat(
             (self._closure(body, [*nodes, *same]),), num_steps, len(carried), len(slabs)
         )
-        _leave(nodes, body.region)
+        _mark_as_inside(nodes, body.region)
         stacked = [stacked_type(t, num_steps) for t in body.types[len(carried) :]]
         operands = [*map(self._recording.tensors.node_of, (*carried, *slabs)), *same]
         return self._made(control, operands, [body], [*body.types[: len(carried)], *stacked])
@@ -106,9 +106,9 @@ class ControlFlow:
         asked = lambda *given: _flag(condition(*given))  # noqa: E731
         test = self._traced(name, "test", asked, (*entries, *given))
         nodes = list(map(self._recording.tensors.node_of, entries))
-        same = [node for node in _together(test.used, body.used) if node not in nodes]
+        same = [node for node in _union(test.used, body.used) if node not in nodes]
         bodies = tuple(self._closure(one, [*nodes, *same]) for one in (test, body))
-        _leave(nodes, body.region)
+        _mark_as_inside(nodes, body.region)
         operands = [*map(self._recording.tensors.node_of, carried), *same]
         return self._made(RepeatWhile(bodies, len(carried)), operands, [body], body.types)
 
@@ -117,12 +117,12 @@ class ControlFlow:
     def _traced_carrying(
         self, name: str, step: Any, carried: Sequence[Any], rows: Sequence[Any]
     ) -> tuple[_Body, list[torch.Tensor]]:
-        """Runs a body on what is carried into it, and on rows; returns it, and the former."""
-        # What is carried wants a gradient from the second step on, if the first makes it so.
+        """Traces a body on carried values and rows; returns it, and the fakes of the former."""
+        # If a step's result requires grad, the carried value requires grad in the next step.
         wants = [x.requires_grad for x in carried]
         while True:
             entries = [
-                self._placeholder(TensorType.of(x), (self._wanting,) if want else ())
+                self._placeholder(TensorType.of(x), (self._requires_grad,) if want else ())
                 for x, want in zip(carried, wants, strict=True)
             ]
             body = self._traced(name, "step", step, (*entries, *rows))
@@ -132,12 +132,12 @@ class ControlFlow:
                 return body, entries
             wants = now
             _forget(body.region)
-            _leave(list(map(self._recording.tensors.node_of, entries)), body.region)
+            _mark_as_inside(list(map(self._recording.tensors.node_of, entries)), body.region)
 
     def _traced(
         self, name: str, role: str, function: Callable[..., Any], args: Sequence[Any]
     ) -> _Body:
-        """Runs a body once; its nodes are no part of what runs around it."""
+        """Traces a body once, into a region of its own."""
         recording, tensors = self._recording, self._recording.tensors
         around = recording.current
         region = Region(recording.model, around.path, role, around, reads=around.reads)
@@ -149,7 +149,7 @@ class ControlFlow:
                 results[index] = self._own(name, region, recording.fake_of(result), results[:index])
         with recording.bookkeeping():
             tensors.resolve_all(region.nodes())
-        # Python's data (torch.tensor) has no history to be cut off from: that changes nothing.
+        # torch.tensor detaches its literal, which has no history: that node can be removed.
         cut, literals = torch.ops.aten.detach_.default, tensors.literals
         for node in region.nodes():
             if node.target is cut and node.args[0] in literals and node in region.items:
@@ -162,12 +162,12 @@ class ControlFlow:
             if isinstance(node.target, DerivativeMark):
                 self._refuse(name, "differentiates in a body")
         operands = [n for node in nodes for n in node.all_input_nodes]
-        return _Body(region, results, spec, _together([n for n in operands if n not in inside]))
+        return _Body(region, results, spec, _union([n for n in operands if n not in inside]))
 
     def _own(
         self, name: str, region: Region, result: torch.Tensor, others: Sequence[Any]
     ) -> torch.Tensor:
-        """Returns a result of a body in memory of its own; contiguous, where rows are stacked."""
+        """Returns a body's result in storage of its own, contiguous if rows are stacked."""
         inside = set(region.nodes())
         roots = [_root(self._recording.tensors.node_of(x), inside) for x in (result, *others)]
         is_dense = TensorType.of(result).is_dense if name == "cond" else result.is_contiguous()
@@ -177,7 +177,7 @@ class ControlFlow:
         return result.clone(memory_format=kept)
 
     def _closure(self, body: _Body, inputs: Sequence[torch.fx.Node]) -> Composite:
-        """Makes a body that has run a closure."""
+        """Makes a closure of a body that was traced."""
         region, tensors = body.region, self._recording.tensors
         region.inputs, region.num_calls = list(inputs), 2
         region.input_names = [node.name for node in inputs]
@@ -197,7 +197,7 @@ class ControlFlow:
         bodies: Sequence[_Body],
         types: Sequence[TensorType],
     ) -> Any:
-        """Adds the node; returns its results in the structure of what a body returned."""
+        """Adds the operator's node; returns its results in the structure of the body's results."""
         tracer = self._recording.tracer
         node = tracer.call(control, operands)  # type: ignore[arg-type]
         results = [
@@ -215,7 +215,7 @@ class ControlFlow:
         return [self._recording.fake_of(x).contiguous() for x in init]
 
     def _placeholder(self, type_: TensorType, history: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns a fake of what a body is given anew in each step."""
+        """Returns a fake of a value that a body gets anew in each step."""
         tracer = self._recording.tracer
         return tracer.track_new(type_, history, tracer.given_node())  # type: ignore[no-any-return]
 
@@ -230,18 +230,18 @@ class ControlFlow:
 
 
 def _flag(number: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of one number as a bool without dimensions."""
+    """Returns a tensor of one element as a bool without dimensions."""
     return number.reshape(()).to(torch.bool)
 
 
 def _root(node: torch.fx.Node, inside: Collection[torch.fx.Node]) -> torch.fx.Node:
-    """Returns the node whose memory a value lies in; one from outside is not followed."""
+    """Returns the base of a view; nodes outside the body are not followed."""
     while node in inside and (is_view(node) or node.target is operator.getitem):
         node = node.all_input_nodes[0]
     return node
 
 
-def _together(*nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+def _union(*nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
     return list(dict.fromkeys(node for some in nodes for node in some))
 
 
@@ -250,20 +250,20 @@ def _text(body: _Body) -> str:
 
 
 def _forget(region: Region) -> None:
-    """Takes the nodes of a body, of which a closure was made, out of the users of others."""
+    """Removes the nodes of a finished body from the users of other nodes."""
     for node in region.nodes():
         node.args, node.kwargs = (), {}
-    _leave(region.nodes(), region)
+    _mark_as_inside(region.nodes(), region)
 
 
-def _leave(nodes: Sequence[torch.fx.Node], region: Region) -> None:
-    """Notes that no node outside of a body, which is a closure, may use these."""
+def _mark_as_inside(nodes: Sequence[torch.fx.Node], region: Region) -> None:
+    """Marks nodes as inside a finished body: no node outside may use them."""
     for node in nodes:
         node.meta["body"] = region.name
 
 
 def _as_composite(closure: Closure) -> Composite:
-    """Returns a body as a closure of calls, whose kernels are the backend's, small as they are."""
+    """Returns a body as a composite closure whose leaves, even small ones, the backend compiles."""
     if isinstance(closure, Composite):
         program = closure.program
     else:

@@ -1,7 +1,7 @@
 """Tensors that come from outside a trace: the model's own, user inputs, and constants.
 
-Each real tensor has one node in the outer graph, made when it is first used, and at most one fake;
-a model of a thousand layers whose blocks are shared makes fakes for one block only.
+Each real tensor has one node in the outer graph and at most one fake, both made on first use: of a
+thousand layers that share a closure, only one gets fakes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OutsideTensors:
     """Real tensors, their fakes and their nodes.
 
     Attributes:
-        sources: where each input node of the outer graph comes from.
+        sources: the source of each input node of the outer graph.
         fakes: ``id(real tensor) -> fake``.
         real_ids: ``id(fake) -> id(real tensor)``.
         classes: ``id(fake) -> class of the real tensor``.
@@ -49,7 +49,7 @@ class OutsideTensors:
         self._keep: list[Any] = []
         self._watched: list[tuple[torch.Tensor, TensorState, dict[str, Any]]] = []
         self._switched: list[torch.Tensor] = []
-        self._num_users: dict[torch.fx.Node, int] = {}  # when it was switched back
+        self._num_users: dict[torch.fx.Node, int] = {}  # at the time of requires_grad_(False)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tracked fake of a real tensor of the model; the same each time."""
@@ -75,24 +75,24 @@ class OutsideTensors:
             kept.clear()
 
     def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
-        """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
+        """Returns the Python attributes that code set on a fake tensor (``x.scale = 2.0``)."""
         if len(vars(fake)) < len(self._tracer.fake_names):
-            return {}  # all but parameters have one name less than these
+            return {}  # only parameters have all of ``fake_names`` without any
         held = own_attributes(fake)
         return {name: held[name] for name in held.keys() - self._tracer.fake_names}
 
     def have_attributes(self, values: Iterable[Any]) -> bool:
-        """Whether Python put something on one of the fakes among some values."""
+        """Whether one of the fakes among some values has Python attributes."""
         fakes = (value for value in values if isinstance(value, torch.Tensor) and is_fake(value))
         return any(map(self.attributes_of, fakes))
 
     def attributes_read(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """Returns the attributes of the model's tensors, where code uses the name of one."""
+        """Returns the Python attributes of those model tensors that have one of these names."""
         found = [vars(tensor) for tensor in self._keep if vars(tensor)]
         return [held for held in found if not held.keys().isdisjoint(names)]
 
     def watch(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Notes what a tensor from outside is, before the forward sees its fake."""
+        """Notes the state of a tensor from outside, before the forward gets its fake."""
         self._watched.append((fake, state_of(fake), own_attributes(tensor)))
         self.classes[id(fake)] = type(tensor)
 
@@ -101,17 +101,17 @@ class OutsideTensors:
         return id(tensor) in self._names
 
     def is_from_outside(self, fake: torch.Tensor) -> bool:
-        """Whether a fake represents a tensor of the model or of the caller."""
+        """Whether a fake is of a tensor of the model or of the caller."""
         return self.node_of(fake) in self.sources
 
     def may_switch(self, fake: torch.Tensor, before: TensorState, now: TensorState) -> bool:
-        """Whether the forward may switch whether a tensor wants a gradient."""
+        """Whether a program can express that the forward sets ``requires_grad`` of a tensor."""
         node = self.node_of(fake)
         source = self.sources.get(node)
         if now == before:
             return True
         if source is not None:
-            # Each call of the program begins with that, so no operator may have taken it yet.
+            # The program sets it at the start of each call, so no operator may have used it yet.
             is_taken = not all(map(is_size, node.users))
             if isinstance(source, UserInput) and source.is_switched and not fake.requires_grad:
                 self.sources[node] = replace(source, is_switched_back=True)
@@ -124,9 +124,9 @@ class OutsideTensors:
         return True
 
     def refuse_changed(self, results: Iterable[Any], left: Iterable[Any]) -> None:
-        """Raises CaptureError if the forward changed more of a tensor from outside than numbers.
+        """Raises CaptureError if the forward changed more than the values of an outside tensor.
 
-        So it is with what Python has put on a result, or on what is left in some place.
+        Python attributes on a result, or on a tensor left in some place, are refused too.
         """
         for fake, before, had in self._watched:
             now = self.attributes_of(fake)
@@ -141,9 +141,9 @@ class OutsideTensors:
             now_is = state_of(fake)
             if now_is[:2] != before[:2] or not (is_switched or now_is == before):
                 raise CaptureError(
-                    f"The model's forward changes what a {TensorType.of(fake)} tensor from outside "
-                    "is, not only its numbers (its memory, layout, requires_grad, gradient or "
-                    "hooks), and a compiled program would not do that at each call."
+                    f"The model's forward changes more than the values of a {TensorType.of(fake)} "
+                    "tensor from outside (its storage, layout, requires_grad, gradient or hooks), "
+                    "and a compiled program would not do that at each call."
                 )
         if any(len(node.users) > count for node, count in self._num_users.items()):
             raise CaptureError(
@@ -157,7 +157,7 @@ class OutsideTensors:
             self._refuse_unreachable(result)
 
     def _refuse_attributes(self, result: torch.Tensor) -> None:
-        """Raises CaptureError for a result that is more than its numbers: a program's is not."""
+        """Raises CaptureError for a result with Python attributes: a program would not set them."""
         node = self.node_of(result)
         held = () if node in self.sources else self.attributes_of(result)
         if held:
@@ -167,7 +167,7 @@ class OutsideTensors:
             )
 
     def _refuse_unreachable(self, result: torch.Tensor) -> None:
-        """Raises CaptureError for a result whose gradient flows to tensors of the forward alone."""
+        """Raises CaptureError for a result whose gradient flows only to tensors made inside."""
         node = self.node_of(result)
         made = made_of(node) if self._switched and result.requires_grad else ()
         if any(self.node_of(x) in made for x in self._switched) and not any(
@@ -179,8 +179,8 @@ class OutsideTensors:
             )
 
     def refuse_lost_gradients(self, results: Iterable[Any]) -> None:
-        """Raises CaptureError for a result with a gradient where the caller's grad mode is off."""
-        # The program of such a call has no backward, while the eager model gives its result one.
+        """Raises CaptureError for a result that requires grad although the caller's mode is off."""
+        # A program compiled for such a call has no backward, but eager's result would have one.
         for result in results:
             is_made = isinstance(result, torch.Tensor) and not torch.is_grad_enabled()
             if is_made and result.requires_grad and self.node_of(result) not in self.sources:
@@ -190,7 +190,7 @@ class OutsideTensors:
                 )
 
     def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """Returns the node of a real tensor, made at the first use."""
+        """Returns the node of a real tensor, made on first use."""
         node = self._outside.get(id(tensor))
         if node is None:
             self._refuse_without_memory(tensor)
@@ -202,7 +202,7 @@ class OutsideTensors:
         return node
 
     def _refuse_without_memory(self, tensor: torch.Tensor) -> None:
-        """Raises CaptureError for a tensor that no kernel could read; on meta, none will."""
+        """Raises CaptureError for a tensor, not on meta, without storage that a kernel can read."""
         why = "" if tensor.is_meta else why_no_memory(tensor)
         if why:
             source = self._names.get(id(tensor))
@@ -224,12 +224,12 @@ class OutsideTensors:
                 f"A {TensorType.of(tensor)} tensor is used that no traced operator made. Was it "
                 "stored by an earlier call, made in another thread, or by `.data`?"
             )
-        refuse_left(node, "used outside of it")
+        refuse_inside(node, "used outside of it")
         return self.resolve(node)
 
     def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Maps a node to the one that represents its tensor."""
-        # An operator that changed a tensor in place returns the same tensor under another node.
+        """Returns the one node that represents a node's tensor."""
+        # An in-place operator returns the same tensor as another node.
         operand = changed_operand(node)
         if operand is not None:
             return self.resolve(operand)
@@ -263,7 +263,7 @@ class OutsideTensors:
                 node.replace_all_uses_with(resolved)
 
     def restore(self, known: Sequence[tuple[torch.Tensor, torch.fx.Node]]) -> None:
-        """Undoes that an operator inside a block, by returning its operand, took over its name."""
+        """Maps tensors to their nodes before a block, where an operator returned its operand."""
         for tensor, node in known:
             if self._tracer.node_of(tensor) is not node:
                 self._tracer.track(tensor, node)
@@ -272,8 +272,8 @@ class OutsideTensors:
                 self._tracer.track(fake, self._outside[key])
 
 
-def refuse_left(node: torch.fx.Node, what: str) -> None:
-    """Raises CaptureError for a node of a body of control flow that has become a closure."""
+def refuse_inside(node: torch.fx.Node, what: str) -> None:
+    """Raises CaptureError for a node inside a finished body of control flow."""
     if "body" in node.meta:
         source = stamp_of(node).source or node.meta["body"]
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""The record of a model that runs under the tracer: its graph, its reads, its changes."""
+"""The record of one run of a model under the tracer: its graph, its reads, its changes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from ..tracing.torch_tracing import (
     plain_tensor_access,
 )
 from .blocks import Blocks
-from .outside_tensors import OutsideTensors, refuse_left
+from .outside_tensors import OutsideTensors, refuse_inside
 from .regions import InitKey, ModeChoice, Question, Region, SharingDecision, Sizes
 
-# What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
+# Methods that release a lock: refusing them would leave it locked, and the next run would hang.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
 
 
@@ -46,24 +46,24 @@ class Recording:
 
     Attributes:
         blocks: which module calls may share.
-        current: the innermost region that is being traced; nodes and reads are its.
+        current: the innermost region that is being traced; it gets new nodes and reads.
         decisions: whether each block's Python ran, in the order of calls.
-        decided: for each decision the region, if one was traced.
+        decided: for each decision the traced region, or None.
         given: the arguments that are no tensors.
-        asked_classes: where code asks which class or object something is.
-        num_nodes: of the outer graph so far.
-        num_apart: how many bodies of control flow, one in another, are being traced.
-        has_bodies: whether one was.
+        asked_classes: handles code that compares classes or identities of fakes.
+        num_nodes: the number of nodes of the outer graph so far.
+        num_apart: the nesting depth of control-flow bodies that are being traced.
+        has_bodies: whether any control-flow body was traced.
         differentiates: whether the forward has taken a derivative.
-        modes: of derivatives whose mode the user left open, each once.
-        only_reverse: why these are taken in reverse; empty if they need not be.
-        ran_backwards: whether a custom function was applied whose backward eager runs later.
-        readings: what was asked for that a call can ask again, and the answers.
-        may_say: whether what the forward says once is kept, for the run to be made again.
-        said: what says it.
-        left_out: where the forward left what no run leaves there.
-        questions: numbers that were asked of the inputs, by what is computed.
-        quiet: whether what runs is capture's own doing, not the model's.
+        modes: the chosen modes of derivatives whose mode the user left open.
+        only_reverse: why these must use reverse mode; empty if they need not.
+        ran_backwards: whether capture ran a custom function's backward, which eager runs later.
+        readings: the settings that the forward read, with their values.
+        may_say: whether ``warning_once`` messages are collected, for the run to be repeated.
+        said: functions that log the collected messages.
+        left_out: places that the forward writes to, and a run of the program does not.
+        questions: the numbers that the forward read from its inputs, by the computation's text.
+        quiet: whether capture's own code runs now, not the model's.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Recording:
         self.blocks = blocks
         self.sizes = sizes
         places = walk_modules(model)
-        # Reversed, so that a module with several places has the path of its first.
+        # Reversed, so that a module with several paths gets its first.
         self.paths = {id(module): user_path(model, path) for path, module in reversed(places)}
         self.effects = Effects(OuterChanges(places), effects)
         self.inside = ModuleChanges(places, self.effects.changes.meets)
@@ -106,14 +106,14 @@ class Recording:
         self._ran: set[tuple[Any, type]] = set()
 
     def release(self) -> None:
-        """Lets go of the model's tensors; what was recorded stays, in cycles, until collected."""
+        """Drops references to the model's tensors; the rest, being cyclic, awaits collection."""
         self.tracer.forget_tensors()
         self.tensors.release()
         self.reads.attributes.clear()
         self.given.clear()
 
     def holds(self, value: Any) -> bool:
-        """Whether the model, or what else its Python read, holds an object."""
+        """Whether an object is held by the model, or by anything else that its Python read."""
         return self.inside.contents.has_met(value) or self.effects.changes.contents.has_met(value)
 
     def find_changes(self) -> None:
@@ -122,10 +122,10 @@ class Recording:
         self.effects.find(self.reads)
 
     def undo(self) -> None:
-        """Puts back what was found to be changed.
+        """Undoes the changes that were found.
 
         Raises:
-            FinalCaptureError: if something of it cannot be.
+            FinalCaptureError: if one cannot be undone.
         """
         self.inside.undo()
         self.effects.changes.undo()
@@ -133,13 +133,12 @@ class Recording:
             contents.refuse_lasting()
 
     def path(self, module: nn.Module) -> str:
-        """Returns where a module sits in the model; empty outside of it."""
+        """Returns the path of a module in the model; empty if it is not part of it."""
         return self.paths.get(id(module), "")
 
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
-        """Marks reads, writes and calls inside as capture's own, not the model's."""
-        # Our own reads must not become evidence, nor our own calls be refused.
+        """Marks reads, writes and calls inside as capture's own: not evidence, and not refused."""
         before, self.quiet = self.quiet, True
         try:
             with plain_tensor_access(), unprofiled():
@@ -155,7 +154,7 @@ class Recording:
     def _add_node(self, node: torch.fx.Node) -> None:
         if self.has_bodies:
             for operand in node.all_input_nodes:
-                refuse_left(operand, f"used outside of it at {stamp_of(node).source}")
+                refuse_inside(operand, f"used outside of it at {stamp_of(node).source}")
         self.current.items.append(node)
         self.num_nodes += 1
 
@@ -180,12 +179,12 @@ class Recording:
             yield
         finally:
             self.current = parent
-            # A read is noted once, where it happened; the regions around get it here.
+            # A read is noted only in the innermost region; the region around gets it here.
             parent.reads.absorb(region.reads)
 
     @contextmanager
     def apart(self, region: Region) -> Iterator[None]:
-        """Adds nodes inside to a region that is no part of the one around it."""
+        """Adds nodes inside to a separate region: a body of control flow."""
         around, self.current = self.current, region
         self.num_apart, self.has_bodies = self.num_apart + 1, True
         try:
@@ -196,7 +195,7 @@ class Recording:
 
     @contextmanager
     def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:
-        """Makes a region of its own of what runs inside, marked for recompute."""
+        """Makes what runs inside a region that is marked for recompute."""
         parent = self.current
         region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)
         self.current = region
@@ -207,7 +206,7 @@ class Recording:
             parent.items.extend(_unwrapped(region))
 
     def _readers(self) -> Iterator[SlotReads]:
-        """Yields what takes up what the blocks do to objects that they were given."""
+        """Yields the records of what the blocks being traced do to objects that they were given."""
         region: Region | None = None if self.quiet else self.current
         while region is not None:
             if region.reads.slots is not None:
@@ -215,7 +214,7 @@ class Recording:
             region = region.parent
 
     def note_slots(self, slots: SlotEvidence, found: FoundSlots, values: Sequence[Any]) -> None:
-        """Does to objects what a block would have done that has become a call."""
+        """Applies to the given objects the reads and writes of a block that became a call."""
         is_seen = self.objects.watches()
         for holder, step, value in slots.replay(found) if is_seen else ():
             self.objects.found(holder, step, value)
@@ -226,7 +225,7 @@ class Recording:
             put_at(holder, own, value)
 
     def answered_from(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Lets the forward ask for numbers of these inputs."""
+        """Lets the forward read numbers that are computed from these inputs."""
 
         def answer(node: torch.fx.Node) -> int | bool | None:
             with self.bookkeeping():
@@ -235,7 +234,7 @@ class Recording:
             if question is None:
                 return None
             self.questions.setdefault(question.text, question)
-            # Another instance may be given other numbers.
+            # In another instance, the same computation may give another number.
             self.stays_alone(f"it asks for a number of the model's inputs at {question.source}")
             return question.answer
 
@@ -269,7 +268,7 @@ class Recording:
             self.current.reads.nested.append((module, evidence))
 
     def function_ran(self, frame: Any) -> None:
-        """Notes a function of the model that begins."""
+        """Called when a function of the model begins: notes it as evidence."""
         code = frame.f_code
         if not self.quiet:
             self.asked_classes.began(frame)
@@ -290,16 +289,16 @@ class Recording:
         code, reads = frame.f_code, self.current.reads
         if reads is not self.reads:
             reads.function(frame)
-        elif (code, type(first)) not in self._ran:  # another layer's finds what this one found
+        elif (code, type(first)) not in self._ran:  # once per class is enough: it reads the same
             reads.function(frame)
             if isinstance(first, nn.Module):
                 self._ran.add((code, type(first)))
 
     def builtin_called(self, frame: Any, function: Any) -> None:
-        """Refuses what may act outside, before it does; notes what PyTorch is asked for."""
+        """Called before a C function: refuses side effects, and notes PyTorch settings it reads."""
         if self.quiet:
             return
-        if told := identity_leak_of_call(function, frame):  # however it was reached
+        if told := identity_leak_of_call(function, frame):
             self.inside.contents.refuse_use(told)
             self.refuse_unreadable(user_line)
         what = reach_of(function, frame)
@@ -311,7 +310,7 @@ class Recording:
             self.asked(function)
 
     def asked(self, getter: Reading) -> None:
-        """Notes that something was asked for that a call can be asked again, and the answer."""
+        """Notes that a setting was read, with its value, so that the guard can compare it."""
         if not self.quiet and getter not in self.readings:
             with self.bookkeeping():
                 found = answer(getter)
@@ -319,14 +318,14 @@ class Recording:
                 self.readings[getter] = found
 
     def refuse_unreadable(self, line: Callable[[], str] | None = None) -> None:
-        """Raises CaptureError if the forward has found what nothing shows the contents of.
+        """Raises CaptureError if the forward has reached an object whose contents are unreadable.
 
-        Each is refused before the forward uses it: an iterator that had moved on could not be put
-        back for eager.
+        It is refused before the forward uses it: an iterator, once advanced, could not be reset
+        for the eager run.
 
         Args:
-            line: says where the forward is, for what it has just found; without, all counts, also
-                what was refused before, should the model's Python have caught the error.
+            line: returns the forward's current line, for an object that was just reached. Without
+                it, objects refused before count too: the model's Python may have caught the error.
         """
         found = [*self.inside.contents.unreadable, *self.effects.changes.contents.unreadable]
         is_new, self._num_unreadable = len(found) > self._num_unreadable, len(found)
@@ -340,14 +339,14 @@ class Recording:
             )
 
     def caches_asked(self) -> None:
-        """Notes what the function caches keep that were used, or that a module holds."""
+        """Notes the contents of function caches that were used, or that a module holds."""
         held = [read.value for read in self.reads.attributes.values()]
         for cache in (*self.effects.changes.caches_used(), *filter(is_cache, held)):
             self.asked(CacheState(cache))
 
 
 def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:
-    """Hands a region's mark on to the one block call in it, if there is nothing else in it."""
+    """Returns a marked region, or the one block call that is all of it, with the mark."""
     items = [i for i in region.items if isinstance(i, Region) or not is_mode_switch(i)]
     first = items[0] if items else None
     if isinstance(first, Region) and len(items) == 1:

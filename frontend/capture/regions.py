@@ -1,15 +1,14 @@
-"""The vocabulary of capture: keys of blocks and of calls, regions of the outer graph, decisions.
+"""Data types of capture: questions to inputs, keys of blocks and calls, regions, decisions.
 
-The key of a block is its class and the arguments of its constructor, as an instance shows them. An
-argument shows where the instance, or a module inside it, holds something under the name of the
-parameter (``self.heads = heads``). Nothing is recorded while a model is built, so instances made
-before the mark have a key as well, and a value that was changed since counts as it is now. The key
-only proposes which instances are alike: evidence decides. The signature of a call is what about its
-arguments decides whether a closure fits.
+The key of a block is its class and its constructor's arguments. Nothing is recorded while a model
+is built: an argument is read back from an attribute of the same name (``self.heads = heads``) of
+the instance or a module inside it, as it is now. The key only proposes which instances are alike;
+evidence decides. The signature of a call has all properties of its arguments that decide whether a
+closure fits.
 
-A program has no values, but what Python computes from whole numbers among the inputs alone, such as
-``int(batch.max())``, can be computed before it runs. The number stands in the program; the guard
-asks again and compares.
+A trace has no values, but a number that Python reads from integer inputs alone, such as
+``int(batch.max())``, can be computed before the program runs. The program contains the number, and
+the guard computes it again at each call and compares.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Holds a question that the forward asks of the inputs of a call.
+    """A number that the forward reads from its inputs.
 
     Attributes:
         source: the user's line.
-        text: what is computed; equal for questions that are the same.
-        answer: what it was when the forward was captured.
+        text: the computation as text; equal questions have equal texts.
+        answer: the number at capture.
     """
 
     source: str
@@ -64,13 +63,13 @@ class Question:
         tensors: Sequence[torch.Tensor],
         source: str,
     ) -> Question | None:
-        """Returns the question for the value of a node; None if more than inputs decides it."""
+        """Returns the question for a node's value; None if it depends on more than the inputs."""
         found = made_of(node)
         if not all(_is_asked(n, sources, found) for n in found):
             return None
         if _writes_inputs(node, sources, tensors):
             return None
-        # Only what leads to the number: the rest of the trace needs the model, and takes longer.
+        # Only the nodes that lead to the number: others need the model, and take longer.
         graph = torch.fx.Graph()
         places, copies = [], dict[torch.fx.Node, torch.fx.Node]()
         for n in (n for n in node.graph.nodes if n in found):
@@ -90,7 +89,7 @@ class Question:
         return cls(source, question.text, answer, question._module, question._places)
 
     def ask(self, tensors: Sequence[torch.Tensor]) -> int | bool:
-        """Returns the answer for the tensors among the inputs of a call."""
+        """Returns the answer for the tensor inputs of a call."""
         with torch.no_grad():
             answer: int | bool = self._module(*[tensors[i] for i in self._places]).item()
         return answer
@@ -99,7 +98,7 @@ class Question:
 def _is_asked(
     node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], found: Collection[torch.fx.Node]
 ) -> bool:
-    """Whether a node is whole numbers of the inputs, or computed from such by PyTorch alone."""
+    """Whether a node is an integer input, or computed from such by ATen operators alone."""
     value = node.meta.get("val")
     is_whole = isinstance(value, torch.Tensor) and not (
         value.dtype.is_floating_point or value.dtype.is_complex
@@ -114,7 +113,7 @@ def _is_asked(
 def _writes_inputs(
     node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], tensors: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether the forward has changed one of its inputs so far, or a buffer that is one."""
+    """Whether the forward has changed an input so far, or a buffer that shares memory with one."""
     held = set(map(memory_id, tensors))
     inputs = {
         memory_of(n)
@@ -136,14 +135,13 @@ _UNKNOWN: Any = object()
 
 @dataclass(frozen=True)
 class InitArgument:
-    """Holds one argument of a constructor.
+    """One argument of a constructor.
 
     Attributes:
-        name: of the parameter.
-        text: the value as a person reads it.
-        identity: what two equal arguments have in common: the text of a plain value, the identity
-            of an object.
-        is_default: whether it is what the constructor assumes.
+        name: the name of the parameter.
+        text: the value as text, for people.
+        identity: equal for equal arguments: the text of a plain value, the ``id`` of an object.
+        is_default: whether the value is the constructor's default.
     """
 
     name: str
@@ -157,7 +155,7 @@ class InitArgument:
 
 @dataclass(frozen=True)
 class InitKey:
-    """A class and its constructor's arguments, as far as an instance shows them."""
+    """A class and its constructor's arguments, as far as an instance has them as attributes."""
 
     class_name: str
     arguments: tuple[InitArgument, ...] = ()
@@ -167,12 +165,12 @@ class InitKey:
         return f"{self.class_name}({', '.join(shown)})"
 
     def differing(self, other: InitKey) -> list[str]:
-        """Returns the names of the arguments that another key of the class has otherwise."""
+        """Returns the names of the arguments that differ in another key of the class."""
         mine, others = ({a.name: a.identity for a in k.arguments} for k in (self, other))
         return [n for n in {**mine, **others} if mine.get(n, n) != others.get(n, n)]
 
     def argument(self, name: str) -> InitArgument | None:
-        """Returns the argument of a name, if the instance shows it."""
+        """Returns the argument of a name, if the instance has it."""
         return next((a for a in self.arguments if a.name == name), None)
 
 
@@ -180,7 +178,7 @@ NO_KEY = InitKey("")
 
 
 def text_of_keys(keys: Sequence[InitKey]) -> str:
-    """Writes keys of one class as one; an argument that varies shows its first and last value."""
+    """Formats keys of one class as one; an argument that varies shows its first and last value."""
     first, last = keys[0], keys[-1]
     varying = {name for key in keys for name in first.differing(key)}
     arguments = []
@@ -194,7 +192,7 @@ def text_of_keys(keys: Sequence[InitKey]) -> str:
 
 
 class InitKeys:
-    """Reads the keys of instances; each class's constructor is looked at once."""
+    """Reads the keys of instances; inspects each class's constructor once."""
 
     def __init__(self) -> None:
         self._parameters: dict[type, Mapping[str, Any]] = {}
@@ -207,9 +205,9 @@ class InitKeys:
         found = []
         places = _near(module)
         for name, default in self._parameters[cls].items():
-            # A parameter or a module is seldom what the argument of its name was (``bias=True``).
+            # Only plain attributes: a parameter ``bias`` is not the argument ``bias=True``.
             held = (module_state(place).get(name, _UNKNOWN) for place in places)
-            # Constructors hand arguments on: what the module does not hold, the nearest part may.
+            # Constructors pass arguments on, so an attribute of the nearest sub-module counts too.
             value = next((v for v in held if v is not _UNKNOWN), _UNKNOWN)
             if value is not _UNKNOWN:
                 described = _described(value)
@@ -234,18 +232,18 @@ def _parameters(cls: type) -> Mapping[str, Any]:
 
 
 def _near(module: nn.Module) -> list[nn.Module]:
-    """Returns a module and those inside it, the nearest first."""
+    """Returns a module and its sub-modules, the nearest first."""
     places = ((path.count(".") + bool(path), one) for path, one in walk_modules(module))
     near = (place for place in places if place[0] <= _MAX_DEPTH)
     return [one for _, one in sorted(near, key=lambda place: place[0])]
 
 
 def _described(value: Any) -> tuple[str, str | int]:
-    """Returns how a value is shown, and what it has in common with an equal one."""
+    """Returns the text and the identity of a value (see ``InitArgument``)."""
     if isinstance(value, (*_PLAIN, tuple, list)):
         text = repr(value)
         return (text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."), text
-    # Two objects that look equal may not behave so: they have nothing in common.
+    # Objects that look equal may behave differently, so each equals only itself.
     return getattr(value, "__name__", type(value).__name__), id(value)
 
 
@@ -255,10 +253,10 @@ class CrossingError(CaptureError):
 
 @dataclass(eq=False)
 class Region:
-    """Holds a traced instance of a block, a part marked for recompute, or the model (the root).
+    """The nodes of a traced block, of a part marked for recompute, or of the model (the root).
 
-    ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's;
-    ``alone`` says why no other instance can call its closure, from what it did as it ran.
+    ``recompute`` is the user's recompute mark; ``init_key`` is the block's key; ``alone`` is the
+    reason, found while it ran, why no other instance can call its closure.
     """
 
     module: nn.Module
@@ -283,7 +281,7 @@ class Region:
         return found
 
     def num_operators(self) -> int:
-        """Counts the nodes, and in place of control flow the operators of its bodies."""
+        """Counts the nodes, including those in bodies of control flow."""
         nodes = self.nodes()
         targets: list[Any] = [node.target for node in nodes]
         bodies = [body for t in targets if isinstance(t, Control) for body in t.bodies]
@@ -299,10 +297,10 @@ class Sizes(Protocol):
         """Returns a fake of an input."""
 
     def given(self, index: int, leaf: Any) -> Any:
-        """Returns what the model is given in place of one of its flat inputs that is no tensor."""
+        """Returns a symbol, or the value itself, for a flat input that is no tensor."""
 
     def settle(self, root: Region, sources: Any) -> None:
-        """Rewrites a recorded run so that no size crosses from one region to another."""
+        """Rewrites a recorded run so that no symbolic size crosses a region's boundary."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:
@@ -315,7 +313,7 @@ def regions_inside(root: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """Describes a leaf of a block's result: a new tensor, an input passed through, a constant."""
+    """A leaf of a block's result: a new tensor, an input passed through, or a constant."""
 
     kind: Literal["new", "input", "constant"]
     index: int = -1
@@ -329,11 +327,17 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class Template:
-    """Holds what it takes to replace another instance by a call on a region's closure.
+    """Replaces another instance by a call of a region's closure.
 
     Attributes:
-        written: the operands of the call, by position, that it changes in place.
-        grown: those of them that are then functions of what requires grad.
+        region: the traced region.
+        evidence: what another instance must agree with.
+        bindings: for each operand, where an instance finds it.
+        output_leaves: the leaves of the result.
+        output_spec: their tree structure.
+        written: the positions of operands that the block changes in-place.
+        grown: those of them that require grad after the call.
+        slots: what the block reads and writes in objects that it is given.
     """
 
     region: Region
@@ -348,7 +352,7 @@ class Template:
 
 @dataclass(frozen=True)
 class CallSite:
-    """A call node's meaning: the region whose closure it calls, the instance's path and mark."""
+    """What a call node calls: the region's closure, for the instance at a path, with its mark."""
 
     region: Region
     path: str
@@ -357,16 +361,16 @@ class CallSite:
 
 @dataclass(frozen=True)
 class SharingDecision:
-    """Whether the Python of one instance ran, for the report.
+    """Whether one instance shared a closure, for the report.
 
     Attributes:
-        path: where the instance sits in the model.
-        class_name: of the block.
-        shared: whether it became a call without its Python being run.
+        path: the path of the instance in the model.
+        class_name: the class of the block.
+        shared: whether it became a call without running its Python.
         reason: why it was traced although an earlier instance was known.
-        compared_with: path of that instance, or of the one whose closure it calls.
-        key: its class and the arguments of its constructor.
-        shares: how it shares a closure all the same, its graph being equal up to constants.
+        compared_with: the path of that instance, or of the one whose closure it calls.
+        shares: how a traced instance shares a closure after all, with constants as inputs.
+        key: its class and its constructor's arguments.
     """
 
     path: str
@@ -380,13 +384,13 @@ class SharingDecision:
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """Names the mode in which a derivative that the forward takes is computed, for the report.
+    """The mode in which a derivative in the forward is computed, for the report.
 
     Attributes:
         what: the derivative, in words.
         source: the user's line.
         mode: ``"taylor"``, ``"forward"`` or ``"reverse"``.
-        why: that mode.
+        why: the reason for that mode.
     """
 
     what: str
@@ -400,27 +404,27 @@ class ModeChoice:
 
 @dataclass
 class CapturedModel:
-    """A captured program and what was decided on the way."""
+    """A captured program, with what guards and reports need to know of its capture."""
 
     program: Program
     decisions: list[SharingDecision]
     evidence: RootEvidence
-    """The reads of the model's Python, which the guard compares."""
+    """What the model's Python read; the guard compares it at each call."""
     modules: list[nn.Module]
     """The modules outside the model's tree that it read."""
     readings: Mapping[Reading, Any]
-    """Settings and registries that it asked for, and the answers: the guard asks again."""
+    """The settings that it read, with their values; the guard reads them again."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
     modes: Sequence[ModeChoice] = ()
-    """The modes of derivatives in the forward, where the user left them open."""
+    """The chosen modes of derivatives in the forward, where the user left the mode open."""
     questions: Sequence[Question] = ()
-    """The numbers that the forward asked of its inputs: the guard asks again."""
+    """The numbers that the forward read from its inputs; the guard computes them again."""
     left_out: Sequence[str] = ()
-    """Where the forward left what no run leaves there."""
+    """Places that the forward writes to, and a run of the program does not."""
 
     def without_tensors(self) -> CapturedModel:
-        """Returns the same without the model's tensors, which a guard holds as long as they fit."""
+        """Returns the captured model without references to its tensors, which the guard holds."""
         sources = tuple(
             s.forgotten() if isinstance(s, ModelTensor) else s for s in self.program.sources
         )
@@ -428,7 +432,7 @@ class CapturedModel:
 
 
 DIFFERENTIATED = "differentiated"
-"""Key in ``meta`` of a node that a gradient is taken with respect to in the forward."""
+"""Key in the ``meta`` of a node by which the forward differentiates."""
 
 
 def shared_call(*operands: Any) -> Any:
@@ -436,11 +440,11 @@ def shared_call(*operands: Any) -> Any:
     raise AssertionError("a call node of the outer graph was executed")
 
 
-# ---- calls: arguments by name, and what is compared of them ------------------------------------
+# ---- calls: arguments by name, and how they are compared ---------------------------------------
 
 
 CallKey = tuple[type, torch_pytree.TreeSpec, "CallSignature", Any, tuple[tuple[str, str], ...]]
-"""Equal for two calls that may share: class, nesting, signature, modes, marks inside."""
+"""Equal for calls that may share: class, tree structure, signature, modes, recompute marks."""
 
 _PLAIN_TYPES = (bool, int, str, type(None))
 
@@ -465,19 +469,19 @@ class CallSignature:
         rows: list[Any] = []
         if any(id(leaf) in own_fakes for leaf in leaves):
             places = walk_modules(module)
-            # A tensor of the block's own among its arguments has two ways into it.
+            # An argument that is also the block's own tensor reaches the block in two ways.
             rows = _own_tensors(places, leaves, own_fakes)
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                # What a write in the block reaches depends on which arguments share memory.
+                # Which arguments share memory decides what an in-place write changes.
                 memory = seen.setdefault(memory_id(leaf), len(seen))
                 same = seen.setdefault(id(leaf), len(seen))
                 offset = leaf.storage_offset()
                 rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
             elif type(leaf) in _PLAIN_TYPES:
                 rows.append((type(leaf), leaf))
-            elif torch_pytree.is_container(leaf):  # what is read in it is compared apart
+            elif torch_pytree.is_container(leaf):  # its contents are compared by ``slots``
                 rows.append((type(leaf), seen.setdefault(id(leaf), len(seen))))
             else:
                 places = places or walk_modules(module)
@@ -489,11 +493,11 @@ class CallSignature:
         return isinstance(other, CallSignature) and self._rows == other._rows
 
     def __hash__(self) -> int:
-        # Rows may hold what has no hash, and few calls are kept of a block.
+        # Rows may contain unhashable values, and a block has few different calls.
         return len(self._rows)
 
     def difference(self, other: CallSignature, names: Sequence[str]) -> str:
-        """Says which argument another call passes in another way; ``names`` are of the leaves."""
+        """Says which argument differs in another call; ``names`` are the names of the leaves."""
         rows, others = (x._rows[len(x._rows) - len(names) :] for x in (self, other))
         if len(rows) != len(others):
             return ""
@@ -506,7 +510,7 @@ class CallSignature:
 
 
 def _row_text(row: Any, other: Any) -> str:
-    """Describes one argument, as far as is needed to tell it from the other."""
+    """Describes one argument, with the properties in which it differs from the other."""
     if not (isinstance(row, tuple) and row and isinstance(row[0], TensorType)):
         return describe(row)
     facts = [str(row[0])]
@@ -533,7 +537,7 @@ def _own_tensors(
 
 
 def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
-    """Freezes a call's flat arguments, to notice that the call changed one of them."""
+    """Freezes a call's flat arguments, to find out whether the call changed one of them."""
 
     def frozen(leaf: Any) -> Any:
         apart = isinstance(leaf, torch.Tensor) or torch_pytree.is_container(leaf)
@@ -543,13 +547,13 @@ def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
 
 
 def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Names the flat arguments of a call after forward's parameters, in the order of these."""
+    """Names the flat arguments of a call after the parameters of ``forward``."""
     arguments = bind_arguments(forward_signature(model), args, kwargs)
     named: dict[int, list[str]] = {}
     for name, leaf in torch_pytree.flatten_with_names(arguments):
         named.setdefault(id(leaf), []).append(name)
     leaves = torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
-    # One object may be given under several names: each place takes the next.
+    # One object may be passed under several names: each place takes the next name.
     return [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
 
 
@@ -578,7 +582,7 @@ def forward_signature(module: nn.Module) -> inspect.Signature | None:
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of flat inputs; of a whole number itself, of others nothing."""
+    """Returns the shape of each tensor input, ``(n,)`` for an int, ``()`` for anything else."""
     return tuple(
         tuple(x.shape) if isinstance(x, torch.Tensor) else (x,) if type(x) is int else ()
         for x in leaves

@@ -29,8 +29,8 @@ _OUR_SEED = 0x1A2C1B0D0F5EED
 _IMPORTING = "<frozen importlib"
 _OPERATORS_FILE = sys.modules[type(torch.ops).__module__].__file__
 _WEAK_FILES = frozenset({weakref.__file__, torch.utils.weak.__file__})
-# A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
-# have changed it for their time, and a lock that nobody opens.
+# A fork waits until a compile in another thread is done: otherwise the child would inherit PyTorch
+# with a tracer's patches, and a lock that no thread releases.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
@@ -38,7 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def other_threads_waiting() -> AbstractContextManager[object]:
-    """Makes threads wait for each other, where what traces sees to the rest itself."""
+    """Makes threads wait for each other; tracing inside must use ``one_at_a_time`` in addition."""
     return _LOCK
 
 
@@ -46,15 +46,13 @@ def other_threads_waiting() -> AbstractContextManager[object]:
 def one_at_a_time() -> Iterator[None]:
     """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
 
-    Not to decorate with: the frame that this adds would count as the user's.
+    Not for use as a decorator: the frame that it adds would count as the user's.
     """
     try:
         with (
             _LOCK,
             _interrupted_between_changes(),
-            # Anomaly checks and hooks on saved tensors are meant for the caller's graph, not for
-            # traces.
-            plain_autograd(),
+            plain_autograd(),  # anomaly mode and saved-tensor hooks are for the caller's graph only
             kernels_own_rules(),
             garbage_collection_paused(),
         ):
@@ -66,16 +64,16 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class _Deferring:
-    """Handles SIGINT: not in an import, an operator, a finalizer, or where a state is changed."""
+    """Handles SIGINT, but not inside an import, operator, finalizer or context's enter or exit."""
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self._handler = handler
         self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: Any) -> None:
-        """Calls the user's handler, now or as soon as it may."""
+        """Calls the user's handler, now or a little later."""
         if _is_changing(frame):
-            # Tried again soon: by then the import, the operator or the change may be done.
+            # Tries again soon, when the import, the operator or the change may be done.
             again = threading.Timer(_DEFERRED_S, _thread.interrupt_main)
             again.daemon = True
             again.start()
@@ -87,16 +85,16 @@ class _Deferring:
             raise
 
     def raise_again(self) -> None:
-        """Raises what the handler raised, if Python ignored it (in some callback from C)."""
+        """Raises the handler's exception again, if a callback from C swallowed it."""
         if self._raised is not None:
             raise self._raised
 
 
 def _is_changing(frame: Any) -> bool:
-    """Whether a frame runs for an import, an operator, a finalizer, or a context's begin or end."""
-    # Half an import of PyTorch's cannot be repeated in a process, nor half a change undone. Where
-    # the dispatcher in C++ calls Python, an error may end the process (``noexcept``). What a
-    # finalizer raises, Python prints and forgets.
+    """Whether a frame runs inside an import, operator, finalizer or context's enter or exit."""
+    # A PyTorch import that was cut short cannot be repeated in a process, nor half a change undone.
+    # Where PyTorch's dispatcher calls Python, an exception may end the process (``noexcept``).
+    # Python prints and drops exceptions of finalizers.
     top = frame
     while frame is not None:
         code = frame.f_code
@@ -114,7 +112,7 @@ def _is_changing(frame: Any) -> bool:
 
 @contextmanager
 def _interrupted_between_changes() -> Iterator[None]:
-    """Raises an interrupt inside where nothing is half done."""
+    """Delays an interrupt until no import, operator or change is half done."""
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(handler) or isinstance(handler, _Deferring):
@@ -138,7 +136,7 @@ def no_python_randomness() -> Iterator[None]:
     try:
         yield
     finally:
-        # Put back, also after a capture that failed otherwise: an eager run draws them again.
+        # Restored even if the capture failed, because an eager run will draw the numbers again.
         if random.getstate() != python:
             drawn = "Python's random"
             random.setstate(python)
@@ -157,14 +155,14 @@ def no_python_randomness() -> Iterator[None]:
 
 @contextmanager
 def generator_kept(effects: OnEffects) -> Iterator[None]:
-    """Puts PyTorch's generator back; raises EffectError if the forward seeded it, however it did.
+    """Restores PyTorch's default generator; raises EffectError if the forward seeded it.
 
-    An operator on tensors from outside alone may draw from it while PyTorch traces.
+    Tracing itself may draw from it, in an operator whose operands are all real tensors.
     """
     generator = torch.default_generator
     state = generator.get_state()
-    # Seeding may leave the same state as before, so the generator has a seed of ours meanwhile,
-    # which nobody else sets: C that calls C (``map(generator.manual_seed, ...)``) is not seen.
+    # Calls from C (``map(generator.manual_seed, ...)``) are not seen, and seeding may restore the
+    # same state. So the generator gets a seed of ours meanwhile, which nobody else would set.
     generator.manual_seed(_OUR_SEED)
     try:
         yield
@@ -177,16 +175,15 @@ def generator_kept(effects: OnEffects) -> Iterator[None]:
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Pauses garbage collection: a capture makes many long-lived objects, and scans free little."""
+    """Pauses garbage collection: a capture makes many long-lived objects, so scans free little."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            # The new objects count as old from here on, or the next collections would scan all of
-            # them.
-            if not gc.get_freeze_count():  # else this would thaw what somebody froze
+            # Moves the new objects to the oldest generation, so the next collections skip them.
+            if not gc.get_freeze_count():  # else this would unfreeze the user's objects
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -1,4 +1,4 @@
-"""Notes, replaces or refuses what the model's Python does while it is recorded."""
+"""Receives what the model's Python does while it is recorded: notes, replaces or refuses it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TENSOR = object()  # in a layout, for each tensor operand
 
 
 class CustomFunction:
-    """A ``torch.autograd.Function`` as one operator, which keeps its own derivative."""
+    """A ``torch.autograd.Function`` as one operator of a graph; it keeps its own backward."""
 
     def __init__(self, function: type, layout: tuple[Any, ...], capture: object) -> None:
         self._function = function
@@ -45,7 +45,7 @@ class CustomFunction:
         self.__name__ = function.__name__
 
     def __call__(self, *tensors: Any) -> Any:
-        """Applies the function; autograd sees its own backward."""
+        """Applies the function, so that autograd uses its own backward."""
         rest = iter(tensors)
         args = [next(rest) if part is TENSOR else part for part in self._layout]
         return self._function.apply(*args)  # type: ignore[attr-defined]
@@ -53,8 +53,8 @@ class CustomFunction:
     def _key(self) -> Any:
         constants = tuple(Freezer().freeze(p) for p in self._layout if p is not TENSOR)
         places = tuple(p is TENSOR for p in self._layout)
-        # Its Python may read anything, so only those of one capture are equal: where the guard no
-        # longer holds, closures are made anew.
+        # Its Python may read anything, so only those of one capture are equal. If a guard fails,
+        # the new capture makes new closures.
         return (Identity(self._function), self._capture, places, constants)
 
     def __eq__(self, other: object) -> bool:
@@ -65,48 +65,48 @@ class CustomFunction:
 
 
 def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Applies a function and runs its backward once, so that its Python is watched.
+    """Applies a function and runs its backward once, so that its Python is watched as well.
 
     Returns:
         The function's result.
     """
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
-    edges = [get_gradient_edge(a) for a in wanted]  # before: it may change an argument in place
+    edges = [get_gradient_edge(a) for a in wanted]  # first, as it may change arguments in-place
     result = apply(*args)
     results = result if isinstance(result, (tuple, list)) else [result]
     made = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     if made and edges:
         seeds = [torch.zeros_like(r) for r in made]
-        # In this thread: the profiler that watches it is this thread's.
+        # In this thread, because the profiler that watches Python is per thread.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(made, edges, seeds, retain_graph=True, allow_unused=True)
     return result
 
 
 class _Names:
-    """Has a name in the ``__dict__`` of a module be read as an attribute is; refuses all else."""
+    """Treats a read of ``module.__dict__[name]`` as one of an attribute; refuses all else."""
 
     def __init__(self, module: nn.Module, watcher: ModelWatcher) -> None:
         self._module, self._watcher = module, watcher
 
     def key(self, name: Any) -> Step | None:
-        """Returns the step to a name of the module's own, if there is evidence of it."""
+        """Returns the step to a name in the module's ``__dict__``, if reads of it are evidence."""
         return ("item", name) if type(name) is str and name not in NOT_NOTED else None
 
     def found(self, names: Any, step: Step, value: Any) -> Any:
-        """Notes what was read; a tensor is handed out as its fake."""
+        """Notes what was read; returns the fake of a tensor."""
         self._watcher.read(self._module, step[1])
         if type(value) is int:
             return self._watcher.number(self._module, step[1], value)
         return self._watcher.substitute(value) if isinstance(value, torch.Tensor) else value
 
     def writes(self, names: Any, step: Step, value: Any) -> Any:
-        """Refuses to set one."""
+        """Refuses to set a name."""
         self.whole(names)
         return value
 
     def whole(self, names: Any) -> None:
-        """Refuses all that is not the look at one name."""
+        """Refuses everything but a read of one name."""
         self._watcher.read_all(self._module)
 
 
@@ -114,11 +114,11 @@ _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
 class ModelWatcher:
-    """Answers what the patches of PyTorch report (:mod:`..tracing.torch_patches`)."""
+    """Receives the calls of the patches in PyTorch (:mod:`..tracing.torch_patches`)."""
 
     def __init__(self, recording: Recording, calls: BlockCalls) -> None:
         self._recording = recording
-        self.call = calls.call  # this itself, since modules are nested deep
+        self.call = calls.call  # no method of our own: nested modules would use more stack
         self._is_in_function = False
         self._capture = object()
 
@@ -142,7 +142,7 @@ class ModelWatcher:
             self._recording.refuse_unreadable(user_line)
 
     def number(self, module: nn.Module, name: str, value: int) -> Any:
-        """Hands out a whole number, to a block that was given a cache as an index."""
+        """Returns an int attribute, as a proxy if a block may use it to index a cache."""
         recording = self._recording
         if recording.quiet or not recording.objects.was_used:
             return value
@@ -150,26 +150,26 @@ class ModelWatcher:
             return recording.objects.number(module, name, value, recording.current.reads)
 
     def own_names(self, module: nn.Module) -> dict[str, Any]:
-        """Returns what the model gets as the ``__dict__`` of a module."""
+        """Returns the ``__dict__`` of a module, for the model's Python as a watched proxy."""
         state = module_state(module)
         if self._recording.quiet or module is self._recording.tracer.root:
             return state
         return SeenNames(state, _Names(module, self))
 
     def read_all(self, module: nn.Module) -> None:
-        """Refuses to hand out all attributes of a module, of which any may be read unseen."""
+        """Refuses a read of all attributes of a module, because any of them may be used unseen."""
         if not self._recording.quiet:
             contents = self._recording.inside.contents
             contents.refuse_use(f"the __dict__ of a {type(module).__name__}")
             self._refuse_unreadable()
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Notes a module before the first write, to put it back; says whether to skip the write."""
+        """Notes a module's state before its first write; returns whether to skip the write."""
         recording = self._recording
         if recording.quiet or module is recording.tracer.root:
             return False
         if value is recording.tensors.fakes.get(id(raw_attribute(module, name)), self):
-            # ``self.count += 1`` writes the changed tensor back: that is no write.
+            # ``self.count += 1`` on a tensor assigns the same tensor again: nothing to write.
             return True
         with recording.bookkeeping():
             recording.inside.writes(module, name)
@@ -180,7 +180,7 @@ class ModelWatcher:
     # ---- tensors and operators -----------------------------------------------------------
 
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gives the model fakes for its own tensors."""
+        """Returns the fake of a model tensor."""
         return tensor if self._recording.quiet else self._recording.fake_of(tensor)
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
@@ -191,7 +191,7 @@ class ModelWatcher:
             with self._recording.applying():
                 return proceed(*args)
         if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
-            # It only means recompute: what it runs is followed like any other code.
+            # A checkpoint only requests recompute: trace the function that it runs.
             run_function, _, *inputs = args
             with self.checkpoint("full"):
                 return run_function(*inputs)
@@ -216,7 +216,7 @@ class ModelWatcher:
 
     @contextmanager
     def _in_function(self) -> Iterator[None]:
-        """Marks what runs inside as a custom function's: what it applies is no operator."""
+        """Marks what runs inside as part of a custom function: a nested one is no operator."""
         self._is_in_function = True
         try:
             yield
@@ -226,21 +226,21 @@ class ModelWatcher:
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """Marks what runs inside for recompute in the backward."""
         recording = self._recording
-        # Without gradients nothing is saved, so that there is nothing to compute again.
+        # Without gradients nothing is saved, so there is nothing to recompute.
         if recording.quiet or not torch.is_grad_enabled():
             return nullcontext()
         path = f"{recording.current.path}.checkpoint".lstrip(".")
         return recording.inside_part("checkpoint", path, policy)
 
-    # ---- what a program would not do at each call -----------------------------------------
+    # ---- side effects, which a program would not repeat at each call -----------------------
 
     def acts(self, doing: str) -> None:
-        """Refuses a forward that prints, logs or writes: a program would not, at each call."""
+        """Refuses a forward that prints, logs or writes files."""
         if not self._recording.quiet:
             self._recording.effects.refuse(doing)
 
     def says_once(self, say: Callable[[], None]) -> bool:
-        """Takes on what no equal call would say again, if the run may still be made again."""
+        """Keeps a message that is logged only once, to log it after the run, if it may be kept."""
         recording = self._recording
         is_taken = recording.may_say and not recording.quiet
         if is_taken:
@@ -248,12 +248,12 @@ class ModelWatcher:
         return is_taken
 
     def text(self, tensor: torch.Tensor) -> None:
-        """Refuses to write out a tensor."""
+        """Refuses to format a tensor as text."""
         if not self._recording.quiet:
             self._recording.effects.asks_for_text(tensor)
 
     def saving_hook(self) -> None:
-        """Refuses hooks on what autograd saves: a program saves other tensors."""
+        """Refuses saved-tensor hooks: a program saves other tensors."""
         if not self._recording.quiet:
             raise CaptureError(
                 f"The model's forward puts hooks on what autograd saves at {user_line()}, and a "
@@ -269,7 +269,7 @@ class ModelWatcher:
         return self._control_flow.run(name, args)
 
     def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Returns the Python of a function of ``torch.jit``; what hides its own is refused."""
+        """Returns the Python of a ``torch.jit`` function; refuses one without usable Python."""
         code = getattr(original, "__code__", None)
         if original is None or code is None or "is_scripting" in code.co_names:
             raise CaptureError(
@@ -279,7 +279,7 @@ class ModelWatcher:
         return original
 
     def backward(self) -> None:
-        """Refuses a forward that runs a backward of its own."""
+        """Refuses a forward that differentiates in a way that cannot be recorded."""
         if not self._recording.quiet:
             raise CaptureError(
                 f"{model_name(self._recording.model)} cannot be captured: its forward "
@@ -288,25 +288,25 @@ class ModelWatcher:
             )
 
     def follows_gradients(self) -> bool:
-        """Whether :meth:`gradient` records what is asked here."""
+        """Whether :meth:`gradient` records gradients that are taken now."""
         return not (self._recording.quiet or self._is_in_function)
 
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
-        """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients."""
+        """Records ``torch.autograd.grad`` as one node; the pass ``derive`` makes the gradients."""
         if not self.follows_gradients():
             return None
         self._recording.differentiates = True
         outputs, inputs, seeds = asked.outputs, asked.inputs, asked.seeds
         given = [*outputs, *(seed for seed in seeds if seed is not None)]
         if not all(map(is_fake, given)) or not all(isinstance(x, torch.Tensor) for x in inputs):
-            self.backward()  # torch.func's transforms wrap their tensors; edges of a graph are none
+            self.backward()  # tensors wrapped by torch.func, or gradient edges
         tracer, tensors = self._recording.tracer, self._recording.tensors
         with self._recording.bookkeeping():
             fakes = [self._recording.fake_of(x) for x in inputs]
             nodes = [tensors.node_of(x) for x in outputs]
             ends = [tensors.node_of(x) for x in fakes]
         if not all(x.requires_grad for x in (*outputs, *fakes)):
-            self.backward()  # PyTorch says what is wrong
+            self.backward()  # eager then raises PyTorch's own error
         leading = made_of(*nodes, operands=differentiated)
         used = [(x, end) for x, end in zip(fakes, ends, strict=True) if end in leading]
         if len(used) < len(fakes):
@@ -321,8 +321,8 @@ class ModelWatcher:
         for _, end in used:
             end.meta[DIFFERENTIATED] = True
         made: dict[torch.fx.Node, torch.Tensor] = {}
-        # One may be computed from another, as positions are from a strain: each is asked for alone.
-        for group in [used] if _are_apart([end for _, end in used]) else [[one] for one in used]:
+        # If one input is computed from another (positions from a strain), each gets its own node.
+        for group in [used] if _independent([end for _, end in used]) else [[one] for one in used]:
             operands = [*nodes, *(end for _, end in group), *cotangents]
             node = tracer.call(DerivativeMark(len(nodes), len(group)), operands)
             for i, (x, end) in enumerate(group):
@@ -337,9 +337,9 @@ class ModelWatcher:
         directions: Sequence[torch.Tensor],
         series: Series,
     ) -> list[list[torch.Tensor]]:
-        """Records Taylor coefficients of outputs, by order, where inputs move along lines.
+        """Records Taylor coefficients of outputs, by order, with inputs moving along directions.
 
-        A pass makes the calls that compute them.
+        The pass ``derive`` makes the calls that compute them.
         """
         self._recording.differentiates = True
         tracer, tensors = self._recording.tracer, self._recording.tensors
@@ -360,7 +360,7 @@ class ModelWatcher:
         return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
 
     def open_mode(self, what: str, mode: str, why: str) -> str:
-        """Returns the mode of a derivative whose mode the user left open, and notes it."""
+        """Chooses and notes the mode of a derivative whose mode the user left open."""
         reason = self._recording.only_reverse
         if reason and mode != "reverse":
             mode, why = "reverse", f"{mode} mode cannot be made ({reason})"
@@ -372,12 +372,12 @@ class ModelWatcher:
         return not self._recording.quiet and self._recording.tensors.is_named(tensor)
 
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any:
-        """Lets what turns out to be operators pass; refuses all else, before it is done."""
+        """Allows a use of a tensor's attribute that records operators; refuses any other use."""
         recording = self._recording
         if recording.quiet:
             return do(tensor)
         if name in SWITCHES or may_compute(name):
-            # It is tried with a fake tensor, whose changes reach no program if the call is refused.
+            # Tried on a fake tensor: if the use is refused, no real tensor was changed.
             tensor, num_nodes = recording.fake_of(tensor), recording.num_nodes
             with recording.bookkeeping():
                 before = state_of(tensor)
@@ -387,7 +387,8 @@ class ModelWatcher:
                 if self._is_in_function and (
                     now == before or recording.tracer.node_of(tensor) is None
                 ):
-                    return result  # operators are no nodes there, and its own tensors are its own
+                    # Inside a custom function operators make no nodes, and its tensors are local.
+                    return result
                 is_operator = recording.num_nodes > num_nodes and not (
                     changes_layout(name) and known.is_from_outside(tensor)
                 )
@@ -395,14 +396,14 @@ class ModelWatcher:
                     return result
         raise CaptureError(
             f"The model's forward uses Tensor.{name} of a {TensorType.of(tensor)} tensor at "
-            f"{user_line()}. That is no operator: it asks for, or changes, more of this run's "
-            "tensor than its numbers (memory, gradient, version, hooks), and a compiled program "
-            "would not do so at every call. Use .detach() for .data, a torch.autograd.Function for "
-            "a hook on a gradient; pass in what it needs, or keep it in a buffer."
+            f"{user_line()}. That is no operator: it reads or changes more than the tensor's "
+            "values (storage, gradient, version, hooks), and a compiled program would not do so "
+            "at every call. Use .detach() for .data, a torch.autograd.Function for a hook on a "
+            "gradient; pass in what it needs, or keep it in a buffer."
         )
 
 
-def _are_apart(nodes: Sequence[torch.fx.Node]) -> bool:
+def _independent(nodes: Sequence[torch.fx.Node]) -> bool:
     """Whether no node is computed from another of them."""
     distinct = set(nodes)
     return all(distinct.isdisjoint({*made_of(n, operands=differentiated)} - {n}) for n in distinct)
