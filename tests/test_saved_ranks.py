@@ -175,7 +175,7 @@ def go_on(rank: int, folder: pathlib.Path) -> list[str]:
     sources = ("transformers", "decoders", "hugging_face")
     assert not sys.modules.keys() & set(sources)
     sys.modules.update(dict.fromkeys(sources))  # type: ignore[arg-type]
-    wrong = where_one_cannot_link(rank, folder / "pipe.lz")
+    wrong = where_one_cannot_open(rank, folder / "pipe.lz")
     pipe: Any = lazyinline.load(folder / "pipe.lz")
     args, kwargs = torch.load(folder / "batch")
     wrong += different(trained_on(pipe, args, kwargs), torch.load(folder / f"further{rank}"))
@@ -187,24 +187,37 @@ def go_on(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong
 
 
-def where_one_cannot_link(rank: int, path: pathlib.Path) -> list[str]:
-    """What is wrong with how ranks hear that one has no kernels, or a damaged copy of the file.
+def where_one_cannot_open(rank: int, path: pathlib.Path) -> list[str]:
+    """What is wrong with how ranks hear that one has no file, a damaged one, or no kernels.
 
     A rank that was left alone would wait in a collective until that fails, and say so.
     """
-    wrong, texts = [], unsigned(path)
-    own = path.with_name(f"copy{rank}.lz")
+    wrong, texts, whole = [], unsigned(path), path.read_bytes()
+    folder, own = path.parent / f"of{rank}", pathlib.Path("copy.lz")
+    folder.mkdir(exist_ok=True)
     named = next(name for name in texts if name.endswith("captured.txt"))
-    damaged = path.read_bytes().replace(texts[named], texts[named][::-1])
-    said = "MemoryError: no room"
-    for failing, what in ((0, said), (1, said), (1, f"BadZipFile: Bad CRC-32 for file '{named}'")):
-        own.write_bytes(damaged if what != said and rank == failing else path.read_bytes())
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(FileError) as error:
-            if what == said and rank == failing:
-                patch.setattr(Context, "lower", Mock(side_effect=MemoryError("no room")))
-            lazyinline.load(own)
-        expected = f"{own} cannot be opened as a compiled program: {what}."
-        wrong += [] if str(error.value) == expected else [f"of {failing}: {error.value}"]
+    damaged = {
+        "MemoryError: no room": whole,
+        f"Bad CRC-32 for file '{named}'": whole.replace(texts[named], texts[named][::-1]),
+        "rank 1 says: copy.lz cannot be opened": whole[:-30],
+        "rank 1 says: There is no file copy.lz": b"",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if rank == 1:  # nobody hears of what it alone looks for
+            with pytest.raises(FileError, match="There is no file"):
+                lazyinline.load("other.lz")
+        for failing, said in ((0, "MemoryError: no room"), *((1, said) for said in damaged)):
+            own.unlink(missing_ok=True)
+            if content := damaged[said] if rank == failing else whole:
+                own.write_bytes(content)
+            with patch.context() as inside, pytest.raises(FileError) as error:
+                if content is whole and rank == failing:
+                    inside.setattr(Context, "lower", Mock(side_effect=MemoryError("no room")))
+                lazyinline.load(own)
+            expected = said.removeprefix("rank 1 says: ") if rank == failing else said
+            if expected not in str(error.value):
+                wrong.append(f"of {failing}: {error.value}")
     return wrong
 
 
@@ -319,7 +332,7 @@ def gone_on(rank: int, place: pathlib.Path) -> list[str]:
     lazyinline.save(step, place / "again.lz")
     again, first = (unsigned(place / name) for name in ("again.lz", "mesh.lz"))
     names = first.keys() | again.keys()
-    wrong = where_one_cannot_link(rank, place / "mesh.lz")
+    wrong = where_one_cannot_open(rank, place / "mesh.lz")
     wrong += [f"saved again {n} is another" for n in names if first.get(n) != again.get(n)]
     optimizer, is_staged = optimizer_of(step), place.name in STAGES
     if not is_staged:

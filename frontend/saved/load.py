@@ -50,6 +50,7 @@ from ..sizes.shapes import CompileResult
 from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
+from .arrivals import Arrivals
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
 from .ranks import check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
@@ -99,8 +100,12 @@ def load(
         ...     logits = model(ids)
     """
     store = open_cache()
-    with garbage_collection_paused(), open_parts(path, store) as parts:
-        opened = Opened(parts, store if trust or parts.is_signed else None)
+    with (
+        Arrivals(path) as arrivals,
+        garbage_collection_paused(),
+        open_parts(path, store) as parts,
+    ):
+        opened = Opened(parts, store if trust or parts.is_signed else None, arrivals.meet)
         if opened.is_on_mesh and state_dict is not None:
             raise FileError("a state_dict has whole tensors: load it into the model afterwards")
         if mesh is not None and not opened.is_on_mesh:
@@ -119,10 +124,13 @@ class Opened:
     Args:
         parts: of it.
         store: where its objects may go, if they are trusted.
+        meet: waits for all ranks of a file of several.
     """
 
-    def __init__(self, parts: Parts, store: DiskCache | None) -> None:
-        self._parts, self._store = parts, store
+    def __init__(
+        self, parts: Parts, store: DiskCache | None, meet: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parts, self._store, self._meet = parts, store, meet
         self._told = told = read_json(parts.read(MODEL))
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
         self.is_pipeline, self.is_on_mesh = "ranks" in told, "mesh" in told
@@ -273,7 +281,7 @@ class Opened:
         """Returns this rank's part of a pipeline, with the tensors of its stages; a collective."""
         told, said = self._told["programs"][0], self._told["ranks"]
         trusted, mesh = self._store is not None, self._mesh(given)
-        ranks, table = read_ranks(said, mesh and mesh.whole)
+        ranks, table = read_ranks(said, self._meet, mesh and mesh.whole)
         program = together(ranks, lambda: self._programs[0])
         if mesh is None:
             self._own = f"ranks/{ranks.rank}/"
@@ -353,6 +361,7 @@ class Opened:
         said = self._told["mesh"]
         dimensions = re.sub(r"\W+", " ", str(said[0])[:80]).strip()  # not checked yet: any text
         check_number(len(said[1]), f"a step over a mesh ({dimensions})")
+        self._meet()
         ranks = all_ranks(torch.device("cpu"))
         same = {"file (its digest)": self._parts.digest[:12], "mesh= is given": given is not None}
         ranks.check_same_program(None, same, "so their programs would not fit together")

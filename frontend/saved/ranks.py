@@ -113,11 +113,12 @@ def check_number(number: int, what: str) -> None:
         )
 
 
-def read_ranks(said: Any, mesh: Any = None) -> tuple[Ranks, ActionTable]:
+def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[Ranks, ActionTable]:
     """Returns this rank's place, and what PyTorch's schedule has each rank do; a collective.
 
     Args:
         said: what :func:`ranks_data` made.
+        meet: waits for all ranks.
         mesh: that stages are split over, with its dimension of stages.
 
     Raises:
@@ -127,6 +128,7 @@ def read_ranks(said: Any, mesh: Any = None) -> tuple[Ranks, ActionTable]:
     table = read_table(said)
     what = f"a pipeline of {ranks} rank(s) in {replicas} replica(s)"
     check_number(ranks * replicas, what)
+    meet()
     if mesh is not None:
         dim = stage_dimension(mesh)
         assert dim is not None
