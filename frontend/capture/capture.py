@@ -35,7 +35,7 @@ from ..tracing.frames import frame_text, model_name, profiled_calls, user_frame
 from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
-from ..tracing.torch_settings import settings_put_back
+from ..tracing.torch_settings import settings_restored
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
@@ -337,7 +337,7 @@ def _run_model(
     """Calls the model with fake inputs; returns its result, flat."""
     fakes = _note_inputs(recording, leaves, names, inputs)
     watcher = ModelWatcher(recording, BlockCalls(recording))
-    recording.tracer.let_follow(watcher)
+    recording.tracer.set_follower(watcher)
     # Unflattening makes copies of containers. As the forward leaves them, they become part of the
     # result, so that a call of the program can update the caller's own.
     filled = [
@@ -353,7 +353,7 @@ def _run_model(
     calls = profiled_calls(
         recording.function_ran, recording.builtin_called, recording.asked, is_allowed
     )
-    kept = settings_put_back(recording.effects.leaves_set)
+    kept = settings_restored(recording.effects.leaves_set)
     objects = watched(cache_classes(), recording.objects)
     numbers = sizes_like_numbers() if recording.sizes else nullcontext()
     asked = recording.asked_classes

@@ -1,11 +1,11 @@
-"""How PyTorch is made to show what a model runs. Mostly adapters.
+"""Traces what a model runs, with PyTorch's tracer and temporary patches. Mostly adapters.
 
-torch_tracing     pre-dispatch tracing with fake tensors, and what a tensor was computed from
-frames            whose code runs, what a forward of the user's calls, what users call a module
+torch_tracing     pre-dispatch tracing with fake tensors; what a tensor was computed from
+frames            whose code a frame runs, the calls of user code, the user's names of modules
 torch_patches     the temporary patches that let capture watch a model run
 gradients         a gradient of a function as calls of ``torch.autograd.grad``
-torch_tensor_answers  what a tensor without numbers may answer; all else is reported
-torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
-torch_settings    settings of PyTorch, found by rule, and what else a call can ask again
+torch_tensor_answers  which attributes a fake tensor answers itself; all others are reported
+torch_asked_classes  ``type(x)`` and ``x is y`` of fakes and symbolic sizes, as in eager or refused
+torch_settings    settings of PyTorch, found by rule, and what else a guard can read again
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 """

@@ -1,7 +1,7 @@
-"""Whose code runs: the user's, PyTorch's, Python's or ours; what it calls, and what users call it.
+"""Tells whose code a frame runs: the user's, PyTorch's, Python's or ours; names models and lines.
 
-A capture sees the model's Python through ``sys.setprofile``. Frames are classified by the folder of
-their file, so what PyTorch calls for itself is not taken for the model's doing.
+Capture watches the model's Python with ``sys.setprofile``. Frames are classified by the folder of
+their file, so that calls by PyTorch for its own purposes do not count as the model's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
 _ACTING_FOLDERS = tuple(_TORCH_FOLDER + name + os.sep for name in ("nn", "optim"))
 _STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 _GENERATED = "<string>"
-# Imported by a first run, by decorators and by loggers; what settings there are live elsewhere (os,
-# logging).
+# Modules whose functions serve imports, decorators and loggers; none has a setting that a model
+# would read.
 _MACHINERY = frozenset(
     [
         "abc",
@@ -45,32 +45,32 @@ _MACHINERY = frozenset(
     ]
 )
 WHOLE = "model"
-"""The path of a model in what computes its loss."""
+"""The path of the user's model in the module that computes its loss."""
 
 _USERS, _PYTORCHS = "the user's", "PyTorch's"
 _PLACES = (type, types.ModuleType)
 
 
 def own_model(model: nn.Module) -> Any:
-    """Returns the user's model: what computes the loss of a step is around it."""
-    return model.model if _is_around(model) else model
+    """Returns the user's model, unwrapped from the module that computes the loss of a step."""
+    return model.model if _wraps_a_model(model) else model
 
 
 def model_name(model: nn.Module) -> str:
-    """Returns what the user calls a model: its class, or that of the model in ours around it."""
+    """Returns the class name of the user's model."""
     return type(own_model(model)).__name__
 
 
-def _is_around(model: nn.Module) -> bool:
+def _wraps_a_model(model: nn.Module) -> bool:
     return getattr(type(model), "is_around_a_model", False)
 
 
 def user_path(model: nn.Module, path: str) -> str:
-    """Returns a module's path in the user's model, where what computes the loss is around it.
+    """Returns a module's path in the user's model, given its path in the module around that.
 
-    The user's model itself is then at :data:`WHOLE`: an empty path is the module around it.
+    The path of the user's model itself is then :data:`WHOLE`; the module around it has ``""``.
     """
-    return path.removeprefix(f"{WHOLE}.") if _is_around(model) else path
+    return path.removeprefix(f"{WHOLE}.") if _wraps_a_model(model) else path
 
 
 def user_frame(frame: Any) -> Any:
@@ -90,11 +90,11 @@ def is_library_frame(frame: Any) -> bool:
 
 def is_user_frame(frame: Any) -> bool:
     """Whether a frame runs neither PyTorch's code nor ours, nor Python's for one of them."""
-    return not (is_library_frame(frame) or _served_pytorch(frame))
+    return not (is_library_frame(frame) or _serves_pytorch(frame))
 
 
 def acts_on_modules(frame: Any) -> bool:
-    """Whether a frame runs PyTorch's code for modules and optimizers because the user called it."""
+    """Whether a frame runs ``torch.nn`` or ``torch.optim`` code that the user called."""
     filename = str(frame.f_code.co_filename)
     if not filename.startswith(_ACTING_FOLDERS):
         return False
@@ -117,7 +117,7 @@ def frame_text(frame: Any) -> str:
 
 
 def _qualified_name(frame: Any) -> str:
-    """Returns ``Block.forward`` of a frame on Python 3.10, whose code does not tell the class."""
+    """Returns ``Block.forward`` on Python 3.10, whose code objects have no ``co_qualname``."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     for owner in type(first).__mro__:
@@ -130,7 +130,7 @@ def _qualified_name(frame: Any) -> str:
 def user_line() -> str:
     """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
     frame = nearest = user_frame(sys._getframe(1))
-    # What Python's own library does for the user is shown where the user called it.
+    # For code of Python's own library, the line that called it is shown.
     while frame is not None and is_standard_frame(frame):
         frame = user_frame(frame.f_back)
     shown = nearest if frame is None else frame
@@ -151,28 +151,28 @@ def is_standard_frame(frame: Any) -> bool:
 
 
 def _is_of_user(frame: Any) -> bool:
-    """Whether a frame runs code that steers a model: neither PyTorch's, nor ours, nor machinery."""
+    """Whether a frame runs user code: not PyTorch's, not ours, not one of ``_MACHINERY``."""
     name, filename = _top_name(frame), frame.f_code.co_filename
-    if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
+    if filename == _GENERATED:  # generated code, as by @dataclass, belongs to its module
         filename = str(frame.f_globals.get("__file__"))
     is_machinery = name in _MACHINERY or name.startswith("namedtuple_")
     return not (is_machinery or filename.startswith(_LIBRARY_FOLDERS))
 
 
-def _served_pytorch(frame: Any) -> bool:
-    """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
+def _serves_pytorch(frame: Any) -> bool:
+    """Whether a frame runs because PyTorch called Python's library (to log, to format a stack)."""
     while frame is not None and not is_library_frame(frame):
         if _top_name(frame) not in sys.stdlib_module_names:
-            # What somebody's handler does with a record that PyTorch logs is not the model's doing,
-            # nor what runs as a module of PyTorch's is imported.
-            frame = _go_between(frame)
+            # A user's handler of a record that PyTorch logs, or code that runs while a module of
+            # PyTorch is imported, is not the model's.
+            frame = _logging_or_import(frame)
         else:
             frame = frame.f_back
     return frame is not None
 
 
-def _go_between(frame: Any) -> Any:
-    """Returns the nearest caller that logs or imports, or None if PyTorch's code is nearer."""
+def _logging_or_import(frame: Any) -> Any:
+    """Returns the nearest caller that logs, or PyTorch's module that is being imported, or None."""
     while frame is not None and not is_library_frame(frame):
         if _top_name(frame) == "logging":
             return frame
@@ -186,7 +186,7 @@ def _top_name(frame: Any) -> str:
 
 
 def _role_of(frame: Any) -> Any:
-    """Returns whose code a frame runs, if it is looked at; of what tells something, that."""
+    """Returns whose code a frame runs (None: ignored); for a function that reads a setting, it."""
     if frame.f_code in ASKED_IN_PYTHON:
         return (ASKED_IN_PYTHON[frame.f_code],)
     if _is_of_user(frame):
@@ -201,16 +201,16 @@ def profiled_calls(
     on_reading: Callable[[Any], None],
     is_allowed: Callable[[Any], bool],
 ) -> Iterator[None]:
-    """Tells of each call of a user function (not PyTorch's, not ours), and by one.
+    """Reports the calls of user functions (not PyTorch's, not ours), and calls of C by them.
 
     Args:
-        on_call: is given the frame of a user function that begins.
-        on_builtin: is given the frame of a user function and a function in C that it is about to
-            call and that is not allowed; also of PyTorch's, where it sets something.
-        on_reading: is given a function that tells one of PyTorch's settings, and is being asked.
-        is_allowed: whether there is nothing to tell of calls of a function in C.
+        on_call: called with the frame of each user function that begins.
+        on_builtin: called with the frame of a user function and the C function that it is about to
+            call, if not allowed; also for PyTorch's own calls that read or change a setting.
+        on_reading: called with the getter of a PyTorch setting that is being read.
+        is_allowed: whether calls of a C function need not be reported.
     """
-    known: dict[int, tuple[Any, Any]] = {}  # by id: to hash a code object takes longer than this
+    known: dict[int, tuple[Any, Any]] = {}  # by id, because hashing a code object is slower
     allowed: dict[Any, Any] = {}
     of_settings = settings().names
 
@@ -226,10 +226,10 @@ def profiled_calls(
             return
         if event == "call":
             if role is _USERS:
-                if not _served_pytorch(frame):
+                if not _serves_pytorch(frame):
                     on_call(frame)
             elif type(role) is tuple:
-                if not _served_pytorch(frame):
+                if not _serves_pytorch(frame):
                     on_reading(role[0](**frame.f_locals))
             elif role is not _PYTORCHS:
                 on_reading(role)
@@ -243,8 +243,8 @@ def profiled_calls(
             key = argument if argument.__module__ else (id(place), argument.__name__)
             if key not in allowed:
                 if is_allowed(argument):
-                    allowed[key] = place  # so that nothing else gets its number
-                elif not _served_pytorch(frame):
+                    allowed[key] = place  # kept alive, so that no other object gets its id
+                elif not _serves_pytorch(frame):
                     on_builtin(frame, argument)
 
     previous: Any = sys.getprofile()
@@ -253,13 +253,13 @@ def profiled_calls(
         yield
     finally:
         sys.setprofile(previous if callable(previous) else None)
-        if hasattr(previous, "enable"):  # cProfile hands itself out, but cannot be set back
+        if hasattr(previous, "enable"):  # cProfile cannot be restored by setprofile
             previous.enable()
 
 
 @contextmanager
 def unprofiled() -> Iterator[None]:
-    """Spares functions of ours the cost of :func:`profiled_calls`."""
+    """Turns off :func:`profiled_calls` inside, because our own functions need not be watched."""
     profile: Any = sys.getprofile()
     if not callable(profile):
         yield

@@ -1,7 +1,7 @@
-"""A gradient of a function as calls of ``torch.autograd.grad``, which a capture follows.
+"""Gradients of functions by ``torch.autograd.grad``, which a capture can record.
 
-What is differentiated has names of its own: what the function reads elsewhere under the old name is
-a constant to the derivative, as in ``torch.func``.
+The function gets views of the tensors to differentiate by. If it reads one of these tensors from
+elsewhere, that is a constant to the derivative, as in ``torch.func``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ Argnums = int | tuple[int, ...]
 
 
 def renamed(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Returns arguments with a new name for each tensor that can have a gradient, and these."""
-    # What a function reads elsewhere, under the old name, is a constant to the derivative.
+    """Returns arguments with a view in place of each tensor, and the views that require grad."""
     leaves, spec = torch_pytree.flatten(tree)
     new = [_own_name(leaf) for leaf in leaves]
     found = [x for x in new if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -59,10 +58,10 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Sequence[Any]) -> li
 
 
 def tensors_in(tree: Any, what: str) -> list[torch.Tensor]:
-    """Returns the leaves of a tree that holds tensors alone.
+    """Returns the leaves of a tree of tensors.
 
     Raises:
-        PlanError: if it holds anything else.
+        PlanError: if a leaf is no tensor.
     """
     leaves, _ = torch_pytree.flatten(tree)
     for leaf in leaves:
@@ -72,13 +71,13 @@ def tensors_in(tree: Any, what: str) -> list[torch.Tensor]:
 
 
 def like(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Returns a tree of the same nesting with other leaves."""
+    """Returns a tree of the same structure with other leaves."""
     _, spec = torch_pytree.flatten(tree)
     return torch_pytree.unflatten(list(leaves), spec)
 
 
 def scalar(value: Any, taker: str) -> torch.Tensor:
-    """Returns what a function gave, which has to be one number.
+    """Returns the result of a function, which must be a scalar.
 
     Raises:
         PlanError: if it is not.
@@ -96,19 +95,19 @@ def gradients(
     *,
     goes_on: bool,
 ) -> list[torch.Tensor]:
-    """Returns the gradient for each input, zeros where nothing leads to it.
+    """Returns the gradient of each input, zeros for one that no output depends on.
 
     Args:
-        outputs: what is differentiated.
-        inputs: with respect to what.
+        outputs: the tensors to differentiate.
+        inputs: the tensors to differentiate by.
         seeds: a cotangent for each output; None for a scalar.
-        goes_on: whether the gradients can be differentiated in their turn.
+        goes_on: whether the gradients can themselves be differentiated.
     """
     given: list[torch.Tensor | None] = [None] * len(outputs)
     given = given if seeds is None else list(seeds)
     pairs = zip(outputs, given, strict=True)
     flowing = [(y, seed) for y, seed in pairs if y.requires_grad]
-    # torch.autograd.grad takes a result without a graph for a mistake; here it is a zero.
+    # torch.autograd.grad raises for a result without a graph; here its gradient is zero.
     if not flowing:
         return [torch.zeros_like(x) for x in inputs]
     return list(
@@ -125,8 +124,8 @@ def gradients(
 
 
 def in_place_of(tree: Any, inputs: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
-    """Returns gradients in the nesting of what they are of; zeros where there can be none."""
-    # By identity: a tensor that is passed twice has two names, and a gradient for each.
+    """Returns gradients in the structure of the arguments; zeros for integer tensors."""
+    # By id: a tensor that is passed twice has two views, and a gradient for each.
     made = {id(x): g for x, g in zip(inputs, found, strict=True)}
     leaves = tensors_in(tree, "what is differentiated")
     return like(tree, [made[id(x)] if id(x) in made else torch.zeros_like(x) for x in leaves])
@@ -140,7 +139,7 @@ def gradient_and_result(
     *,
     value_of: Callable[[Any], torch.Tensor],
 ) -> tuple[Any, Any]:
-    """Returns the gradient of a function, in the nesting of the arguments, and its result."""
+    """Returns the gradient of a function, in the structure of the arguments, and its result."""
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         given, inputs = renamed(chosen(args, argnums))

@@ -1,12 +1,11 @@
-"""Adapter: what a model's Python asks of the class of a tensor or a size.
+"""Adapter: makes class checks on fakes and symbolic sizes answer as in eager, or refuses them.
 
-A tensor that is traced is a fake one, and a size that varies is a symbol. ``isinstance`` answers
-for both as in eager: a fake is a tensor, and a symbol says here that its class is the number's.
-``type(x)`` and ``n is m`` ask nobody: functions that say one of them are noted as they begin. Where
-one names ``type``, its module is given a ``type`` that answers as in eager, however it is called
-then. What a model finds that is Python's own ``type`` is refused where it is found
-(:mod:`...reuse.freeze`). What is left is refused afterwards: the frames are read when the model has
-run, since they still hold what was asked about.
+In a trace a tensor is fake and a size that varies is a symbol. ``isinstance`` answers as in eager
+for both: a fake is a tensor, and ``__class__`` of a symbol is patched here. ``type(x)`` and
+``n is m`` cannot be intercepted, so the bytecode of each user function is searched for them when it
+begins. If it names ``type``, its module gets a global ``type`` that answers as in eager. A
+reference to the builtin ``type`` is refused where the model reads it (:mod:`...reuse.freeze`). All
+other uses are checked after the run, on the values that the functions' frames still hold.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _SIZES = frozenset(("shape", "size", "numel", "stride"))
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 _ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
-_ITERATED = ".0"  # what Python calls the argument of a comprehension
-# Functions that ask for a class and do the same with a fake tensor's, with the reason.
+_ITERATED = ".0"  # Python's name for the argument of a comprehension
+# Functions that use type() and do the same for a fake tensor's class, with the reason.
 _ALIKE = frozenset(
     (
-        # Whether the class's text begins with PyTorch's name; every result of a model asks it.
+        # Tests if the class's text begins with "torch"; runs for every model output.
         ("transformers.utils.generic", "infer_framework_from_repr"),
     )
 )
@@ -57,9 +56,9 @@ _TELLS_NOBODY = ("copy", "deepcopy")
 
 @contextmanager
 def sizes_like_numbers() -> Iterator[None]:
-    """Has sizes answer as numbers inside, where this thread runs a model's Python.
+    """Makes symbolic sizes look like numbers to the model's Python in this thread.
 
-    Where its text is asked for, or what only a number has, a size stays this number.
+    If its text is used, or an attribute that only a number has, a size is specialized.
     """
     thread = threading.get_ident()
     with ExitStack() as undo:
@@ -103,7 +102,7 @@ def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[
 
 
 def _is_models(frame: FrameType) -> bool:
-    """Whether a frame runs a model's code, not what computes with symbols."""
+    """Whether a frame runs a model's code, not PyTorch's or SymPy's for symbols."""
     name = str(frame.f_globals.get("__name__"))
     return name.partition(".")[0] != _COMPUTES_WITH_SYMBOLS and is_user_frame(frame)
 
@@ -116,7 +115,7 @@ def _name(frame: FrameType) -> tuple[Any, str]:
 
 
 def _class_in_eager(value: Any, known: Mapping[int, type]) -> Any:
-    """Returns the class of a value; of a fake, what it is in eager."""
+    """Returns the class that a value has in eager."""
     kind = type(value)
     if kind is not FakeTensor or not is_traced(value):
         return kind
@@ -125,7 +124,7 @@ def _class_in_eager(value: Any, known: Mapping[int, type]) -> Any:
 
 
 class _LikeType(type):
-    """Has a class do for its module what ``type`` does, in other threads too."""
+    """Metaclass of a stand-in for ``type``, which also works in other threads."""
 
     _known: Mapping[int, type]
     _shown: Mapping[type, type]
@@ -156,16 +155,16 @@ class _LikeType(type):
 
 
 def _classes_shown(known: Mapping[int, type]) -> Callable[[], None]:
-    """Has fakes say the class of their tensors to a model's Python; returns what undoes it."""
+    """Patches ``__class__`` of fakes to answer as in eager; returns what undoes it."""
 
     def class_of(self: Any) -> Any:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name == "__instancecheck__":
-            frame = frame.f_back  # which asks for the one that asks it
+            frame = frame.f_back  # the caller of isinstance counts
         return _class_in_eager(self, known) if is_user_frame(frame) else type(self)
 
-    # Below torch.Tensor, which leaves ``__class__`` to ``object``. On the class itself it is not to
-    # be set: Python would take that for the class's own class.
+    # As a base class after torch.Tensor, which has no ``__class__`` of its own. Setting it on
+    # FakeTensor itself would change the class of that class.
     kind, bases = FakeTensor, FakeTensor.__bases__
     kind.__bases__ = (*bases, type("Shown", (), {"__class__": property(class_of)}))
 
@@ -175,10 +174,10 @@ def _classes_shown(known: Mapping[int, type]) -> Callable[[], None]:
     return restore
 
 
-# ---- what code asks of objects without asking them ---------------------------------------------
+# ---- class and identity checks in user functions -----------------------------------------------
 
 _Path: TypeAlias = tuple[Any, ...]
-"""The way to a value: ``a.b[0]`` is ``("a", ".b", 0)``, and ``a[i]`` ``("a", _ANY)``."""
+"""The path to a value: ``a.b[0]`` is ``("a", ".b", 0)``, and ``a[i]`` is ``("a", _ANY)``."""
 
 _ANY: Any = object()
 
@@ -187,13 +186,12 @@ class _Question(NamedTuple):
     """A ``type(...)``, ``.__class__`` or ``... is ...`` in a function.
 
     Attributes:
-        line: where it is asked.
-        paths: what leads to all values that it may be asked of.
-        is_open: whether these are not all: what is asked of is computed, or one of several values
-            that a variable had. Then all that the function holds counts.
-        kinds: the classes whose instances answer otherwise than in eager.
-        way: ``"type"``, ``"is"``, ``"is type"`` where that is compared with ``type`` itself, or
-            ``"__class__"``.
+        line: its line.
+        paths: paths to the values that it may be applied to.
+        is_open: whether there may be other values, because the operand is computed, or a variable
+            had several values. Then every value that the function holds is checked.
+        kinds: classes whose instances would answer differently than in eager.
+        way: ``"type"``, ``"__class__"``, ``"is"``, or ``"is type"`` for a comparison with ``type``.
     """
 
     line: int
@@ -204,19 +202,19 @@ class _Question(NamedTuple):
 
 
 class AskedClasses:
-    """Notes the functions of a model that ask for the class or identity of something.
+    """Notes the functions of a model that check the class or identity of an object.
 
     Args:
-        of_sizes: whether sizes vary, so that asking it of them is noted too.
-        known: the classes of tensors from outside the trace, by the identity of their fakes.
-        shown: by the class of what stands for another object, that object's.
+        known: the classes of tensors from outside the trace, by ``id`` of their fakes.
+        shown: for each class of proxies, the class of the objects behind them.
+        of_sizes: whether sizes are symbolic, so that identity checks are noted as well.
     """
 
     def __init__(
         self, known: Mapping[int, type], shown: Mapping[Any, type], *, of_sizes: bool
     ) -> None:
         self._of_sizes = of_sizes
-        # By identity: to hash code takes long.
+        # By id, because hashing a code object is slow.
         self._known: dict[int, tuple[CodeType, Sequence[_Question]]] = {}
         self._asking: list[tuple[FrameType, Sequence[_Question], list[Mapping[str, Any]]]] = []
         self._classes = known
@@ -229,26 +227,26 @@ class AskedClasses:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Has the functions that begin inside be answered as in eager, where they can be."""
+        """Makes class checks inside answer as in eager, where that is possible."""
         with self._undo:
             self._undo.callback(_classes_shown(self._classes))
             yield
 
     def began(self, frame: FrameType) -> None:
-        """Notes a function of the model that begins, if it asks anything."""
+        """Called when a function of the model begins: notes its class and identity checks."""
         code = frame.f_code
         questions = self._asked_by(frame)
         for question in questions:
             self._show(question, frame.f_globals)
         if questions:
-            # What a comprehension iterates over stands in the function around it.
+            # The values that a comprehension iterates over are in the function around it.
             around = frame.f_back if _ITERATED in code.co_varnames else None
             given: list[Mapping[str, Any]] = [dict(frame.f_locals)]
             given += [] if around is None else [around.f_locals]
             self._asking.append((frame, questions, given))
 
     def _asked_by(self, frame: FrameType) -> Sequence[_Question]:
-        """Returns what a function that begins may ask."""
+        """Returns the checks in a function."""
         code = frame.f_code
         if _name(frame) in _ALIKE:
             return ()
@@ -259,49 +257,48 @@ class AskedClasses:
         return known[1]
 
     def _show(self, question: _Question, scope: dict[str, Any]) -> None:
-        """Lets what a function is about to ask be answered as in eager, if it can be."""
+        """Gives a module a ``type`` that answers as in eager, if the check is by ``type``."""
         if question.way == "is type":
             if self._modules.get(id(scope)):
-                _take_back(scope, self._type)
+                _remove_type(scope, self._type)
             self._modules[id(scope)] = False
         elif question.way == "type" and id(scope) not in self._modules:
-            # A module may have its own, or that of another thread's capture.
+            # A module may have a ``type`` already: its own, or one of another thread's capture.
             self._modules[id(scope)] = "type" not in scope
             if "type" not in scope:
-                self._undo.callback(_take_back, scope, self._type)
+                self._undo.callback(_remove_type, scope, self._type)
                 scope["type"] = self._type
 
     def refuse(self) -> None:
-        """Refuses a class that is not eager's, in the functions that have run.
+        """Refuses checks in the functions that have run whose answer differs from eager's.
 
         Raises:
-            CaptureError: if one asked for the class of a tensor, or for that or the identity of a
-                size that varies.
+            CaptureError: if one checked the class of a tensor, or the class or identity of a
+                symbolic size.
         """
         if self._types:
             _refuse_type(self._types[0])
         for frame, questions, given in self._asking:
             for question in questions:
                 if question.way == "type" and self._modules[id(frame.f_globals)]:
-                    continue  # it was answered
+                    continue  # our ``type`` answered as in eager
                 for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
                     if isinstance(value, question.kinds):
                         _refuse(question, frame, value)
 
     def release(self) -> None:
-        """Lets go of the functions that have run."""
+        """Drops references to the frames that have run."""
         self._asking.clear()
 
 
 def _refuse_type(line: str) -> None:
     raise CaptureError(
-        f"The model's forward asks for the class of a class at {line}. That is Python's own type, "
-        "which says of a tensor that is traced another class than in eager. Ask isinstance() "
-        "instead."
+        f"The model's forward reads the class of a class at {line}. That is the builtin type, "
+        "which gives a traced tensor another class than in eager. Use isinstance() instead."
     )
 
 
-def _take_back(scope: dict[str, Any], own: Any) -> None:
+def _remove_type(scope: dict[str, Any], own: Any) -> None:
     if scope.get("type") is own:
         del scope["type"]
 
@@ -312,11 +309,11 @@ def _refuse(question: _Question, frame: FrameType, value: Any) -> None:
         _refuse_type(line)
     if not isinstance(value, SIZE_TYPES):
         raise CaptureError(
-            f"The model's forward asks for type() of a tensor at {line}, and a tensor that is "
-            "traced has another class than in eager. Ask isinstance() instead."
+            f"The model's forward uses type() of a tensor at {line}, and a traced tensor has "
+            "another class than in eager. Use isinstance() instead."
         )
     raise CaptureError(
-        f"The model's forward asks for the class or identity of a size at {line}, and a size that "
+        f"The model's forward checks the class or identity of a size at {line}, and a size that "
         "varies is a symbol, not a Python number."
     )
 
@@ -324,7 +321,7 @@ def _refuse(question: _Question, frame: FrameType, value: Any) -> None:
 def _asked(
     question: _Question, variables: Sequence[Mapping[str, Any]], scope: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Yields what a question that a function said may have been asked of."""
+    """Yields the values that a check may have been applied to."""
     for table in (*variables, scope, vars(builtins)):
         for path in question.paths:
             yield from _at(path, table)
@@ -334,7 +331,7 @@ def _asked(
 
 
 def _at(path: _Path, table: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields what a path leads to, or what stands where it cannot be followed."""
+    """Yields the value at a path, or candidates if the path cannot be followed to its end."""
     value = table.get(path[0])
     for step in path[1:]:
         found: Sequence[Any]
@@ -358,7 +355,7 @@ def _at(path: _Path, table: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _tables(value: Any) -> list[Mapping[str, Any]]:
-    """Returns what holds the attributes of an object, past any code of its class."""
+    """Returns the dicts with the attributes of an object, without running code of its class."""
     tables: list[Mapping[str, Any]] = [own_table(value) or {}]
     if isinstance(value, nn.Module):
         tables += [value._parameters, value._buffers]
@@ -377,12 +374,12 @@ def _with_items(value: Any) -> Iterator[Any]:
 
 
 def _questions(code: CodeType) -> Sequence[_Question]:
-    """Returns what a function asks; ``is None`` says the same of every tensor."""
+    """Returns the checks in a function, except ``is None``, which is the same for a fake."""
     asks = "type" in code.co_names or "__class__" in (*code.co_names, *code.co_consts)
     return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else ()
 
 
-@functools.lru_cache(maxsize=4096)  # a tenth of a small model's capture where each reads it anew
+@functools.lru_cache(maxsize=4096)  # without it, a tenth of the time of a small model's capture
 def _read(code: CodeType) -> Sequence[_Question]:
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found, line = [], code.co_firstlineno
@@ -395,10 +392,10 @@ def _read(code: CodeType) -> Sequence[_Question]:
             if any(len(side) == 1 and _is_builtin(side[0]) for side in sides):
                 found.append(_Question(line, (), False, (), "is type"))
         elif step.opname.startswith(_ATTRIBUTES) and step.argval == "__class__":
-            # Of a class, that is ``type`` itself.
+            # ``__class__`` of a class is the builtin ``type``.
             asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
             kinds = (object,) if any(map(_is_builtin, asked)) else kinds
-        elif step.opname == "LOAD_CONST" and step.argval == "__class__":  # as getattr is given it
+        elif step.opname == "LOAD_CONST" and step.argval == "__class__":  # getattr(x, "__class__")
             asked, kinds, way = _operands(steps, index, 1), (type,), "__class__"
         elif _is_builtin(step):
             asked, kinds, way = _argument(steps, index), (torch.Tensor, type, *SIZE_TYPES), "type"
@@ -407,7 +404,7 @@ def _read(code: CodeType) -> Sequence[_Question]:
         if not _raises(steps, index):
             paths, is_computed = _paths(asked)
             is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
-            is_open = is_open and kinds != (type,)  # most are no classes
+            is_open = is_open and kinds != (type,)  # few values are classes: check only the paths
             found.append(_Question(line, paths, is_open, kinds, way))
     return found
 
@@ -417,7 +414,7 @@ def _is_builtin(step: dis.Instruction) -> bool:
 
 
 def _line(step: Any) -> int | None:
-    """Returns the line that begins with an instruction, by whichever name it has."""
+    """Returns the line that begins with an instruction; the attribute depends on the Python."""
     number = getattr(step, "line_number", None)
     return number if number is not None or isinstance(step.starts_line, bool) else step.starts_line
 
@@ -427,7 +424,7 @@ def _is_none(step: dis.Instruction) -> bool:
 
 
 def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list[dis.Instruction]:
-    """Returns what computes the values that an instruction takes."""
+    """Returns the instructions that compute the operands of an instruction."""
     first, needed = index, num_values
     while needed > 0 and first > 0:
         first -= 1
@@ -436,7 +433,7 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
 
 
 def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
-    """Returns what computes the argument of a function that is loaded."""
+    """Returns the instructions that compute the argument of the function loaded at ``index``."""
     held, last = _pushed(steps[index]), index
     while last + 1 < len(steps):
         last += 1
@@ -452,7 +449,7 @@ def _pushed(step: dis.Instruction) -> int:
 
 
 def _paths(steps: list[dis.Instruction]) -> tuple[tuple[_Path, ...], bool]:
-    """Returns what leads to the values in an expression, and whether it computes others."""
+    """Returns the paths to the values in an expression, and whether it computes other values."""
     found: list[_Path] = []
     is_computed = False
     for step in steps:
@@ -471,7 +468,7 @@ def _paths(steps: list[dis.Instruction]) -> tuple[tuple[_Path, ...], bool]:
 
 
 def _is_set_again(names: Collection[str], code: CodeType, steps: Sequence[dis.Instruction]) -> bool:
-    """Whether one of some variables may have had several values: in a loop, or set twice."""
+    """Whether one of the variables may have had several values: in a loop, or by two stores."""
     stores = [step for step in steps if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
     stored = [name for step in stores for name in _argvals(step) if name in names]
     is_looped = bool(stored) and any(step.opname.startswith("FOR_ITER") for step in steps)
@@ -480,7 +477,7 @@ def _is_set_again(names: Collection[str], code: CodeType, steps: Sequence[dis.In
 
 
 def _raises(steps: list[dis.Instruction], index: int) -> bool:
-    """Whether nothing follows an instruction but the text of an error, and that being raised."""
+    """Whether the result of an instruction is only used to raise an error."""
     rest = itertools.takewhile(lambda step: not step.opname.startswith(_ENDS), steps[index:])
     after = index + len(list(rest))
     return after < len(steps) and steps[after].opname == "RAISE_VARARGS"

@@ -1,9 +1,9 @@
 """Adapter: autocast as on a GPU, for a model that is traced on the CPU.
 
-A program for a GPU that is not here is traced with tensors of the CPU. PyTorch's autocast for CUDA
-casts none of those, and where there is no CUDA its regions turn themselves off. So what it would
-cast is asked of PyTorch: its rule for an operator runs on fake tensors of a GPU, and the casts that
-it makes become operators of the program.
+A program for a GPU that is not here is traced with CPU tensors. PyTorch's autocast for CUDA does
+not cast these, and without CUDA it turns itself off. So each operator also runs on fake CUDA
+tensors, where PyTorch's own autocast rule applies; the casts that it makes there are added to the
+program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _AS_ON_A_GPU = ("cpu", "cuda")
-"""Device types: a model that asks its tensors gets the first, and means the second."""
+"""Device types that mean the GPU: a traced tensor says the first, a model may say the second."""
 
 _GPU = torch.device("cuda", 0)
 _LOW = (torch.float16, torch.bfloat16)
@@ -27,7 +27,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def autocast_as_on_a_gpu() -> Iterator[None]:
-    """Lets regions of autocast within this context, and one around it, be those of a GPU."""
+    """Makes autocast regions inside, and one around this context, apply to the GPU."""
     original = torch.autocast.__init__
 
     def init(
@@ -39,7 +39,7 @@ def autocast_as_on_a_gpu() -> Iterator[None]:
     ) -> None:
         moved = device_type in _AS_ON_A_GPU
         device = "cuda" if moved else device_type
-        # Without CUDA a region for it warns and turns itself off: it is switched on afterwards.
+        # Without CUDA a region for it would warn and turn itself off, so it is enabled afterwards.
         original(self, device, dtype, enabled and not moved, cache_enabled)
         if moved:
             self._enabled = enabled
@@ -71,13 +71,13 @@ def _switched(device: str, *, on: bool) -> Iterator[None]:
 
 
 class GpuCasts:
-    """Does what a GPU's autocast does to an operator, by operators that are traced."""
+    """Adds the casts of GPU autocast to a trace, as operators."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def around(self, dispatch: Callable[..., Any], tracing: Any) -> Callable[..., Any]:
-        """Returns what traces an operator with its casts."""
+        """Returns a dispatch function that records an operator with its casts."""
 
         def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -102,7 +102,7 @@ class GpuCasts:
         return traced
 
     def _rule(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rule:
-        """Runs PyTorch's rule for an operator on fake tensors of a GPU."""
+        """Finds the casts of an operator, by running it on fake CUDA tensors under autocast."""
         twins: dict[int, torch.Tensor] = {}
 
         def twin(value: Any) -> Any:
@@ -113,7 +113,7 @@ class GpuCasts:
         on_gpu = map_aggregate((tuple(args), dict(kwargs)), twin)
         found, result = self._watched(func, on_gpu)
         plain = self._own_casts(func, on_gpu, found) if found else {}
-        if not _has_rule(func):  # what it is made of may have one
+        if not _has_rule(func):  # operators that it decomposes into may have one
             return _Rule(casts_inside=len(found) > len(plain))
         own = {key: found.get(id(t)) for key, t in twins.items() if id(t) not in plain}
         casts = {key: dtype for key, dtype in own.items() if dtype is not None}
@@ -127,18 +127,19 @@ class GpuCasts:
     def _own_casts(
         self, func: Any, operands: Any, found: Mapping[int, torch.dtype]
     ) -> Mapping[int, torch.dtype]:
-        """Returns those of the casts that an operator makes without autocast, too."""
+        """Returns those casts that the operator makes without autocast as well."""
         try:
             with _switched("cuda", on=False):
                 return self._watched(func, operands)[0]
-        except RuntimeError:  # operands of several dtypes: the rule makes them one, mostly this one
+        # Operands of several dtypes need autocast to be promoted to one, usually the low one.
+        except RuntimeError:
             low = torch.get_autocast_dtype("cuda")
             return {k: d for k, d in found.items() if low in found.values() and d != low}
 
     def _watched(self, func: Any, operands: Any) -> tuple[dict[int, torch.dtype], Any]:
-        """Runs an operator; returns what each tensor is cast to, by its id, and the result."""
+        """Runs an operator; returns the dtypes that tensors are cast to, by id, and the result."""
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cast that was made before would not be seen
+        torch.set_autocast_cache_enabled(False)  # a cached cast would not be seen
         try:
             with torch.no_grad(), self._mode, _Watch() as watch:
                 result = func(*operands[0], **operands[1])
@@ -156,12 +157,12 @@ class GpuCasts:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Holds what autocast does to one call of an operator.
+    """What autocast does to one call of an operator.
 
     Attributes:
-        casts: the dtype that each operand is cast to, by the operand's id.
-        options: the operator's keyword arguments.
-        casts_inside: whether it casts for an operator that this one is made of.
+        casts: the dtype that each operand is cast to, by ``id`` of the operand.
+        options: keyword arguments to set.
+        casts_inside: whether it casts operands of an operator that this one decomposes into.
     """
 
     casts: Mapping[int, torch.dtype] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.casts: dict[int, torch.dtype] = {}
-        self._cast: list[Any] = []  # so that an id stays that of one tensor
+        self._cast: list[Any] = []  # kept alive, so that each id stays unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype"):

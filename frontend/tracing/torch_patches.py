@@ -1,12 +1,10 @@
-"""Adapter: the narrow, temporary patches that let capture watch a model run.
+"""Adapter: temporary patches of PyTorch that let capture watch a model run.
 
-While :func:`intercepted` is open, in the capturing thread only: a marked block's ``__call__`` asks
-the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
-the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
-so that its own derivative is kept, and so is ``torch.utils.checkpoint``; what is asked of a tensor
-or changed of it that is no operator is reported (:mod:`.torch_tensor_answers`); a real tensor whose
-numbers Python asks for is the watcher's fake, which has none.
-Everything is put back on exit, whatever happens.
+While :func:`intercepted` is open, the watcher gets, in the capturing thread only: module calls;
+reads of module attributes, where it replaces real tensors by fakes; writes of module attributes;
+calls of custom ``autograd.Function``s and of ``torch.utils.checkpoint``; reads and changes of a
+tensor's state that are no operators (:mod:`.torch_tensor_answers`). Methods that return the values
+of a real tensor get its fake, which has none. All patches are undone on exit.
 """
 
 from __future__ import annotations
@@ -46,14 +44,14 @@ _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _TEXTS = ("__repr__", "__format__")
-_PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
-# What drives a checkpoint without reentrance: first its name since torch 2.15, then until then.
+_PRINTER_FILE = torch._tensor_str.__file__  # it reads values only to print them
+# The generator behind a non-reentrant checkpoint: its name since torch 2.15, then the older one.
 _CHECKPOINT_GENERATORS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 )
 _TRACER_FILE = torch.fx.experimental.proxy_tensor.__file__
-# Of nn.Module itself and of ``cached_property``, which read single attributes there.
+# nn.Module and ``cached_property`` read single attributes in ``__dict__``.
 _KNOWN_FILES = (sys.modules[nn.Module.__module__].__file__, functools.__file__)
 _CONTROL_FLOW: dict[str, Any] = {
     "cond": cond_op,
@@ -71,8 +69,8 @@ class GradientCall:
     """A call of ``torch.autograd.grad``.
 
     Attributes:
-        outputs: what is differentiated.
-        inputs: with respect to what.
+        outputs: the tensors to differentiate.
+        inputs: the tensors to differentiate by.
         seeds: a cotangent for each output.
         allow_unused: whether an input may have no gradient.
     """
@@ -87,7 +85,7 @@ _Run = Callable[..., Any]
 
 
 class _Watcher(Protocol):
-    """Receives what the patches see; see :class:`..capture.watcher.ModelWatcher`."""
+    """Receives the calls of the patches; see :class:`..capture.watcher.ModelWatcher`."""
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: _Run) -> Any: ...
     def read(self, module: nn.Module, name: str) -> None: ...
@@ -112,7 +110,7 @@ class _Watcher(Protocol):
 
 @contextmanager
 def intercepted(watcher: _Watcher) -> Iterator[None]:
-    """Lets ``watcher`` see this thread's module calls, attribute reads and writes."""
+    """Reports what this thread does with modules and tensors to ``watcher``."""
     thread = threading.get_ident()
     with _LOCK, ExitStack() as undo:
         for patch in _PATCHES:
@@ -142,7 +140,7 @@ def _patch_reads(watcher: _Watcher, thread: int) -> Callable[[], None]:
                 return watcher.own_names(self)
             return lookup(self, name)
         if name == CALL_SLOT:
-            return None  # a module's own Python runs, also where it has a compiled form
+            return None  # run the module's own Python even if it was compiled
         watcher.read(self, name)
         value = lookup(self, name)
         if type(value) is int:
@@ -163,7 +161,7 @@ def _patch_writes(watcher: _Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
-        # An index that is stored is read by other code, which must find a number.
+        # Other code may read the attribute, so a proxy of an index is replaced by its number.
         value = reveal(value)
         if threading.get_ident() == thread and watcher.write(self, name, value):
             return
@@ -178,10 +176,10 @@ def _patch_writes(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_functions(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what ``apply`` of every function ends in."""
+    """Patches the method that every ``Function.apply`` calls."""
     is_of_c = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
-    # Since torch 2.15 ``apply`` is C's own. Before, patching what it ends in also catches one that
-    # was kept (``act = Act.apply``); after, :func:`is_context` notices that one runs.
+    # Since torch 2.15 ``apply`` is implemented in C. In older versions, the patch also catches an
+    # ``apply`` that was kept (``act = Act.apply``); since then, :func:`is_context` detects those.
     base: Any = torch.autograd.Function if is_of_c else _SingleLevelFunction
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +192,7 @@ def _patch_functions(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches functions of ``torch.jit``, which run a graph with its own derivative."""
+    """Patches functions of ``torch.jit``, whose graph has a derivative of its own."""
     kind: Any = torch.jit.ScriptFunction
     run = kind.__call__
 
@@ -212,7 +210,7 @@ def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_checkpoint(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches checkpoint without reentrance, whose function runs inside a generator."""
+    """Patches the generator inside which a non-reentrant checkpoint runs its function."""
     module: Any = torch.utils.checkpoint
     name = next(name for name in _CHECKPOINT_GENERATORS if hasattr(module, name))
     original = getattr(module, name)
@@ -231,7 +229,7 @@ def _patch_checkpoint(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches readers of a tensor's memory that are no operators, which no trace sees."""
+    """Patches methods that read a tensor's memory without an operator that a trace could see."""
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,15 +248,15 @@ def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches whatever is neither an operator nor an answer of a fake tensor."""
+    """Patches tensor attributes that are no operators and that a fake cannot answer itself."""
 
     def reporting(name: str, do: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
         def asked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return do(self, *args, **kwargs)
             frame = _asking_frame()
-            # PyTorch's own code may ask as it needs. It may not change the model's own tensors
-            # unseen, nor may ``torch.nn`` (``zero_grad``).
+            # PyTorch's own code may read what it needs. A change of the model's tensors is reported
+            # even so, and anything that ``torch.nn`` does to them for the user (``zero_grad``).
             if is_library_frame(frame):
                 is_act = is_change or acts_on_modules(frame)
                 if not (is_act and watcher.owns(self)):
@@ -285,17 +283,16 @@ def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _asking_frame() -> types.FrameType:
-    """Returns the frame that asks a tensor."""
+    """Returns the frame that uses the tensor's attribute."""
     frame: Any = sys._getframe(2)
-    # A method kept from before (``f = Tensor.name``) is no patch of ours: PyTorch's tracer asks in
-    # its place.
+    # A method that was kept from before the patch (``f = Tensor.name``) comes through the tracer.
     while frame.f_code.co_filename == _TRACER_FILE:
         frame = frame.f_back
     return frame  # type: ignore[no-any-return]
 
 
 def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what writes out a tensor: it shows numbers."""
+    """Patches methods that format a tensor, because the text contains its values."""
 
     def writing(original: Any) -> Callable[..., str]:
         def text(self: torch.Tensor, *args: Any, **kwargs: Any) -> str:
@@ -310,9 +307,9 @@ def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _keeps_all_results(frame: Any) -> bool:
-    """Whether a function that logs keeps all its results, so that no equal call logs again.
+    """Whether a logging function caches all its results, so that an equal call logs nothing.
 
-    ``warning_once`` of Transformers is one.
+    ``warning_once`` of Transformers does.
     """
     while frame.f_code.co_filename == logging.__file__:
         frame = frame.f_back
@@ -323,7 +320,7 @@ def _keeps_all_results(frame: Any) -> bool:
 
 
 def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what prints, saves, and logs if a logger would write it."""
+    """Patches ``print``, ``torch.save``, and the handling of log records that would be written."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
 
     def print_(*values: Any, **kwargs: Any) -> None:
@@ -335,7 +332,7 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
         own = record.name.partition(".")[0] in ("torch", "lazyinline")
         if threading.get_ident() == thread and not own:
             if _keeps_all_results(sys._getframe(1)):
-                record.getMessage()  # refused now, if it writes out a tensor
+                record.getMessage()  # raises now if it formats a tensor
                 if watcher.says_once(lambda: handle(self, record)):
                     return
             watcher.acts("prints or logs something")
@@ -354,7 +351,7 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what ``torch.autograd.grad`` and every ``backward`` end in, however imported."""
+    """Patches the function that ``torch.autograd.grad`` and every ``backward`` call."""
     engine: Any = torch.autograd._engine_run_backward
 
     def run(
@@ -382,10 +379,10 @@ def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what ``torch.func.grad`` and ``grad_and_value`` end in, however imported.
+    """Patches the function that ``torch.func.grad`` and ``grad_and_value`` call.
 
-    Their tensors inside tensors have no operators that could be recorded; the same gradient by
-    ``torch.autograd.grad`` is followed. Inside another transform, such as ``vmap``, they stay.
+    The tracer cannot record operators on their wrapped tensors, so the gradient is computed by
+    ``torch.autograd.grad`` instead. Inside another transform, such as ``vmap``, nothing changes.
     """
     original: Any = eager_transforms.grad_and_value_impl
 
@@ -402,7 +399,7 @@ def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
         def value_of(result: Any) -> torch.Tensor:
             value = result[0] if has_aux and isinstance(result, tuple) and result else result
-            # PyTorch says what is wrong with a result that is no number.
+            # If the result is no scalar, the original raises PyTorch's own error.
             if not isinstance(value, torch.Tensor) or value.dim():
                 original(lambda *_, **__: result, argnums, has_aux, args, kwargs)
             return cast("torch.Tensor", value)
@@ -413,7 +410,7 @@ def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Puts attributes on a class or module; returns what puts back what it had of its own."""
+    """Sets attributes of a class or module; returns a function that restores the old ones."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
 
     def restore() -> None:
@@ -426,19 +423,19 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
-    except BaseException:  # an interrupt between two of them
+    except BaseException:  # an interrupt may come between two of them
         restore()
         raise
     return restore
 
 
 def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches hooks on what the nodes of the graph save."""
+    """Patches saved-tensor hooks."""
     saving = torch.autograd.graph.saved_tensors_hooks
     enter = saving.__enter__
 
     def entered(self: Any) -> None:
-        # PyTorch's own checkpoint enters such hooks, and ``save_on_cpu`` changes no number.
+        # PyTorch's checkpoint enters such hooks itself, and ``save_on_cpu`` changes no values.
         by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
         if by_user and not isinstance(self, torch.autograd.graph.save_on_cpu):
             watcher.saving_hook()
@@ -448,10 +445,10 @@ def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def patch_control_flow(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches the operators of control flow: in place of tracing their bodies, they hand them out.
+    """Patches the control-flow operators: instead of tracing their bodies, they report them.
 
-    Outside of a compile ``torch.cond`` and its like have Dynamo compile the function that calls the
-    operator; here it is called as it is.
+    Outside of a compile, ``torch.cond`` and the others would call Dynamo to compile the function
+    that calls the operator; here that function is called as it is.
     """
     compile_ = torch.compile
 

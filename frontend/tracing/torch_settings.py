@@ -1,8 +1,7 @@
-"""Adapter: PyTorch's own settings, found by rule: what can be asked for and can be set.
+"""Adapter: PyTorch's own settings, found by a rule, so that those of later versions are found too.
 
-A setting has a getter without arguments and a setter of the same words, in C
-(``_get_cudnn_benchmark``, ``_set_cudnn_benchmark``) or in the Python of ``torch.backends``. So a
-setting of a PyTorch to come is known as well.
+A setting has a getter without arguments and a setter whose name has the same words, in C
+(``_get_cudnn_benchmark``, ``_set_cudnn_benchmark``) or in the Python of ``torch.backends``.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _NO_WORDS = frozenset({"get", "set", "is", "are", "use", "enabled", "preferred"}
 _PYTHONS = ("torch.backends.", "torch.__future__")
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, enum.Enum, type(None))
 _IS_BUILTIN = types.BuiltinFunctionType
-# Facts of the installation, and what a call under tracers does not reach.
+# Facts about the installation, and states that differ inside a tracer or compiler.
 _FIXED = re.compile(r"_?is_(\w*available|built|\w*compiling|\w*exporting|in_bad_fork)$")
 _NO_SETTINGS = ("torch._", "torch.fx", "torch.jit", "torch.compiler", "torch.utils", "torch.export")
 _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-# Each operator of a trace knows under which of these it ran, or they choose among kernels that all
-# compute the same; so ``with torch.no_grad()``, autocast and sdpa_kernel may be inside a forward.
+# Settings that a forward may change, as by ``torch.no_grad()``, autocast and sdpa_kernel: each node
+# of a trace records them, or they only choose among equivalent kernels.
 _FOLLOWED = re.compile(r"_?set_((grad|multithreading)_enabled|autocast_\w+|sdp_\w+)$")
-# The tracer's own, or off while a model is captured: a forward that asks for one runs eagerly.
+# Set by the tracer, or off while a model is captured: a forward that reads one runs eagerly.
 _OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"}) | {
     "is_anomaly_enabled",
     "is_anomaly_check_nan_enabled",
@@ -53,7 +52,7 @@ _OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_grap
 
 @contextmanager
 def plain_autograd() -> Iterator[None]:
-    """Runs autograd without anomaly checks and without hooks on saved tensors."""
+    """Turns off anomaly mode and saved-tensor hooks inside."""
     with contextlib.ExitStack() as stack:
         if torch.is_anomaly_enabled():
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
@@ -64,13 +63,13 @@ def plain_autograd() -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """Lists what can be set in PyTorch.
+    """The settings of PyTorch.
 
     Attributes:
-        getters: by name, those in C.
-        setters: names of functions in C that set what nothing in a trace shows.
-        names: all of them, and those of a random generator's methods, in C.
-        all: what is set now can be asked for, by a name, and put back with a function, if known.
+        getters: names of the getters in C.
+        setters: names of the setters in C whose effect a trace would not record.
+        names: all these names, and those of a random generator's methods.
+        all: name, getter, and (if known) setter of each setting.
     """
 
     getters: frozenset[str]
@@ -81,12 +80,12 @@ class Settings(NamedTuple):
 
 @functools.cache
 def settings() -> Settings:
-    """Returns PyTorch's settings; looked for once."""
+    """Returns PyTorch's settings, searched for once."""
     own: Any = torch._C
     setters = [n for n in dir(own) if _SETTER.match(n) and isinstance(getattr(own, n), _IS_BUILTIN)]
     found: list[tuple[str, Callable[[], Any], Callable[[Any], Any] | None]] = []
     for name in filter(_GETTER.match, dir(own)):
-        is_cast = "autocast" in name and "cache" not in name  # the guard asks for them, by device
+        is_cast = "autocast" in name and "cache" not in name  # guards compare these per device
         named = [s for s in setters if _words(s) and _words(s) <= _words(name)]
         if named and not is_cast and name not in _OURS and _answers(getattr(own, name)):
             same = [getattr(own, s) for s in named if _words(s) == _words(name)]
@@ -103,10 +102,10 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _answers(getter: Any) -> bool:
-    """Whether a function takes no arguments and returns something plain."""
+    """Whether a function takes no arguments and returns plain data."""
     try:
         with warnings.catch_warnings():
-            # A getter that warns would do so at each call, when the guard asks again.
+            # A getter that warns is excluded: the guard would make it warn at each call.
             warnings.simplefilter("error")
             return isinstance(getter, _IS_BUILTIN) and isinstance(getter(), _PLAIN)
     except (TypeError, RuntimeError, Warning):
@@ -120,18 +119,18 @@ def _of_python() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]
         held = vars(getattr(module, "m", module))  # a module whose settings are attributes
         for name, getter in list(held.items()):
             setter = held.get(name.replace("get_", "set_", 1))
-            is_getter = isinstance(getter, types.FunctionType) and _is_alone(getter.__code__)
+            is_getter = isinstance(getter, types.FunctionType) and _takes_nothing(getter.__code__)
             if is_getter and setter is not getter and callable(setter):
                 yield f"{module_name}.{name}", getter, setter
 
 
-def _is_alone(code: types.CodeType) -> bool:
+def _takes_nothing(code: types.CodeType) -> bool:
     takes = code.co_argcount + code.co_kwonlyargcount or code.co_flags & _VARIABLE
     return not takes
 
 
 def may_ask(frame: types.FrameType) -> bool:
-    """Whether a frame of PyTorch's may ask for settings, or set them, because the model does."""
+    """Whether a frame runs a public PyTorch function, which may use a setting for the model."""
     name = str(frame.f_globals.get("__name__"))
     is_own = name.startswith(_NO_SETTINGS) and name != "torch.__future__"
     return name.partition(".")[0] == "torch" and not is_own
@@ -141,40 +140,40 @@ def python_getter(frame: types.FrameType) -> Callable[[], Any] | None:
     """Returns the function that a frame of PyTorch's runs, if it only returns a setting."""
     code = frame.f_code
     is_getter = _GETTER.match(code.co_name) and not _FIXED.match(code.co_name)
-    found = frame.f_globals.get(code.co_name) if is_getter and _is_alone(code) else None
+    found = frame.f_globals.get(code.co_name) if is_getter and _takes_nothing(code) else None
     return found if getattr(found, "__code__", None) is code else None
 
 
 def setting_of(function: Any) -> str:
-    """Names what a function in C sets that a trace would not show, or returns an empty text."""
+    """Names the setting that a C function changes, or ``""`` if none or if a trace records it."""
     if function.__self__ is not torch._C or function.__name__ not in settings().setters:
         return ""
     return f"PyTorch's {function.__name__.strip('_')[4:].replace('_', ' ')}"
 
 
 def is_reading(function: Any) -> bool:
-    """Whether a function in C returns a setting, which the guard can ask for again."""
+    """Whether a C function returns a setting, which the guard can read again."""
     return function.__self__ is torch._C and function.__name__ in settings().getters
 
 
 def answer(getter: Callable[[], Any]) -> Any:
-    """Asks for something again; returns ABSENT where the answer is nothing that compares."""
+    """Reads a setting; returns ABSENT if its value cannot be compared."""
     found = getter()
-    # Autocast asks for the stack of modes, and the tracer's own are on it.
+    # Autocast reads the stack of modes, which has those of the tracer on it.
     has_modes = isinstance(found, list) and any(isinstance(x, TorchFunctionMode) for x in found)
     return found if isinstance(found, _PLAIN) and not has_modes else ABSENT
 
 
 @contextmanager
-def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Puts settings back that what runs inside leaves changed, and refuses it."""
-    before = [(name, getter, put, _told(getter)) for name, getter, put in settings().all]
+def settings_restored(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Restores settings that are changed inside, and calls ``refuse`` with the name of one."""
+    before = [(name, getter, put, _read_setting(getter)) for name, getter, put in settings().all]
     changed = ""
     try:
         yield
     finally:
         for name, getter, put, value in before:
-            if _told(getter) != value:
+            if _read_setting(getter) != value:
                 changed = name
                 if put is not None and value is not ABSENT:
                     put(value)
@@ -182,8 +181,8 @@ def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
         refuse(changed)
 
 
-def _told(getter: Callable[[], Any]) -> Any:
-    """Asks for a setting; one that was set in the new way may not be asked for in the old."""
+def _read_setting(getter: Callable[[], Any]) -> Any:
+    """Reads a setting; ABSENT if PyTorch raises, as an old getter does after a new setter."""
     try:
         return getter()
     except RuntimeError:
@@ -197,24 +196,24 @@ _MAX_HELD = 32
 
 @dataclass(frozen=True)
 class Asked:
-    """A call of a function of the standard library, whose result the guard compares."""
+    """A call of a standard library function, whose result the guard compares."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
     def __call__(self) -> Any:
-        """Asks again."""
+        """Calls the function again."""
         return self.function(*self.args)
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """The results that a function cache keeps: a hit runs no body, so nothing is read."""
+    """The state of an ``lru_cache``, because a hit runs no body whose reads could be compared."""
 
     cache: Any
 
     def __call__(self) -> tuple[Any, ...]:
-        """Returns how much was computed and, of a small cache, the results."""
+        """Returns the counts of misses and entries and, for a small cache, its contents."""
         info = self.cache.cache_info()
         held = gc.get_referents(self.cache) if info.currsize <= _MAX_HELD else []
         for table in [x for x in held if type(x) is dict]:
@@ -225,12 +224,12 @@ class CacheState:
 
 _is_logged = logging.Logger.isEnabledFor
 ASKED_IN_PYTHON: Mapping[CodeType, Callable[..., Reading]] = {
-    # Whether a class counts as derived from an abstract one: ``register`` may change that.
+    # ``register`` may change whether a class is a subclass of an abstract one.
     abc.ABCMeta.__instancecheck__.__code__: lambda cls, instance: _derives(type(instance), cls),
     abc.ABCMeta.__subclasscheck__.__code__: lambda cls, subclass: _derives(subclass, cls),
     _is_logged.__code__: lambda self, level: Asked(_is_logged, (self, level)),
 }
-"""Functions of Python's own that tell something, and what asks it again, given their arguments."""
+"""By the code of a standard library function: makes the reading that calls it again."""
 
 
 def _derives(kind: type, base: type) -> Reading:

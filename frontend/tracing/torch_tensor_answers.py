@@ -1,9 +1,9 @@
-"""Adapter: what a fake tensor may answer to the model's Python; all else of a tensor is reported.
+"""Adapter: the attributes of a tensor that a fake answers as a real one; all others are reported.
 
-An operator is in the trace, by whatever name it is called. What is none says something of this
-run's tensor, or changes it: its memory, gradient, version, hooks. Fake tensors say the same as real
-ones in the few respects of :data:`ANSWERS`. Every other attribute and method that ``torch.Tensor``
-has, in whatever version of PyTorch, is watched while a model is captured.
+A tensor method that is an operator is recorded in the trace. Any other attribute or method reads or
+changes state of this run's tensor: its storage, gradient, version, hooks. A fake answers those in
+:data:`ANSWERS` correctly. All others that ``torch.Tensor`` has, in any version of PyTorch, are
+watched while a model is captured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
 """Names of ``torch.Tensor`` that are not watched, by reason."""
 
 SWITCHES = ("requires_grad", "requires_grad_")
-"""Names that switch whether a tensor requires grad."""
+"""Names that set whether a tensor requires grad."""
 
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "conversions to a dtype": (
@@ -57,7 +57,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "new tensors like this one": ("new", "new_tensor"),
     "Python around operators": ("unique",),
 }
-"""Names of ``torch.Tensor`` that are operators of another name, by reason: they may be tried."""
+"""Names of ``torch.Tensor`` that run operators of another name, by reason: a fake may try them."""
 
 _OPERATOR_NAMES = frozenset(name.strip("_") for name in dir(operator))
 _CALLED = (
@@ -67,12 +67,12 @@ _CALLED = (
 
 
 class TensorState(NamedTuple):
-    """Holds what can change of a tensor besides its numbers.
+    """The state of a tensor besides its values.
 
     Attributes:
-        kind: its class, dtype and layout.
-        memory: where it lies in memory.
-        gradients: whether it wants a gradient, has one, and what is to be called with one.
+        kind: its class, dtype, layout and device.
+        memory: its storage, shape, strides and offset.
+        gradients: whether it is a leaf that requires grad, its ``.grad``, and whether it has hooks.
     """
 
     kind: tuple[Any, ...]
@@ -100,7 +100,7 @@ def state_of(tensor: torch.Tensor) -> TensorState:
 
 @functools.cache
 def watched_names() -> Mapping[str, Any]:
-    """Returns what is neither an operator nor in :data:`ANSWERS`, or may be set although it is."""
+    """Returns the attributes to watch: no operators, not in :data:`ANSWERS`, or settable ones."""
     answers = {name for names in ANSWERS.values() for name in names}
     found = {}
     for name in dir(torch.Tensor):
@@ -116,8 +116,8 @@ def watched_names() -> Mapping[str, Any]:
 
 @functools.cache
 def may_compute(name: str) -> bool:
-    """Whether something watched may turn out to be operators once a fake tensor tries it."""
-    # Nothing else is tried: on a tensor without memory, some of PyTorch's code ends the process.
+    """Whether a watched method may only run operators, so that it can be tried on a fake tensor."""
+    # Others are not tried: some of PyTorch's C++ code crashes on a tensor without storage.
     if changes_layout(name):
         return any(map(returns_operand, _overloads(name[:-1])))  # unlike resize_ and set_
     is_listed = any(name in names for names in OPERATORS.values())
@@ -126,12 +126,12 @@ def may_compute(name: str) -> bool:
 
 @functools.cache
 def changes_layout(name: str) -> bool:
-    """Whether an operator in place changes what a tensor is, and not its numbers."""
+    """Whether an in-place operator changes the shape or strides of a tensor, not its values."""
     return any(torch.Tag.inplace_view in overload.tags for overload in _overloads(name))
 
 
 def is_answer(name: str) -> bool:
-    """Whether a fake tensor may answer."""
+    """Whether a fake tensor answers an attribute correctly."""
     return any(name in names for names in ANSWERS.values())
 
 
@@ -147,18 +147,18 @@ def _is_settable(descriptor: Any) -> bool:
 
 
 def _is_of_python(name: str) -> bool:
-    """Whether Python calls a method for an operator such as ``+``, also from the right."""
+    """Whether a method implements a Python operator such as ``+``, also reflected or in-place."""
     inner = name.strip("_")
     forms = (inner, inner.removeprefix("r"), inner.removeprefix("i"))
     return name.startswith("__") and not _OPERATOR_NAMES.isdisjoint(forms)
 
 
 def _is_operator(name: str) -> bool:
-    """Whether a method is an operator of the same name that takes the tensor and makes tensors."""
+    """Whether a method is an ATen operator of the same name, from this tensor to tensors."""
     if changes_layout(name) or not any(map(_makes_tensors, _overloads(name))):
         return False
-    # A change in place that has no form out of place (``requires_grad_``) is no operator; one of
-    # the layout (``resize_``) is looked at when it is made.
+    # An in-place method without an out-of-place form (``requires_grad_``) is no operator. One that
+    # changes the shape (``resize_``) is checked when it is called.
     return not name.endswith("_") or name.startswith("__") or bool(_overloads(name[:-1]))
 
 

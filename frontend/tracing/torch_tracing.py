@@ -1,12 +1,12 @@
 """Adapter: pre-dispatch tracing with fake tensors. Every private tracing name is named here.
 
-The trace sees operators before autograd and before composite operators are taken apart, so
-``linear`` and ``scaled_dot_product_attention`` stay whole, and nothing is computed.
+The trace records operators before autograd and before decomposition, so ``linear`` and
+``scaled_dot_product_attention`` stay whole. Nothing is computed.
 
-PyTorch turns its own in-place operators into pure ones; somebody else's
-(``torch.library.custom_op(mutates_args=...)``) are refused. Where PyTorch's rule for fake tensors
-says another layout than the kernel's, results would be handed out in that one: what is known is put
-right. (What is not known is copied into the layout that the rule says, where a kernel is recorded.)
+PyTorch functionalizes its own in-place operators; custom ones
+(``torch.library.custom_op(mutates_args=...)``) are refused. For a few operators, PyTorch's rule for
+fake tensors gives other strides than the kernel; their fakes are corrected here. (For any operator
+not known here, the recorded kernel copies its result to the strides of the fake.)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torc
 
 
 LEAVES_PYTORCH = ".numpy() is not supported"
-"""Text of PyTorch's error where a fake tensor is asked for an array."""
+"""Text of PyTorch's error for ``.numpy()`` of a fake tensor."""
 
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -85,12 +85,12 @@ _READERS = (
 
 
 def is_mode_switch(node: torch.fx.Node) -> bool:
-    """Whether a node only switches grad mode or autocast (stamps replace these)."""
+    """Whether a node only switches grad mode or autocast, which the stamps of nodes record."""
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
 
 
 def follower() -> Any:
-    """Returns who follows the trace that is running, if it is one of ours."""
+    """Returns the watcher of the running trace, if it is one of ours."""
     mode = get_proxy_mode()
     return None if mode is None else getattr(mode.tracer, "lazyinline_follower", None)
 
@@ -101,12 +101,14 @@ def feeds_only_lifts(node: torch.fx.Node) -> bool:
     return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)
 
 
-def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Lets a mode run an operator, PyTorch's own without :func:`profiled_calls`."""
+def _dispatch_unprofiled(
+    dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
+    """Dispatches an operator to a mode; for PyTorch's own, without :func:`profiled_calls`."""
     profile: Any = sys.getprofile()
-    # Below PyTorch's own operators run thousands of calls, of PyTorch alone: most of the 386,000
-    # events that a Llama of two layers made. Somebody else's operator, or tensors of somebody
-    # else's class, may run a user's function, which has to be seen.
+    # Inside PyTorch's own operators only PyTorch's code runs: most of the 386,000 profile events of
+    # a Llama of two layers. A custom operator or a tensor subclass may run a user's function, which
+    # the profiler has to see.
     is_own = func.namespace in _OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
     if not (is_own and callable(profile)):
         return dispatch(func, types, args, kwargs)
@@ -118,19 +120,21 @@ def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwar
 
 
 class TracingFakeMode(FakeTensorMode):
-    """A fake mode that refuses to change real tensors."""
+    """A fake mode that refuses in-place changes of real tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator on fake tensors."""
         if func._schema.is_mutable:
             _refuse_real(func, args, kwargs or {})
-        result = _spared(super().__torch_dispatch__, func, types, args, kwargs)
+        result = _dispatch_unprofiled(super().__torch_dispatch__, func, types, args, kwargs)
         return laid_out_by_kernel(func, args, result) if func in LAID_OUT_AS_SUGGESTED else result
 
 
 def _refuse_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses what an operator would change that is no tensor of the trace."""
-    # One in a list of the model's: given real tensors alone, an operator would change them now.
+    """Refuses an operator that writes to a real tensor (one from a list of the model's).
+
+    With real operands only, PyTorch would run it and change the tensor during the capture.
+    """
     for number, argument in enumerate(func._schema.arguments):
         given = args[number] if number < len(args) else kwargs.get(argument.name)
         written = given if isinstance(given, (list, tuple)) else [given]
@@ -142,7 +146,7 @@ def _refuse_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 
 
 def new_fake_mode() -> TracingFakeMode:
-    """Returns a fresh fake mode; real tensors that reach an operator become fake."""
+    """Returns a new fake mode, in which operators convert real operands to fake ones."""
     return TracingFakeMode(allow_non_fake_inputs=True)
 
 
@@ -157,19 +161,19 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def plain_tensor_access() -> AbstractContextManager[Any]:
-    """Lets reads of a tensor's metadata inside pass by the tracing modes (10 us each)."""
+    """Makes reads of a tensor's metadata inside skip the tracing modes (10 us each)."""
     return torch._C.DisableTorchFunction()
 
 
 def untraced_numbers() -> AbstractContextManager[Any]:
-    """Lets operators inside compute with real tensors while a trace runs."""
+    """Makes operators inside compute with real tensors while a trace runs."""
     return torch._C._DisableTorchDispatch()  # type: ignore[no-any-return]
 
 
 def is_context(value: Any) -> bool:
     """Whether a value is the context of a ``torch.autograd.Function`` that is being applied.
 
-    Those that PyTorch makes of custom operators do not count: the operators inside are recorded.
+    Contexts of PyTorch's own functions, as for custom operators, do not count.
     """
     if not isinstance(value, FunctionCtx):
         return False
@@ -178,11 +182,12 @@ def is_context(value: Any) -> bool:
 
 
 class Tracer:
-    """Runs one trace: fake tensors on one side, graph nodes on the other.
+    """Runs one trace, and maps fake tensors to graph nodes.
 
     Attributes:
-        casts: what makes the casts of autocast, where PyTorch does not: for a GPU that is not here.
-        answer: returns the number that a node is, if each call can tell.
+        fake_mode: makes the fake tensors.
+        casts: makes the casts of GPU autocast, when traced for a GPU that is not here.
+        answer: returns the number that a node computes, if a guard can compute it at each call.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class Tracer:
             self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
             graph = self._tracer.graph
             graph.create_node = self._stamping(graph.create_node)
-            dispatch = self._sparing(mode.__torch_dispatch__)
+            dispatch = self._unprofiled(mode.__torch_dispatch__)
             if self.casts is not None:
                 dispatch = self.casts.around(dispatch, mode)
             mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
@@ -221,23 +226,23 @@ class Tracer:
                 del graph.create_node
             if self._has_sizes:
                 return ()
-            raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
+            raise _Finished  # only the graph is needed; building a GraphModule takes time per node
 
         with (
             self.fake_mode,
             lazy_modules(),
             modules_left(),
             suppress(_Finished),
-            _failures_unlogged(),
+            _errors_unlogged(),
             wrapped_globals_left() as started,
         ):
-            readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
+            readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
             table = {**refused_operators(), **rules_above_autograd(), **readers}
             make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         return made[0]
 
-    def _sparing(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """Spares what PyTorch runs for its own operators; refuses a mode that would see them."""
+    def _unprofiled(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        """Dispatches without the profiler; refuses a user's mode that would see the operators."""
 
         def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             below = _get_current_dispatch_mode()
@@ -247,16 +252,15 @@ class Tracer:
                     f"which sees the operators at {user_line()}, and a compiled program would run "
                     "them without it. Enter it around the call: the model then runs eagerly."
                 )
-            return _spared(dispatch, func, types, args, kwargs)
+            return _dispatch_unprofiled(dispatch, func, types, args, kwargs)
 
         return traced
 
-    def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
-        """Refuses an operator that hands Python the value of a tensor from outside."""
+    def _refusing_real(self, operator_: Any) -> Callable[..., Any]:
+        """Refuses an operator that gives Python the value of a real tensor."""
 
-        # The tracer would run it: a tensor in a list or an object of the model's, and what
-        # operators make of it, would become a number of the program, the same for every instance
-        # and call.
+        # The tracer would run it: the number of a tensor in a list or object of the model's, or of
+        # one computed from it, would become a constant of the program, the same at every call.
         def read(*args: Any, **kwargs: Any) -> Any:
             operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             node = self.node_of(operands[0]) if is_fake(operands[0]) else None
@@ -270,7 +274,7 @@ class Tracer:
         return read
 
     def _is_of_literals(self, tensor: torch.Tensor) -> bool:
-        """Whether a value comes of Python data in the forward alone (``torch.tensor(1.5) * 2``)."""
+        """Whether a tensor is computed from Python literals alone (``torch.tensor(1.5) * 2``)."""
         node = self.node_of(tensor) if is_fake(tensor) else None
         if node is None:
             tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
@@ -303,8 +307,8 @@ class Tracer:
 
         return create_node
 
-    def let_follow(self, follower: Any) -> None:
-        """Lets what runs in this trace find who follows it; see :func:`follower`."""
+    def set_follower(self, follower: Any) -> None:
+        """Sets the watcher that :func:`follower` returns within this trace."""
         self._tracer.lazyinline_follower = follower
 
     @property
@@ -322,14 +326,14 @@ class Tracer:
         """Adds a node for a tensor that comes from outside the trace."""
         name = f"outside_{self._num_inputs}"
         self._num_inputs += 1
-        # Past ``nn.Module``, which would register a parameter.
+        # Not by ``nn.Module.__setattr__``, which would register a parameter.
         object.__setattr__(self._tracer.root, name, tensor)
         if self._has_sizes:
             return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
         return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
 
     def given_node(self) -> torch.fx.Node:
-        """Returns a node that no operator makes and no run is given: an input of a part alone."""
+        """Returns a placeholder for an input of a control-flow body, which no operator makes."""
         self._num_inputs += 1
         name = f"given_{self._num_inputs}"
         return torch.fx.Node(self._tracer.graph, name, "placeholder", name, (), {})
@@ -339,13 +343,13 @@ class Tracer:
         return getattr(self._tracer.root, str(node.target))
 
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
-        """Lets a node represent a fake tensor from now on."""
+        """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
         with self._nodes.renaming():
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def track_size(self, size: Any) -> None:
-        """Lets a symbol that is no tensor's size stand in operators; its node becomes a literal."""
+        """Makes a symbolic number input usable in operators; its node becomes a literal."""
         if isinstance(size, SIZE_TYPES):
             node = self.call(operator.index, ())
             node.meta["val"] = size
@@ -354,14 +358,12 @@ class Tracer:
     def track_new(
         self, type_: TensorType, history: Sequence[torch.Tensor], node: torch.fx.Node
     ) -> Any:
-        """Returns a new fake tensor that a node represents.
-
-        No operator runs, which would take ten times as long.
+        """Returns a new fake tensor for a node, ten times faster than by running an operator.
 
         Args:
-            type_: its layout.
-            history: what autograd is to take it for a function of; see :func:`with_history`.
-            node: what makes it.
+            type_: its shape, strides, dtype and device.
+            history: tensors that autograd should treat as its inputs; see :func:`with_history`.
+            node: the node that computes it.
         """
         environment = self.fake_mode.shape_env
         shape, stride = (
@@ -369,7 +371,7 @@ class Tracer:
         )
         with torch._C._DisableTorchDispatch():
             memory = torch.empty_strided(shape, stride, dtype=type_.dtype, device="meta")
-        # Two of the same memory: the model may change the shape of its own in place.
+        # Two fakes of one storage, because the model may change the shape of its own in-place.
         fake = FakeTensor(self.fake_mode, memory, type_.device)
         node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
         new = with_history(fake, history)
@@ -378,17 +380,17 @@ class Tracer:
         return new
 
     def write(self, tensor: torch.Tensor, history: Sequence[torch.Tensor]) -> None:
-        """Has autograd know that a call of ours changed a fake tensor in place."""
+        """Tells autograd that a call node changed a fake tensor in-place."""
         with self.untraced(), torch.enable_grad():
             new = tensor.new_empty(())
             tensor.add_(with_history(new, history))
 
     def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
-        """Adds a call of a function of ours."""
+        """Adds a call of a Python function, such as a call node of a closure."""
         return self._tracer.graph.create_node("call_function", target, tuple(operands), {})  # type: ignore[no-any-return]
 
     def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
-        """Adds a node that picks one result of a call, with the call's stamp."""
+        """Adds a ``getitem`` node for one result of a call, with the call's stamp."""
         create = type(self._tracer.graph).create_node
         picked = create(self._tracer.graph, "call_function", operator.getitem, (node, index), {})
         picked.meta["stamp"] = node.meta["stamp"]
@@ -403,20 +405,20 @@ class Tracer:
         """Returns a fake tensor with the metadata of a real one."""
         with self.untraced():
             if tensor.is_meta:
-                # A tensor on the meta device is taken as one on the CPU: a model without data then
-                # compiles as it would with data.
+                # Meta tensors are traced as CPU tensors, so a model without data compiles as one
+                # with data.
                 convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
                 return convert(self.fake_mode, tensor, torch.device("cpu"))
             if tensor.is_leaf:
                 return self.fake_mode.from_tensor(tensor)
-            with warnings.catch_warnings():  # it reads the .grad of one that has none
+            with warnings.catch_warnings():  # from_tensor reads .grad of a non-leaf, which warns
                 warnings.simplefilter("ignore", UserWarning)
                 return self.fake_mode.from_tensor(tensor)
 
     def forget_tensors(self) -> None:
-        """Lets go of the tensors that fakes and constants of the trace were made of."""
-        # The table holds a weak reference to each, with which PyTorch refuses to swap them
-        # (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
+        """Drops references to the real tensors of the trace's fakes and constants."""
+        # PyTorch refuses to swap tensors with weak references, as this table holds
+        # (``torch.utils.swap_tensors``; conversions and ``load_state_dict`` may swap).
         describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
@@ -434,18 +436,18 @@ class Tracer:
         return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1, device="cpu")))))
 
     def untraced(self) -> AbstractContextManager[Any]:
-        """Lets operators inside run on fake tensors without becoming nodes."""
+        """Makes operators inside run on fake tensors without becoming nodes."""
         return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table of which node represents a tensor, with one rule more."""
+    """The tracer's table from tensors to nodes; only an in-place operator replaces a node."""
 
     _is_renaming = False
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
-        """Lets any node take over inside."""
+        """Allows any new node for a tensor inside."""
         self._is_renaming = True
         try:
             yield
@@ -453,15 +455,15 @@ class _NodeTable(WeakTensorKeyDictionary):
             self._is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
-        # An operator that returns the tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
-        # mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
+        # An operator that returns its operand (``x.to(x.dtype)``, ``dropout`` in eval mode) must
+        # not replace its node: under ``no_grad`` the tensor would lose its gradient.
         if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
             super().__setitem__(tensor, proxy)
 
 
 @contextmanager
-def _failures_unlogged() -> Iterator[None]:
-    """PyTorch raises what this thread's fake tensors fail at, and does not log it as well."""
+def _errors_unlogged() -> Iterator[None]:
+    """Stops PyTorch from also logging errors of fake tensors that it raises in this thread."""
     thread, log = threading.get_ident(), failures
 
     def says(record: logging.LogRecord) -> bool:
@@ -479,7 +481,7 @@ class _Finished(BaseException):
 
 
 class _History(torch.autograd.Function):
-    """Makes a tensor that is no autograd leaf, so that it may be changed in place."""
+    """Makes a tensor that is no autograd leaf, so that it may be changed in-place."""
 
     @staticmethod
     def forward(context: Any, new: list[torch.Tensor], *history: torch.Tensor) -> torch.Tensor:
@@ -487,7 +489,7 @@ class _History(torch.autograd.Function):
 
 
 def with_history(new: torch.Tensor, history: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Has autograd take a new tensor for a function of others, if one of them requires grad."""
+    """Makes a new tensor depend on others for autograd, if one of them requires grad."""
     if not any(x.requires_grad for x in history):
         return new
     with torch.enable_grad():
@@ -496,18 +498,18 @@ def with_history(new: torch.Tensor, history: Sequence[torch.Tensor]) -> torch.Te
 
 
 WRITES = "writes"
-"""Key in ``meta`` of the operands that a node of ours writes to; others have a schema."""
+"""Key in ``meta`` for the operands that a call node writes to; operators have a schema instead."""
 
 
 def made_of(
     *nodes: torch.fx.Node,
     operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] | None = None,
 ) -> Collection[torch.fx.Node]:
-    """Returns some nodes and all that they were made of: by all operands, or by some."""
+    """Returns nodes and all nodes that they were computed from, by all operands or by some."""
     found = dict.fromkeys(nodes)
     memory = set(map(memory_of, nodes))
     for node in reversed(nodes[0].graph.nodes) if nodes else ():
-        # Memory is also made of whatever was written into it before, through whichever view.
+        # A tensor also depends on what was written before into its storage, through any view.
         if node in found or not memory.isdisjoint(map(memory_of, written_by(node))):
             given = operands(node) if operands else node.all_input_nodes
             found.update(dict.fromkeys((node, *given)))
@@ -517,18 +519,18 @@ def made_of(
 
 def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     """Returns the operands that gradients of a node may flow back to."""
-    # A write without grad leaves the history of the memory as it was.
+    # Without grad mode, no gradient flows to the operands, but still to what was written to.
     return node.all_input_nodes if stamp_of(node).grad_enabled else written_by(node)
 
 
 def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
-    """Returns the operands that a node changes in place."""
+    """Returns the operands that a node changes in-place."""
     found: Sequence[torch.fx.Node] = node.meta.get(WRITES) or mutated_args(node)
     return found
 
 
 def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Whether autograd's own graph leads from some tensors back to another one."""
+    """Whether autograd's graph leads from any of some tensors back to another one."""
     pending: list[Any] = [tuple(get_gradient_edge(y)) for y in outputs]
     sought, seen = tuple(get_gradient_edge(tensor))[:2], set()
     while pending:
@@ -542,7 +544,7 @@ def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     return False
 
 
-# ---- Operators that are refused, or lie in another layout ----------------------------------------
+# ---- operators that are refused, and corrected strides of fakes ----------------------------------
 
 
 _PYTORCHS_NAMESPACES = """
@@ -555,7 +557,7 @@ _PYTORCHS = tuple(f"{name}::" for name in _PYTORCHS_NAMESPACES.split())
 
 
 def refused_operators() -> dict[Any, Callable[..., Any]]:
-    """Returns, for each operator of somebody else that changes operands, what refuses it."""
+    """Returns, for each custom operator that changes operands, a function that refuses it."""
     names = torch._C._dispatch_get_all_op_names()
     found = [operator_named(name) for name in names if not name.startswith(_PYTORCHS)]
     return {o: _refusing(o) for o in found if o is not None and o._schema.is_mutable}
@@ -588,7 +590,7 @@ LAID_OUT_AS_SUGGESTED = frozenset(
 
 
 def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Returns the result of one of these operators, fake, in its kernel's layout."""
+    """Returns the fake result of one of these operators with the strides of its kernel."""
     if isinstance(result, tuple | list):
         return (laid_out_by_kernel(operator, args, result[0]), *result[1:])
     if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
