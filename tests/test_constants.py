@@ -56,13 +56,15 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "from number": lambda self, x: self.value - self.linear(x),
     "in place": lambda self, x: self.linear(x).mul_(self.value),
     "computed in Python": lambda self, x: x * (2.0**-self.value) + self.linear(x),
+    "int and float": lambda self, x: self.linear(x) / self.value,
     "several places": lambda self, x: self.linear(x * self.value) / (self.value + 1) - self.value,
 }
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_constant_that_only_feeds_arithmetic_is_an_input(name: str) -> None:
-    values = (1, 2, 3, 2) if name in ("offset", "in place") else (0.5, 0.1, 0.7, 0.1)
+    mixed = {"offset": (1, 2, 3, 2), "in place": (1, 2, 3, 2), "int and float": (1.0, 1, 2.5, 1)}
+    values: Sequence[float] = mixed.get(name, (0.5, 0.1, 0.7, 0.1))
     make = block(ARITHMETIC[name])
     model = Stack(*(make(value=v) for v in values))
     outcome = assert_equals_eager(model, [example()], tolerance=0)
@@ -117,8 +119,8 @@ APART: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, Any]]] = {
     "dimension": (lambda self, x: self.linear(x).softmax(self.value), (0, 1)),
     "epsilon": (lambda self, x: nn.functional.layer_norm(x, (4,), eps=self.value), (1e-5, 1e-3)),
     "alpha": (lambda self, x: torch.add(x, self.linear(x), alpha=self.value), (2, 3)),
-    "int and float": (lambda self, x: self.linear(x) * self.value, (2, 2.5)),
-    "flag": (lambda self, x: self.linear(x) * (3.0 if self.value else 1) + x, (True, False)),
+    "int and float of an int": (lambda self, x: self.linear(x) * (x.long() * self.value), (2, 2.0)),
+    "flag": (lambda self, x: self.linear(x) * self.value + x, (True, False)),
     "branch": (lambda self, x: x * 2.0 if self.value > 1 else x + 2.0, (0.5, 1.5)),
     "complex": (lambda self, x: (self.linear(x) * self.value).abs(), (1j, 2j)),
     "dropout": (lambda self, x: nn.functional.dropout(self.linear(x), self.value), (0.5, 0.25)),
@@ -286,7 +288,7 @@ class _Family:
         x, y = (graph.placeholder(name) for name in "xy")
         nodes = [x, y, graph.call_function(aten.add.Tensor, (x, y))]
         for operator in self._operators:
-            number = () if operator in UNARY else (self._rng.choice([0.5, -1.25, 3.0]),)
+            number = () if operator in UNARY else (self._rng.choice([0.5, -1.25, 3.0, 3]),)
             nodes.append(graph.call_function(operator, (nodes[-1], *number)))
         for node in nodes:
             node.meta["val"] = torch.empty(3, 4, dtype=torch.float64, device=CPU)

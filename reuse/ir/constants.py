@@ -9,8 +9,9 @@ number is an input bound to a 0-d tensor.
 An operator may take a 0-d tensor for a number where the bits stay the same: in sums, differences,
 products and quotients of a tensor and a number, on the CPU (CUDA kernels read a number in higher
 precision than a tensor). An operator rounds a Python number to the dtype it computes in, and so
-does :class:`Number`. In f16 and bf16 some kernels compute with the number in f32 and others round
-it first, so there numbers stay in the closure, and blocks that differ by one compile once each.
+does :class:`Number`: a ``1`` and a ``1.0`` of one dtype may share. In f16 and bf16 some kernels
+compute with the number in f32 and others round it first, so there numbers stay in the closure, and
+blocks that differ by one compile once each.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ class _OpenLeaf:
         self.leaf = leaf
         found = {n: number_of(n) for n in leaf.nodes} if leaf.level == "composite" else {}
         self.numbers = {node: number for node, number in found.items() if number is not None}
-        kinds = {node: ("a number", one.kind, one.dtype) for node, one in self.numbers.items()}
-        self.key = leaf_key(leaf, kinds)
+        dtypes = {node: ("a number", one.dtype) for node, one in self.numbers.items()}
+        self.key = leaf_key(leaf, dtypes)
 
     @property
     def row(self) -> list[Number]:
@@ -294,8 +295,8 @@ class _OpenBody:
 
         def of_call(call: Call) -> Any:
             shared = self._found[call.closure]
-            kinds = tuple((n.kind, n.dtype) for n in shared.numbers)
-            return id(shared.closure), kinds, call.path, call.recompute
+            dtypes = tuple(n.dtype for n in shared.numbers)
+            return id(shared.closure), dtypes, call.path, call.recompute
 
         return program_key(self.program, of_call)
 
