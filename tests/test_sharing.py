@@ -200,6 +200,9 @@ CASES = {
     "copies": Case("Stack(*(lambda b: (b, copy.deepcopy(b)))(scaled(2.0)[0]))", 1),
     "one instance twice": Case("Stack(*(lambda b: (b, b))(block(TANH)()))", 1),
     "arguments without a hash": Case("pair(TANH, {'sizes': [1, {2}]}, {'sizes': [3, {4}]})", 1),
+    "arguments of two layouts": Case(
+        "Around(lambda b, x: b[1](b[0](x).t().contiguous().t()), *pair().layers)",
+        0, "of strides (1, 3) on cpu, not f64[3,4] of strides (4, 1) on cpu"),
     # ---- nesting
     "nested": Case("outer(2.0, 2.0)", 2),
     "nested and different": Case("outer(2.0, 3.0)", 2, "attribute scale is 3.0, not 2.0"),

@@ -514,7 +514,9 @@ def _row_text(row: Any, other: Any) -> str:
     if not (isinstance(row, tuple) and row and isinstance(row[0], TensorType)):
         return describe(row)
     facts = [str(row[0])]
-    if isinstance(other, tuple) and len(other) == len(row) and row[0] == other[0]:
+    if isinstance(other, tuple) and len(other) == len(row) and facts[0] == str(other[0]):
+        if row[0] != other[0]:
+            facts.append(f"of strides {row[0].stride} on {row[0].device}")
         if row[1] != other[1]:
             facts.append("that requires grad" if row[1] else "without grad")
         if row[2:] != other[2:]:
