@@ -455,7 +455,7 @@ class _StepEntry:
 
     def _leased(self) -> Lease:
         """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
-        if self.handed is not None and not self.handed.lie_there_still():
+        if self.handed is not None and not self.handed.are_unmoved():
             self.handed = None
         if self._lease is not None and not self._lease.has_its_arena():
             self.handed = self._lease = None

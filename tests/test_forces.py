@@ -163,7 +163,7 @@ def test_numbers_that_are_others_at_each_call_are_compiled_for_a_few_times() -> 
     given = [(torch.ones(12, 3).double(), torch.arange(12) % n) for n in range(2, 10)]
     seen = assert_equals_eager(Pooled(COUNTS["the largest"]), batches=given, note=counts).seen
     assert [num for num, eager in seen if not eager] == [1, 2, 3, 4]
-    assert "numbers that the forward asks" in seen[-1][1]
+    assert "numbers that the forward reads" in seen[-1][1]
 
 
 class Structure:

@@ -1,6 +1,6 @@
 """Compiled programs inside PyTorch's autograd.
 
 bridge        forward and backward as one node of the autograd graph
-gradients     results with nodes of their own; gradients as programs, to be differentiated or ahead
-torch_engine  adapter: hooks, batches, and tensors handed over, which others may have changed
+gradients     autograd nodes for single results; gradients as programs, for second derivatives
+torch_engine  adapter: the autograd engine, hooks, batched cotangents; checks of saved tensors
 """

@@ -23,14 +23,14 @@ from .torch_engine import (
     GeneratorStates,
     SavedTensors,
     are_batched,
-    asked_inputs,
     cotangent_like,
     graph_is_kept,
-    is_asked,
+    needed_edges,
+    will_run,
 )
 
-_MAX_BACKWARDS = 8  # the last used
-_MAX_LATE = 4  # two steps of a training on forces, until gradients are computed ahead
+_MAX_BACKWARDS = 8  # the most recently used are kept
+_MAX_LATE = 4  # two steps of training on forces: after these, the forward computes gradients
 
 
 class Backward:
@@ -41,8 +41,9 @@ class Backward:
         full: the derivative with a cotangent for every output.
 
     Attributes:
-        outputs: which outputs it takes cotangents of, of these ``types``.
-        places: which of all gradients it returns.
+        outputs: the outputs whose cotangents it takes.
+        types: the types of these cotangents.
+        places: the positions of its gradients among all gradients.
     """
 
     def __init__(self, compiled: CompiledProgram, full: Derivative) -> None:
@@ -61,7 +62,7 @@ class Backward:
         cotangents: Sequence[torch.Tensor],
         graph: Graph,
     ) -> list[torch.Tensor]:
-        """Runs it. Receivers add to gradients in place, so that each gets memory of its own."""
+        """Runs the backward; each gradient gets its own storage, as autograd adds in-place."""
         operands = [*kept, *cotangents]
         gradients = self.runtime.backward(flight, operands, graph)
         if self._copied is None:
@@ -73,7 +74,7 @@ class Backward:
 
 def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Returns the gradients that share memory with an operand or an earlier gradient."""
-    # Memory is shared in the same way in every run, so the first run decides.
+    # The same gradients share memory in every run, so this is done for the first run only.
     seen, shared = {memory_id(t) for t in operands}, []
     for index, gradient in enumerate(gradients):
         memory = memory_id(gradient)
@@ -84,10 +85,10 @@ def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
 
 
 class Backwards:
-    """Holds the backwards of a program, each made when a loss first asks for it.
+    """The backwards of a program, each made when a loss first needs it.
 
     Attributes:
-        expected: the one that a next forward prepares for: the last that ran.
+        expected: the one that the next forward prepares for: the last that ran.
     """
 
     def __init__(self, compiled: CompiledProgram) -> None:
@@ -97,15 +98,15 @@ class Backwards:
         self._made: dict[tuple[int, ...], Backward] = {}
 
     def of(self, unused: tuple[int, ...], *, may_be_late: bool = False) -> Backward:
-        """Returns the one for a loss that left these outputs unused.
+        """Returns the backward for a loss that left these outputs unused.
 
-        Where there is none (see ``MissingCotangents``), it is the one for all outputs, which then
-        gets zeros.
+        If none can be made (see ``MissingCotangents``), it is the one for all outputs, and the
+        caller passes zeros for the unused ones.
 
         Args:
             unused: positions of outputs.
-            may_be_late: whether a next forward likely needs no backward of its own, so that
-                PyTorch's kernels may serve.
+            may_be_late: whether the next forward likely needs no backward, so that PyTorch's
+                kernels suffice for this one.
         """
         made, facts = self._full, self._compiled.facts
         is_late = self._compiled.has_late_backward and not unused
@@ -122,7 +123,7 @@ class Backwards:
         return made
 
     def rest(self) -> None:
-        """Gives back the memory that is held while nothing runs."""
+        """Frees the memory that is held while nothing runs."""
         self.expected.runtime.rest()
 
     def _new(self, unused: tuple[int, ...]) -> Backward:
@@ -134,7 +135,7 @@ class Backwards:
 
 
 class Bridge:
-    """Runs a compiled program as a node of autograd, and holds what its runs have in common.
+    """Runs a compiled program as a node of autograd; its runs share this object.
 
     Args:
         compiled: a program with a derivative.
@@ -150,7 +151,7 @@ class Bridge:
         self.aliases = Aliases(self.facts.view_roots, derivative.cotangent_outputs)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
-        # A buffer that the forward will overwrite is kept as it was.
+        # The old value of a buffer that the forward overwrites is saved as a copy.
         self.cloned = [i for i, k in enumerate(derivative.kept_inputs) if k in written]
         watched = [i for i in compiled.watched_inputs if i not in written]
         self.pick_watched = picker(watched)
@@ -159,50 +160,50 @@ class Bridge:
         self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
-        # What the backward does not need, but a derivative of the backward may: what the forward
-        # overwrites (no gradient is computed from it) behind what must stay as it is.
+        # Inputs that only a derivative of the backward may need. Those that the forward overwrites
+        # come last: no gradient depends on them, so they are not checked for changes.
         needed = set(derivative.kept_inputs)
         rest = [i for i in range(len(self.program.inputs)) if i not in needed]
         self.others = [i for i in rest if i not in written] + [i for i in rest if i in written]
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
-        # A program of gradients draws what the forward drew.
+        # A program of gradients must draw the random numbers that the forward drew.
         self.draws = self.facts.draws
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> bool:
-        """Notes for which inputs a backward is, where it is for none of the model's tensors.
+        """Notes which gradients a backward computes, if it computes none of the model's tensors.
 
         Returns:
-            Whether it is for none, and a next forward may compute it ahead.
+            Whether it computes none of those, so that the next forward may compute the gradients.
         """
         first = self.facts.first_trained
         if first is None:
             return False
         request = None
-        if not is_asked(edges[first][0]):  # one stands for all: there are many
-            places = tuple(self.derivative.gradient_inputs[i] for i in asked_inputs(edges))
+        if not will_run(edges[first][0]):  # tested for one parameter in place of many
+            places = tuple(self.derivative.gradient_inputs[i] for i in needed_edges(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
         self.facts.habit.note(request)
         return request is not None
 
     @cached_property
     def gradients(self) -> Gradients:
-        """The gradients as programs, for losses that differentiate them."""
+        """Compiles gradients as programs, for losses that differentiate them."""
         return Gradients(
             self._compiled, lambda made: Bridge(made, frozenset()).run_alone, self.run_alone
         )
 
     @cached_property
     def links(self) -> ResultLinks:
-        """The nodes of results that others are computed from."""
+        """Gives each result an autograd node of its own."""
         outputs = set(self.derivative.cotangent_outputs)
         order = [i for i in self.facts.output_order if i in outputs]
         return ResultLinks(order, partial(_names, self.program))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs a forward so that autograd can come back through its backward."""
-        # A checkpoint counts what is saved: a second run of a forward has to save as much.
+        """Runs the forward as part of PyTorch's autograd graph."""
+        # Not under saved-tensor hooks: a checkpoint requires that a rerun saves as many tensors.
         if self.facts.habit.expected is not None and not autograd_mode_around():
             ahead = self.gradients.ahead()
             found = ahead.run(inputs) if ahead is not None else None
@@ -214,7 +215,7 @@ class Bridge:
         )
 
     def run_alone(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs a forward for the compiler's own use: as one node, and with nothing ahead."""
+        """Runs the forward as one node, without nodes of results and without early gradients."""
         return self.aliases.with_views(inputs, self._outputs(inputs))
 
     def _outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -223,16 +224,16 @@ class Bridge:
         return outputs
 
     def _again(self, node: Any) -> Sequence[torch.Tensor]:
-        """Runs a forward again that is a node of PyTorch's graph, operator by operator."""
+        """Runs the forward of an autograd node again, operator by operator."""
         with drawing(node.step.drawn_from):
             return self._compiled.interpret(node.step.inputs_again(node))
 
     def by_pytorch(
         self, node: Any, cotangents: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns gradients that PyTorch takes of the forward, run again."""
+        """Returns the gradients by running the forward again under PyTorch's autograd."""
         step, places = node.step, self.derivative.gradient_inputs
-        with torch.enable_grad():  # names of their own: one may be a function of another
+        with torch.enable_grad():  # views, because one input may depend on another
             inputs = [x.view_as(x) if x.requires_grad else x for x in step.inputs_again(node)]
         given = {i: c for i, c in enumerate(cotangents) if c is not None}
         found = by_pytorch(self._compiled.interpret, inputs, places, given, step.drawn_from)
@@ -240,7 +241,7 @@ class Bridge:
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns what picks the items at some places, in C where there are several."""
+    """Returns a function that picks the items at some positions, in C if there are several."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda items: tuple(items[i] for i in places)
@@ -248,9 +249,9 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 @dataclass
 class Step:
-    """Holds one forward in flight: its inputs, and after it ran, what its backward needs.
+    """One forward in flight: its inputs and, after it ran, what its backward needs.
 
-    ``prepared`` is the backward that the forward prepared for.
+    ``prepared`` is the backward for which the forward laid out its arena.
     """
 
     bridge: Bridge
@@ -266,12 +267,12 @@ class Step:
     _versions: Sequence[int] = ()
 
     def hold_others(self) -> None:
-        """Keeps the inputs that the backward does not need, as they are."""
+        """Keeps references to the inputs that the backward does not need, with their versions."""
         self.others = self.bridge.pick_others(self.inputs)
         unwritten = self.others[: self.bridge.num_unwritten]
         try:
             self._others_versions = versions_of(unwritten)
-        except RuntimeError:  # one of inference mode, which counts no changes
+        except RuntimeError:  # inference tensors have no version counter
             counted = [None if t.is_inference() else version_of(t) for t in unwritten]
             self._others_versions = counted
 
@@ -279,21 +280,21 @@ class Step:
         """Returns all inputs, for a backward that will be differentiated.
 
         Raises:
-            RuntimeError: if one was changed in place, or let go of, since the forward.
+            RuntimeError: if one was changed in-place or freed since the forward.
         """
         places = self.bridge.derivative.kept_inputs
         found = dict(zip(places, ctx.saved_tensors[: len(places)], strict=True))
         for tensor, version in zip(self.others, self._others_versions, strict=False):
             if version is not None:
                 unchanged(tensor, version)
-        # What the forward overwrites is not used, but autograd would watch it for changes.
+        # Inputs that the forward overwrites are unused, but autograd would check their versions.
         num = self.bridge.num_unwritten
         others = [*self.others[:num], *(tensor.clone() for tensor in self.others[num:])]
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
 
     def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
-        """Returns what was saved, the flight, and what is to become of it."""
+        """Returns the saved tensors, the flight, and whether to keep or free it."""
         facts, outputs = self.bridge.facts, self.bridge.derivative.cotangent_outputs
         if self.flight is None or (
             self.used and not facts.are_apart(self.used, set(outputs) - set(unused))
@@ -311,12 +312,12 @@ class Step:
         flight = self.flight
         if graph_is_kept():
             return kept, flight, "keep"
-        # Once a backward frees the graph, another can follow for outputs that need nothing of what
-        # the first one used, as if each had a graph of its own.
+        # After a backward that frees the graph, another one may follow for outputs that share no
+        # saved tensor with it, as in eager.
         used = (*self.used, *(i for i in outputs if i not in unused))
         rest = [i for i in unused if i not in self.used]
         if any(facts.are_apart(used, [i]) for i in rest):
-            # Detached: an output that holds its own graph would not be freed.
+            # Detached, because an output that references its own graph would never be freed.
             self.used, self._left = used, [tensor.detach() for tensor in kept]
             self._versions = list(map(version_of, kept))
             return kept, flight, "keep"
@@ -325,7 +326,7 @@ class Step:
 
 
 class _CompiledFunction(torch.autograd.Function):
-    """Runs the linked forward, and the linked backward when autograd asks."""
+    """Runs the linked forward, and the linked backward when autograd calls it."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -340,8 +341,8 @@ class _CompiledFunction(torch.autograd.Function):
             saved = step.flight.foreign if step.flight is not None else ()
             aliases.learn_forward(inputs, outputs, saved, bridge.derivative.kept_outputs)
         for index in aliases.owned or ():
-            outputs[index] = outputs[index].data  # a user may change even what is a view in here
-        for index in aliases.repeated:  # h and h.detach() may be one tensor in here
+            outputs[index] = outputs[index].data  # not a view for autograd: it may change in-place
+        for index in aliases.repeated:  # h and h.detach() may be one tensor in the program
             outputs[index] = outputs[index].detach()
         kept = bridge.pick_kept(inputs)
         if bridge.cloned:
@@ -360,7 +361,7 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        if all(cotangent is None for cotangent in cotangents):  # the engine passes by
+        if all(cotangent is None for cotangent in cotangents):  # no gradient flows through here
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
         if are_batched(cotangents):
             return ctx.step.bridge.by_pytorch(ctx, cotangents)  # type: ignore[no-any-return]
@@ -378,7 +379,7 @@ class _CompiledFunction(torch.autograd.Function):
         inputs = ctx.step.inputs_again(ctx)
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
-        asked = tuple(wanted[i] for i in asked_inputs(ctx.next_functions))
+        asked = tuple(wanted[i] for i in needed_edges(ctx.next_functions))
         first = FirstBackward(
             bridge.gradients,
             tuple(i for i in outputs if cotangents[i] is not None),
@@ -387,7 +388,7 @@ class _CompiledFunction(torch.autograd.Function):
         )
         given = [c for c in (cotangents[i] for i in outputs) if c is not None]
         if bridge.gradients.were_differentiated and len(given) == len(outputs):
-            found = first.run(inputs, given)  # once, in place of a backward and this again
+            found = first.run(inputs, given)  # instead of a backward first and this later
             if found is not None and found.keys() >= set(asked):
                 return (None, *map(found.get, wanted))
         with torch.no_grad():
@@ -406,13 +407,13 @@ class _CompiledFunction(torch.autograd.Function):
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
         results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
-        # The cotangent of a view came to its base. Zeros in its place change no number: between
-        # the two are views alone. A backward without it would be one more to compile.
+        # Autograd adds the cotangent of a view to that of its base. So zeros for the view change no
+        # gradient, and no extra backward needs to be compiled.
         left = tuple(i for i in unused if i not in bridge.aliases.views)
         kept, flight, graph = step.taken(ctx, left)
         backward = bridge.backwards.of(left, may_be_late=may_be_late)
         if backward is not step.prepared:
-            # The forward laid its values out for another backward, which has another arena.
+            # The forward's arena is laid out for another backward.
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
         seeds = [
@@ -437,10 +438,10 @@ class _CompiledFunction(torch.autograd.Function):
 def _refuse_no_numbers(
     program: Program, unused: Sequence[int], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Checks gradients that zeros took part in, in place of missing cotangents.
+    """Checks gradients that were computed with zeros for missing cotangents.
 
     Raises:
-        PlanError: if one is not a number: zero times an infinite derivative makes it so.
+        PlanError: if one is NaN, which zero times an infinite derivative gives.
     """
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
@@ -454,7 +455,7 @@ def _refuse_no_numbers(
 
 
 def _names(program: Program, outputs: Iterable[int]) -> str:
-    """Returns how a user reaches outputs in what the model returns."""
+    """Returns the names of outputs in the model's result."""
     tree, wanted = program.output_tree, set(outputs)
     named = tree.named(list(range(len(tree.leaves))))
     kinds = ((name, *tree.leaves[place]) for name, place in named)

@@ -1,8 +1,8 @@
-"""Adapter: what a program and PyTorch's autograd engine hand each other, which others may change.
+"""Adapter: the interface between programs and PyTorch's autograd engine.
 
-Hooks run where a gradient arrives. What autograd hands over in a batch (``is_grads_batched=True``)
-has no memory of its own, which kernels would read: PyTorch takes such gradients. Cotangents, saved
-tensors and gradients that were handed out may have been changed by others meanwhile.
+It runs hooks where gradients arrive, detects batched cotangents (``is_grads_batched=True``), which
+have no storage that kernels could read, and checks cotangents, saved tensors and gradients that
+user code may have changed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ...reuse.ir.types import TensorType, Type, in_own_storage, reach
 from ...reuse.torch_names import is_lazy, memory_id
 from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
 
-_MARK = "lazyinline"  # under this name in the notes that PyTorch keeps for a node
+_MARK = "lazyinline"  # a key in the ``metadata`` of an autograd node
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     """Returns whether a hook may run where gradients arrive at these tensors."""
     if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors):
         return True
-    # Whoever holds the node that adds to ``.grad`` may have put hooks on it, which PyTorch does not
-    # show.
-    # The node owns the tensor: of one that only its object in Python owns there is no node.
+    # The AccumulateGrad node of a tensor may have hooks, which PyTorch does not show. The node owns
+    # the tensor and lives only while someone holds it: with a use count of 1, there is none.
     are_shared = any(t._use_count() != 1 for t in tensors)  # type: ignore[attr-defined]
     return are_shared and _are_held(tensors)
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether somebody else holds a node that gradients of these tensors go to."""
+    """Returns whether user code holds the AccumulateGrad node of one of these tensors."""
+    # PyTorch makes a new node, without our mark, if nobody holds the old one.
     _mark(_receivers(tensors))
     return any([node.metadata.pop(_MARK, False) for node in _receivers(tensors)])
 
@@ -45,7 +45,7 @@ def _mark(nodes: Sequence[Any]) -> None:
 
 
 def _receivers(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Returns the nodes that gradients of these tensors go to."""
+    """Returns the autograd nodes that receive the gradients of these tensors."""
     with torch.inference_mode(False), torch.enable_grad():
         end = _Chain.apply(None, [], *tensors).grad_fn
     return [node for node, _ in end.next_functions if node] if end else []
@@ -59,8 +59,8 @@ def pass_through_autograd(
     Gradients arrive from the last parameter to the first.
 
     Args:
-        parameters: in the order in which a forward first uses them.
-        gradients: of them; ``.grad`` shares their memory where no hook puts something else there.
+        parameters: the parameters, in the order in which a forward first uses them.
+        gradients: their gradients; ``.grad`` shares their memory unless a hook replaces it.
     """
     chain = _chain(parameters, gradients)
     if chain is not None:
@@ -70,10 +70,9 @@ def pass_through_autograd(
 def as_graph(
     loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Returns the loss with a graph, of which a backward gives parameters these gradients.
+    """Returns the loss with an autograd graph whose backward gives parameters these gradients.
 
-    Whatever stands around a forward and waits for its backward finds both. See
-    :func:`pass_through_autograd`.
+    Wrappers that expect a forward and a backward then work. See :func:`pass_through_autograd`.
     """
     chain = _chain(parameters, gradients)
     return loss if chain is None else _Loss.apply(chain, loss)
@@ -93,7 +92,7 @@ def _chain(
 
 
 class _Loss(torch.autograd.Function):
-    """Ends a chain, with a loss for its value."""
+    """Ends a chain, and has the value of the loss."""
 
     @staticmethod
     def forward(ctx: Any, chain: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -105,7 +104,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Chain(torch.autograd.Function):
-    """Links a chain, by which the engine comes to one parameter after another."""
+    """Links a chain of nodes through which the engine visits one parameter after another."""
 
     @staticmethod
     def forward(
@@ -117,7 +116,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         chain = cotangent if ctx.needs_input_grad[0] else None
-        # A tensor of its own, which the engine may take for `.grad` as it is.
+        # A new tensor object, which the engine may store as `.grad` without a copy.
         return (chain, None, *(gradient.detach() for gradient in ctx.gradients))
 
 
@@ -126,16 +125,16 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def asked_inputs(edges: Sequence[tuple[Any, int]]) -> tuple[int, ...]:
-    """Returns which edges the running backward goes on to, of those that lead from a node."""
-    return tuple(i for i, (node, _) in enumerate(edges) if is_asked(node))
+def needed_edges(edges: Sequence[tuple[Any, int]]) -> tuple[int, ...]:
+    """Returns which edges of a node the running backward will follow."""
+    return tuple(i for i, (node, _) in enumerate(edges) if will_run(node))
 
 
-def is_asked(node: Any) -> bool:
-    """Returns whether the running backward comes to a node."""
+def will_run(node: Any) -> bool:
+    """Returns whether the running backward will execute a node."""
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what `torch.autograd.grad` was called for, which PyTorch does not answer
+    except RuntimeError:  # raised for the inputs of `torch.autograd.grad`, which it does reach
         return True
 
 
@@ -147,7 +146,7 @@ def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
 
 @contextmanager
 def outside_of_batch(cotangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Runs what makes no use of cotangents once, and not for each row, where these are a batch."""
+    """Leaves the vmap of batched cotangents, for code that does not depend on them."""
     if not are_batched(cotangents):
         yield
         return
@@ -163,28 +162,28 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def renamed(result: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of its own in the same memory, so that autograd sees a change in place.
+def new_alias(result: torch.Tensor) -> torch.Tensor:
+    """Returns a new tensor on the same storage, which autograd allows to be changed in-place.
 
-    That of a view, which others may share, autograd goes on refusing.
+    A view stays one, because autograd must refuse changes of a view that others share.
     """
     return result.view_as(result) if result._is_view() else result.detach()
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Returns whether somebody sees the gradient of a result: a hook, or ``retain_grad()``."""
+    """Returns whether a hook or ``retain_grad()`` observes the gradient of a result."""
     return tensor.retains_grad or bool(tensor._backward_hooks)
 
 
-# ---- tensors that others may have changed --------------------------------------------------------
+# ---- tensors that user code may have changed -----------------------------------------------------
 
 
 def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns a cotangent in the layout of a type, differentiably; zeros if there is none."""
+    """Returns a cotangent with the strides and dtype of a type, differentiably; zeros if None."""
     assert isinstance(type_, TensorType)
     if gradient is None:
         return type_.empty().zero_()
-    # First: a subclass would see the questions that follow.
+    # First, because a subclass would intercept the reads that follow.
     gradient = plain_cotangent(gradient)
     same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
     if same and not is_lazy(gradient):
@@ -193,26 +192,26 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
 
 
 class GeneratorStates:
-    """Holds the generators of random numbers as they are now.
+    """The present states of the random generators.
 
     Args:
-        devices: where numbers may be drawn, besides the CPU.
+        devices: devices besides the CPU on which numbers may be drawn.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-        # The numbers of a CUDA graph begin elsewhere in each replay.
+        # Each replay of a CUDA graph starts from another generator state.
         self._is_captured = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
         gpus = () if self._is_captured else map(torch.cuda.get_rng_state, self._gpus)
         self._states = [torch.get_rng_state(), *gpus]
 
     def differ_from(self, others: GeneratorStates) -> bool:
-        """Whether something was drawn between the two."""
+        """Whether numbers were drawn between the two."""
         return not all(map(torch.equal, self._states, others._states))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it the same numbers are drawn once more; later ones are as without."""
+        """Makes code inside draw the same numbers again, and restores the generators after it."""
         if self._is_captured:
             raise RuntimeError(
                 "A CUDA graph captured a forward that draws random numbers: what it drew cannot be "
@@ -226,18 +225,18 @@ class GeneratorStates:
 
 
 class Aliases:
-    """Holds which tensors of a program share memory: the same in every run, so the first tells.
+    """Which tensors of a program share memory, learnt from the first run: it is always the same.
 
     Args:
-        roots: of each output, see :func:`flows.view_roots`.
+        roots: the base of each output, see :func:`flows.view_roots`.
         differentiable: the outputs that have a gradient.
 
     Attributes:
-        owned: outputs whose elements are theirs alone among inputs and returned outputs.
+        owned: outputs that share no element with an input or another returned output.
         repeated: outputs that are the same tensor object as an earlier one.
-        guards: inputs and outputs whose memory the backward needs under another name. They are
-            saved with it, so that autograd notices a change in place.
-        views: outputs that are views of an input or of another output, by PyTorch's operators.
+        guards: inputs and outputs that share memory with a tensor that the backward needs. They
+            are saved as well, so that autograd detects in-place changes.
+        views: outputs that are views of an input or of another output, with their base.
     """
 
     def __init__(self, roots: Sequence[object], differentiable: Sequence[int]) -> None:
@@ -255,7 +254,7 @@ class Aliases:
         saved: Sequence[torch.Tensor],
         kept: Sequence[int],
     ) -> None:
-        """Looks at a forward. Its backward needs ``saved``, and of the outputs those ``kept``."""
+        """Learns from a forward, whose backward needs ``saved`` and the outputs ``kept``."""
         tensors = {("input", i): t for i, t in enumerate(inputs)}
         tensors |= {("output", i): t for i, t in enumerate(outputs)}
         memories = {place: memory_id(t) for place, t in tensors.items()}
@@ -287,7 +286,7 @@ class Aliases:
     def with_views(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Returns the outputs, with views made of their bases by PyTorch."""
+        """Returns the outputs, with each view made from its base by a PyTorch operator."""
         if not self.views:
             return outputs
         found = list(outputs)
@@ -296,16 +295,15 @@ class Aliases:
             base = inputs[place] if kind == "input" else outputs[place]
             if index not in self._differentiable:
                 base = base.detach()
-            # Made by PyTorch, so that a user may change either in place: autograd then knows that
-            # the other changes, too. It refuses that for two outputs of one
-            # ``torch.autograd.Function``.
+            # Autograd then allows in-place changes of either, and knows that the other changes too.
+            # It refuses them for views that are outputs of one ``torch.autograd.Function``.
             found[index] = base.as_strided(like.shape, like.stride(), like.storage_offset())
         return found
 
     def _is_base(
         self, place: tuple[str, int], index: int, sharing: Mapping[tuple[str, int], torch.Tensor]
     ) -> bool:
-        """Returns whether an output is a view of what stands at a place, and not the reverse."""
+        """Returns whether an output is a view of the tensor at a place, not the reverse."""
         kind, position = place
         base, view = sharing[place], sharing["output", index]
         root = position if kind == "input" else self._roots[position]
@@ -316,12 +314,12 @@ class Aliases:
             return False
         _, is_whole = _elements(base, view)
         if kind == "output" and position > index and _elements(view, base)[1]:
-            return False  # each is one of the other: the earlier is the base
+            return False  # both have the same elements: the earlier one is the base
         return is_whole
 
 
 def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
-    """Says whether some, and whether all elements of a view are in ``base``, in one memory."""
+    """Returns whether some, and whether all elements of a view are elements of ``base``."""
     first = min(base.storage_offset(), view.storage_offset())
     ends = [t.storage_offset() + reach(t.shape, t.stride()) for t in (base, view)]
     if not base.numel() or not view.numel():
@@ -329,23 +327,23 @@ def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
     mask = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
     mask.as_strided(base.shape, base.stride(), base.storage_offset() - first).fill_(True)
     found = mask.as_strided(view.shape, view.stride(), view.storage_offset() - first)
-    # Where elements of ``base`` overlap, no view can be called whole in it.
+    # If elements of ``base`` overlap, it cannot serve as a base.
     is_plain = int(mask.sum()) == base.numel()
     return bool(found.any()), is_plain and bool(found.all())
 
 
 class SavedTensors:
-    """Gives saved tensors the layouts that a backward was compiled for."""
+    """Checks saved tensors, and gives them the strides that a backward was compiled for."""
 
     def __init__(self, types: Sequence[TensorType]) -> None:
         self._types = types
         self._known: TensorLayouts | None = None
 
     def as_saved(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the tensors, those that are laid out in another way copied.
+        """Returns the tensors, with copies of those that have other strides.
 
         Raises:
-            PlanError: for one of another shape, type, device, or of a class that sees operators.
+            PlanError: if one has another shape, dtype or device, or its class intercepts operators.
         """
         if self._known is not None and self._known.same(tensors):
             return tensors
@@ -374,46 +372,46 @@ _grad_of = operator.attrgetter("grad")
 
 
 class HandedGradients:
-    """Tensors of the user's own on the memory that a step writes its gradients to.
+    """The ``.grad`` tensors of parameters, on the memory to which a step writes its gradients.
 
     Args:
-        parameters: in the order of ``gradients``, which is that of their first use.
-        gradients: the step's own tensors.
+        parameters: the parameters, in the order of their first use.
+        gradients: the step's own tensors, in the same order.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         self._parameters = list(parameters)
-        # In storages of their own, so that nothing reaches the rest of the arena through them.
+        # In storages of their own, so that user code cannot reach the rest of the arena.
         self._handed = list(map(in_own_storage, gradients))
         self._layouts = TensorLayouts(self._handed)
         self._addresses = self._layouts.addresses(self._handed)
-        self._given: list[torch.Tensor | None] = []  # what the engine set ``.grad`` to
+        self._given: list[torch.Tensor | None] = []  # the ``.grad`` that the engine set
 
     def are_as_left(self) -> bool:
-        """Returns whether each is still its parameter's ``.grad``, in place, with no hooks due."""
-        return self._are_held() and self.lie_there_still() and not have_hooks(self._parameters)
+        """Returns whether each is still its parameter's ``.grad``, and no hook must run."""
+        return self._are_held() and self.are_unmoved() and not have_hooks(self._parameters)
 
-    def lie_there_still(self) -> bool:
-        """Returns whether each is laid out on the memory that it was made on."""
+    def are_unmoved(self) -> bool:
+        """Returns whether each still has its address and layout."""
         return (
             self._layouts.same(self._handed)
             and self._layouts.addresses(self._handed) == self._addresses
         )
 
     def are_of(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether they would be made again of these gradients, on the same memory."""
+        """Whether they are for these parameters, and on the memory of these gradients."""
         return (
             len(gradients) == len(self._handed)
             and all(map(operator.is_, parameters, self._parameters))
             and self._layouts.same(gradients)
             and self._layouts.addresses(gradients) == self._addresses
-            and self.lie_there_still()
+            and self.are_unmoved()
         )
 
     def hand_out(self) -> None:
-        """Sets ``.grad`` of every parameter that has another one, and has hooks run."""
+        """Sets ``.grad`` of every parameter, and runs hooks."""
         self._given = []
         # PyTorch's engine runs the hooks, so all gradients go through it.
         if have_hooks(self._parameters):
@@ -424,12 +422,12 @@ class HandedGradients:
                 parameter.grad = gradient
 
     def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss whose backward hands the gradients out, for wrappers that need one."""
+        """Returns a loss whose backward sets the gradients, for wrappers that need one."""
         self._given = []
         return as_graph(loss, self._parameters, self._handed)
 
     def take_back(self, still_trained: Sequence[torch.Tensor]) -> None:
-        """Sets to None what these gradients are the ``.grad`` of, but for some parameters."""
+        """Sets ``.grad`` to None where it is one of these gradients, except for some parameters."""
         kept = set(map(id, still_trained))
         given = self._given or self._handed
         for parameter, gradient in zip(self._parameters, given, strict=True):

@@ -1,5 +1,5 @@
-"""Says if what a user hands in can be compiled at all.
+"""Checks whether a model and its inputs can be compiled at all.
 
-refusals     models that no capture can take, and what no program can be run with, or return
-torch_state  adapter: what a program relies on and does not see: modes, classes, memory, layouts
+refusals     models that cannot be captured; inputs and results that no program can have
+torch_state  adapter: states that programs depend on: modes, tensor classes, memory, layouts
 """

@@ -1,10 +1,10 @@
-"""Adapter: what a compiled program relies on and does not see: modes, classes, memory, layouts.
+"""Adapter: states that a compiled program depends on: modes, tensor classes, memory, layouts.
 
-Modes around a call, and classes of tensors, see or change every operator, which a program hides.
+Modes and tensor subclasses intercept operators, but the kernels of a program bypass the dispatcher.
 
-Guards in C++ ask a tensor without strided memory of its own for its strides, which ends the
-process, and kernels would be handed the address 0. The dispatcher's keys say it: what may be in
-them is listed here, not what may not.
+PyTorch's C++ guards read the strides of a tensor, which crashes if it has no strided storage, and
+kernels would get address 0. Such tensors are recognized by their dispatch keys: a tensor with any
+key that is not in the list of allowed keys is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ...reuse.torch_names import is_lazy, matmul_precision, own_device_type
 
 
 def mode_around() -> str:
-    """Returns what around a call sees each operator, or an empty text."""
+    """Returns the mode around a call that intercepts operators, or an empty text."""
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode"
-    # The default device is such a mode as well, but only a setting.
+    # PyTorch implements the default device as such a mode, but a guard compares it as a setting.
     if torch._C._len_torch_function_stack() and not all(_is_device(m) for m in _function_modes()):
         return "a TorchFunctionMode"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -43,7 +43,7 @@ def mode_around() -> str:
 
 
 def autograd_mode_around() -> str:
-    """Returns what around a call sees each operator's backward, or an empty text."""
+    """Returns the mode around a call that intercepts autograd's backward, or an empty text."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return "a pair of hooks on saved tensors"
     if torch.is_anomaly_enabled():
@@ -52,7 +52,7 @@ def autograd_mode_around() -> str:
 
 
 def refuse_mode(mode: str, error: type[LazyInlineError] = PlanError) -> None:
-    """Raises an error for a mode, if one is named, around what runs kernels alone."""
+    """Raises an error if ``mode`` names a mode, for code that can only run kernels."""
     if mode:
         raise error(
             f"{mode} is active, and the kernels of a compiled step bypass it. Call the model "
@@ -61,9 +61,9 @@ def refuse_mode(mode: str, error: type[LazyInlineError] = PlanError) -> None:
 
 
 def why_watched(values: Iterable[Any]) -> str:
-    """Says what a tensor among some values is whose class sees each operator on it, if one is."""
-    # Such a class may compute anything, or give results a class of its own (as a plain subclass
-    # does, too); kernels are handed its memory, which may hold something else or be none.
+    """Describes a tensor among values whose class intercepts operators, or returns ""."""
+    # Such a class may compute anything and return results of its own class. Kernels would read its
+    # storage, which may be empty or hold something else.
     kinds = {type(value) for value in values if isinstance(value, torch.Tensor)}
     watching = [kind for kind in kinds if kind is not torch.Tensor and _watches(kind)]
     return f"a {watching[0].__name__}, whose class intercepts operators" if watching else ""
@@ -80,10 +80,10 @@ def _sees_below_autograd(kind: type[torch.Tensor]) -> bool:
 
 
 def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a cotangent as autograd's own formulas see it: they ask no ``__torch_function__``.
+    """Returns a cotangent as a plain tensor, as autograd skips ``__torch_function__`` too.
 
     Raises:
-        PlanError: if its class sees what autograd computes.
+        PlanError: if its class has a ``__torch_dispatch__``.
     """
     kind = type(gradient)
     if kind is torch.Tensor or not _watches(kind):
@@ -98,7 +98,7 @@ def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Modes:
-    """The modes and settings, as they are now, that decide what operators compute."""
+    """The present modes and settings that affect what operators compute."""
 
     def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:
         self._readings = tuple(readings.items())
@@ -106,14 +106,14 @@ class Modes:
         self.captured = modes_now()
 
     def hold(self) -> bool:
-        """Whether they are now as they were."""
+        """Whether the modes and settings are unchanged."""
         for ask, answer in self._readings:
             if ask() != answer:
                 return False
         if self._state.check():
             return _other_modes() == self.captured[1]
-        # A False is not conclusive: the C++ guard also reacts to the thread count and to settings
-        # that are not in use. So compare exactly.
+        # The C++ guard also fails for changes that do not matter, such as the thread count: then
+        # compare in Python.
         if modes_now() != self.captured:
             return False
         self._state = GlobalStateGuard()
@@ -121,7 +121,7 @@ class Modes:
 
 
 def modes_now() -> tuple[Any, ...]:
-    """Returns the modes that operators run under: what ``GlobalStateGuard`` compares, and more."""
+    """Returns the modes that ``GlobalStateGuard`` compares, and others."""
     of_state = (
         torch.is_grad_enabled(),
         current_autocast(("cpu", "cuda", own_device_type())),
@@ -136,7 +136,7 @@ def _other_modes() -> tuple[Any, ...]:
 
 
 def default_device() -> torch.device | None:
-    """Returns the device that was set for new tensors, if one was."""
+    """Returns the default device of new tensors, if one was set."""
     if not torch._C._len_torch_function_stack():
         return None
     devices = [mode.device for mode in _function_modes() if _is_device(mode)]
@@ -157,8 +157,8 @@ _is_nested = operator.attrgetter("is_nested")
 _is_meta = operator.attrgetter("is_meta")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Devices whose tensors have addresses; the keys that autograd, autocast and Python classes add; and
-# lazy bits, which are written out before a kernel reads the memory.
+# Dispatch keys of devices whose tensors have addresses, with those of autograd, autocast and Python
+# subclasses; and the lazy bits, which are resolved before a kernel reads the memory.
 _DEVICES = ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")
 _ALLOWED = (
     *(kind + device for kind in ("", "Autograd", "Autocast") for device in _DEVICES),
@@ -178,10 +178,10 @@ _ALLOWED_BITS = _bits_of(_ALLOWED)
 
 
 def have_own_memory(values: Iterable[Any]) -> bool:
-    """Whether all tensors among some values have memory of their own, or no elements."""
+    """Whether all tensors among some values have strided storage of their own, or no elements."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     try:
-        # A fake of the user's, by class or on meta, may warn where it is asked for an address.
+        # Reading the address of a user's fake tensor, or of one on meta, may warn.
         is_plain = all(type(t) in _PLAIN for t in tensors) and not any(map(_is_meta, tensors))
         if is_plain and all(map(_address_of, tensors)) and not any(map(_is_nested, tensors)):
             return True
@@ -191,7 +191,7 @@ def have_own_memory(values: Iterable[Any]) -> bool:
 
 
 def why_no_memory(tensor: torch.Tensor) -> str:
-    """Says what a tensor is that has no memory of its own; nothing of one that has some."""
+    """Describes a tensor that has no storage of its own; returns "" for one that has."""
     keys = torch._C._dispatch_keys(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         return "a parameter that is not initialized"
@@ -213,9 +213,9 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class TensorLayouts:
-    """The classes, types, sizes, strides, devices, lazy bits and wishes that some tensors had.
+    """The classes, dtypes, sizes, strides, devices, lazy bits and ``requires_grad`` of tensors.
 
-    ``.data = ...`` changes them on the same tensor, and not always its address.
+    ``.data = ...`` changes these for the same tensor object, not always with its address.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -229,27 +229,27 @@ class TensorLayouts:
             self._guards = TensorGuards(*tensors, **no_dims)
 
     def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns where the numbers of tensors with these layouts lie; 0 if nowhere, or sparse."""
+        """Returns the addresses of tensors with these layouts; 0 for sparse and meta tensors."""
         if self._have_addresses:
             return list(map(_address_of, tensors))
         return [t.data_ptr() if _has_address(t) else 0 for t in tensors]
 
     def fast_same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether so many tensors have the same layouts and classes; False where that is not known.
+        """Whether as many tensors have these layouts, by a fast check that may wrongly say False.
 
-        Under the same grad mode, which the caller compares.
+        The caller must check that the grad mode is the same.
         """
         if self._guards is None or not self._guards.check(*tensors):
             return False
-        # Without grad mode the check in C++ does not look at requires_grad.
+        # Without grad mode, the C++ check ignores requires_grad.
         return self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
         if self._grad_mode == torch.is_grad_enabled() and self.fast_same(tensors):
             return True
-        # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
-        # inference). So compare exactly.
+        # The C++ guard also fails if the caller's autocast or inference mode changed: then compare
+        # in Python.
         return bool(_facts(tensors) == self._facts)
 
 

@@ -1,6 +1,6 @@
-"""Runs a model's calls: compiled programs, or eagerly where none can be.
+"""Runs a model's calls: by compiled programs, or eagerly where that is not possible.
 
-dispatcher         the programs of one module; its calls, and which of them run it eagerly
-model_dispatcher   the calls of a whole model, also where it runs eagerly around compiled parts
-torch_slot         adapter: where a module's own calls look first for something compiled
+dispatcher         the programs of one module, and which of its calls run eagerly
+model_dispatcher   the calls of a whole model, which may run eagerly around compiled sub-modules
+torch_slot         adapter: the attribute in which ``nn.Module.__call__`` looks for a compiled call
 """

@@ -1,8 +1,8 @@
-"""The programs of one module: finds the one that fits a call, compiles it, or runs it eagerly.
+"""The programs of one module: finds the program that fits a call, compiles it, or runs eagerly.
 
-``compile`` and ``compile_step`` both stand on :class:`Dispatcher`. A module may run eagerly
-instead, and kinds of calls that could not be captured are remembered, so that they are not tried at
-each call; a step splits its batch and owns its arena.
+``compile`` and ``compile_step`` both use :class:`Dispatcher`. A :class:`ModuleDispatcher` may also
+run the module eagerly; it remembers the kinds of calls that could not be captured, so that they are
+not captured at each call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .torch_slot import call_past_slot, in_slot
 
 
 class ModuleEntry:
-    """One compiled program: when it applies, how its inputs are found, how its result is built."""
+    """One compiled program of a module, with its guard; finds its inputs and builds its result."""
 
     def __init__(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         compiled = made.compiled
@@ -53,7 +53,7 @@ class ModuleEntry:
         self.compiled = self._compiled = compiled
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        order, own = [], len(leaves)  # after these come the model's tensors
+        order, own = [], len(leaves)  # the model's tensors follow the leaves
         self._switched: list[int] = []  # inputs whose requires_grad the forward switches on
         self._switched_back: list[int] = []  # and off again
         for source in program.sources:
@@ -69,7 +69,7 @@ class ModuleEntry:
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
         self._result = _Result(program.output_tree, compiled)
-        self._repeated: list[int] | None = None  # the same in every run, so the first run tells
+        self._repeated: list[int] | None = None  # found in the first run, the same in every run
 
     @property
     def is_small(self) -> bool:
@@ -84,20 +84,20 @@ class ModuleEntry:
             self._bridge.backwards.rest()
 
     def why_not(self, call: Arguments) -> str:
-        """Returns why the program cannot do for a call what it leaves in its arguments, or ""."""
+        """Returns why the program cannot update the arguments of a call as the forward would."""
         kept = self._result.kept
         return kept.why_not(call, self.guard.has_met) if kept.has_arguments else ""
 
     def run(
         self, leaves: Sequence[Any], containers: Sequence[Any] = (), call: Arguments = ((), {})
     ) -> Any:
-        """Runs the program on flat inputs, and brings the containers they came from up to date."""
-        # As the forward does to the caller's own tensor, before anything is computed from it.
+        """Runs the program on flat inputs, and updates the containers that they came from."""
+        # As the forward does to the caller's tensor before it uses it.
         for place in self._switched:
             leaves[place].requires_grad_(True)
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
-            with torch.no_grad():  # the model's own autograd says that no gradient flows
+            with torch.no_grad():  # a program without a backward: no gradient flows
                 outputs: Sequence[Any] = self._forward(inputs)
         else:
             outputs = self._bridge.run(inputs)
@@ -112,7 +112,7 @@ class ModuleEntry:
         return self._result.build(outputs, inputs, containers, call)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""
+        """Runs the program; ``h`` and ``h.detach()``, one tensor in it, become two."""
         outputs = self._compiled.runtime.forward(inputs)[0]
         if self._repeated is None:
             known = [*map(id, inputs), *map(id, outputs)]
@@ -135,7 +135,7 @@ class _Result:
         self._leaves: list[tuple[str, Any]] = []
         for kind, value in tree.leaves:
             passed = positions.get(program.outputs[value]) if kind == "output" else None
-            if kind == "output":  # what the forward changed and returns is the user's own tensor
+            if kind == "output":  # an input that the forward changed and returns is returned itself
                 passed = changed.get(program.outputs[value], passed)
             self._leaves.append((kind, value) if passed is None else ("input", passed))
 
@@ -149,18 +149,18 @@ class _Result:
         return self._tree.built(leaves, given if self._tree.updates else (), call)
 
 
-# ---- which program a call gets -------------------------------------------------------------------
+# ---- choosing the program of a call --------------------------------------------------------------
 
 
 class Dispatcher(Generic[AnyEntry]):
     """Finds the program of a call, or compiles it and keeps it.
 
     Args:
-        model: what is compiled; of a step, the model with its loss.
-        options: how it is compiled.
-        dynamic: which sizes are symbols, see :class:`ShapeCache`; so do ``names``.
-        names: of dimensions that are known to vary.
-        compiler: shared with other modules, for what is equal in them.
+        model: the module to compile; for a step, the model with its loss.
+        options: the compile options.
+        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
+        names: dimensions that are known to vary, see :class:`ShapeCache`.
+        compiler: a compiler to share with other modules, so that equal closures compile once.
     """
 
     def __init__(
@@ -179,46 +179,46 @@ class Dispatcher(Generic[AnyEntry]):
         self._refuse: Callable[[Inputs], NoReturn] | None = None
 
     def _forget(self) -> None:
-        """Drops all programs; what was made per closure is kept."""
+        """Drops all programs; the compiler keeps its results per closure."""
         self._entries: KeptPrograms[AnyEntry] = KeptPrograms()
         self._shapes = ShapeCache(self._subject, *self._made_with)
 
     @property
     def last_report(self) -> CompileReport | None:
-        """Returns what the newest compile did; None before the first call."""
+        """The report of the newest compile; None before the first call."""
         return self._report
 
     @property
     def entries(self) -> KeptPrograms[AnyEntry]:
-        """The programs there are."""
+        """The programs compiled so far."""
         return self._entries
 
     @property
     def subject(self) -> nn.Module:
-        """The module that is compiled; of a step, the model with its loss."""
+        """The module that is compiled; for a step, the model with its loss."""
         return self._subject
 
     @property
     def symbolic_programs(self) -> list[tuple[Guard, Relinking]]:
-        """The programs that are linked for sizes as calls ask for them."""
+        """The guards and linkers of symbolic programs, which are linked for the sizes of calls."""
         return self._shapes.linkers
 
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
-        """Takes a program that was compiled before, for a call with these flat inputs."""
+        """Adds a program that was compiled before, for a call with these flat inputs."""
         self._entries.add(self._entry(made, leaves))
         self._report = made.report
 
     def adopt_symbolic(self, guard: Guard, linker: Relinking, report: CompileReport) -> None:
-        """Takes a program of symbolic sizes that was compiled before, as for a guard's call."""
+        """Adds a symbolic program that was compiled before."""
         self._shapes.adopt(guard, linker)
         self._report = report
 
     def refuse_others(self, refuse: Callable[[Inputs], NoReturn]) -> None:
-        """Compiles no more: calls that no program is for are refused."""
+        """Stops compiling: from now on ``refuse`` raises for calls that no program fits."""
         self._refuse = refuse
 
     def _compile_for(self, inputs: Inputs, goal: Goal) -> AnyEntry:
-        """Compiles for a call, or links for its sizes what was compiled with symbols."""
+        """Compiles a program for a call, or links a symbolic one for its sizes."""
         with one_at_a_time():
             # Another thread may have compiled for the same call while this one waited.
             made_meanwhile = self._entries.fitting(inputs.given, inputs.tree)
@@ -237,7 +237,7 @@ class Dispatcher(Generic[AnyEntry]):
             return self._kept(made, inputs)
 
     def _linked_for(self, inputs: Inputs) -> AnyEntry | None:
-        """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
+        """Links a symbolic program for the sizes of a call; None if none fits."""
         if not self._shapes.has_symbols:
             return None
         with other_threads_waiting():
@@ -246,32 +246,36 @@ class Dispatcher(Generic[AnyEntry]):
 
     def _kept(self, made: CompileResult, inputs: Inputs) -> AnyEntry:
         entry = self._entry(made, inputs.leaves)
-        if self._entries.add(entry):  # most of what the compiler keeps has no user any more
+        if self._entries.add(entry):  # most results that the compiler keeps are unused by now
             self._compiler = Compiler(self._compiler.options)
         self._report = made.report
         return entry
 
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> AnyEntry:
-        """Makes what runs a program; the first call for it has these flat inputs."""
+        """Makes the entry of a program, compiled for a call with these flat inputs."""
         raise NotImplementedError
 
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
-        """Looks at each pass of a compile, and may raise to end it."""
+        """Called after each pass of a compile; may raise to end it."""
 
 
 _MAX_KINDS = 32
 MAX_FLOATS = 32
-"""Values of Python floats that one kind of call is compiled for; with others the module runs."""
+"""The most values of Python float arguments that one kind of call is compiled for; then it runs
+eagerly."""
 MAX_ANSWERS = 4
-"""The same of numbers that a forward asks of its inputs, as ``int(batch.max())``."""
+"""The same for numbers that a forward reads from its inputs, as ``int(batch.max())``."""
 MAX_OBJECTS = 3
-"""The same of objects among the arguments whose tensors stand in a program, being no inputs."""
-_TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
+"""The same for argument objects that hold tensors, which are constants of the program."""
+_BRANCHES_ON = (bool, str, type(None))  # arguments by which a forward may branch
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """Arguments, modes and hooks by which a call may branch: calls of two kinds are tried apart."""
+    """The arguments, modes and hooks by which a forward may branch.
+
+    Whether a call can be captured is remembered per kind.
+    """
 
     tree: torch_pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -281,55 +285,55 @@ class CallKind:
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
         """Returns the kind of a call with these flat arguments."""
-        # Numbers count by their type: a schedule would be a new kind at each call.
-        kinds = tuple(x if isinstance(x, _TOLD_APART) else type(x) for x in leaves)
+        # Numbers count only by type: a scheduled number would be a new kind at each call.
+        kinds = tuple(x if isinstance(x, _BRANCHES_ON) else type(x) for x in leaves)
         return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
 
     def with_hooks(self, model: nn.Module) -> CallKind:
-        """Returns the kind of the same call with the hooks that are on the model's modules now."""
-        # How many, not which: one that is put on anew for each call would have each call captured.
+        """Returns the kind of the same call with the hooks that the model's modules have now."""
+        # The number of hooks, because a hook that is added for each call would be a new kind.
         counts = [len(own_hooks(module, "forward")) for module in model.modules()]
         return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
 
 
 Tries: TypeAlias = Literal["once more", "doubling", "never"]
-"""When a call that could not be captured is tried again."""
+"""When to capture again after a failed capture."""
 
 
 class Refusals:
-    """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike."""
+    """Remembers which kinds of calls run eagerly, and why; modules that are alike share it."""
 
     def __init__(self) -> None:
-        # By kinds, not exactly: eager is always right, also for a call that could be compiled.
+        # By kind: to run a call eagerly that could be compiled is slower, but right.
         self._known: dict[CallKind, tuple[str, int, Tries]] = {}
         self._numbers: dict[tuple[CallKind, str], set[tuple[Any, ...]]] = {}
 
     def why_eager(self, call: CallKind) -> str:
-        """Returns why a call runs eagerly, or "" to find that out anew; counts it."""
+        """Returns why a call runs eagerly, or "" if a capture should be tried; counts the call."""
         reason, count, tries = self._known.get(call, ("", 0, "never"))
-        # The first call may have made something that the module keeps, so the second is tried.
+        # Tried once more at the second call, because the first may have created state in a module.
         if tries == "never" or (tries == "once more" and count > 1):
             return reason
         self._known = {**self._known, call: (reason, count + 1, tries)}
-        # At the 2nd, 4th, 8th ... call: what a model keeps once only, such as a cache that its
-        # first call fills, is no effect at the next.
+        # After a side effect, tried at the 2nd, 4th, 8th ... call: filling a cache, for example,
+        # happens only once.
         return reason if (count + 1).bit_count() > 1 else ""
 
     def note(self, call: CallKind, reason: str, tries: Tries = "once more") -> None:
         """Remembers that a call could not be captured."""
         count = self._known.pop(call, ("", 1, tries))[1]
-        # Replaced, not changed: other threads may be reading it.
+        # A new dict, because other threads may be reading the old one.
         rest = dict([*self._known.items()][1 - _MAX_KINDS :])
         self._known = {**rest, call: (reason, count, tries)}
 
     def forget(self, call: CallKind) -> None:
-        """Forgets why a call ran eagerly: it was captured since."""
+        """Forgets why a call ran eagerly, after a capture that succeeded."""
         if call in self._known:
             self._known = {known: why for known, why in self._known.items() if known != call}
 
     def note_numbers(self, call: CallKind, leaves: Sequence[Any], answers: Sequence[int]) -> None:
-        """Remembers numbers of a call that was compiled, which its program has in it."""
-        # A schedule passes another value at each call, and a compile for each would never pay.
+        """Remembers the numbers of a call that are constants in its compiled program."""
+        # A scheduled value differs at each call, and a compile for each would never pay.
         floats = tuple(x.hex() for x in leaves if type(x) is float)
         objects = tuple(Identity(x) for x in leaves if _holds_tensors(x))
         kinds = " and ".join(sorted({type(one.target).__qualname__ for one in objects}))
@@ -337,7 +341,7 @@ class Refusals:
         registered += "with torch.export.register_dataclass"
         for what, numbers, most, advice in (
             ("Python floats among the arguments", floats, MAX_FLOATS, "as a 0-d tensor"),
-            ("numbers that the forward asks of its inputs", answers, MAX_ANSWERS, "as a size"),
+            ("numbers that the forward reads from its inputs", answers, MAX_ANSWERS, "as a size"),
             (f"arguments that hold tensors ({kinds})", objects, MAX_OBJECTS, registered),
         ):
             known = self._numbers.pop((call, what), set())
@@ -357,8 +361,9 @@ class RunEagerly:
     Attributes:
         reason: why.
         refused: the kind of the call, if a capture has just failed for it.
-        tries: when it is tried again.
-        raised: what eager may raise, too, if so: nothing in the model is compiled before it ran.
+        tries: when a capture is tried again.
+        raised: the exception, as text, that the model raised in the capture and may raise in eager.
+            Then no part of the model is compiled before eager has run.
     """
 
     reason: str
@@ -368,14 +373,14 @@ class RunEagerly:
 
 
 class ModuleDispatcher(Dispatcher[ModuleEntry]):
-    """Takes a module's calls: runs the program of each, or the module eagerly.
+    """Runs a module's calls: by the program that fits, or eagerly.
 
-    It has the signature of the model's ``forward``, which tools look at.
+    It has the signature of the model's ``forward``, which tools inspect.
 
     Attributes:
-        model: whose calls they are.
-        options: how they are compiled.
-        dynamic: which sizes are symbols, see :class:`ShapeCache`; so do ``names``.
+        model: the module.
+        options: the compile options.
+        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
     """
 
     def __init__(
@@ -391,13 +396,13 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self.model, self.options, self.dynamic = model, options, dynamic
         self._eager: CompileReport | None = None
         self._refusals = Refusals()
-        # Errors that captures raised and eager did not; shared by all parts of a model.
+        # Exceptions that the model raises in a capture but not in eager; all its parts share them.
         self._accepted = set() if accepted is None else accepted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
-            # ``torch.compile`` around a compiled module leaves it alone.
+            # An outer ``torch.compile`` gets a graph break here.
             return torch.compiler.disable(self.__call__)(*args, **kwargs)
         try:
             return self._runner()(args, kwargs)
@@ -405,25 +410,25 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             raise ended_here(error) from error.__cause__
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles for the layout of a call, and runs nothing."""
+        """Compiles for the layouts of a call without running it."""
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_eager(leaves)):
             refusals.check_runnable(self.model, self.options.target)
             self._compile_for(Inputs.of(leaves, tree), self._goal(leaves))
 
     def _goal(self, leaves: Sequence[Any]) -> Goal:
-        """Returns what a program for a call is for."""
+        """Returns the goal of compiling for a call."""
         train, options = torch.is_grad_enabled(), self.options
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         may_wait = options.backend == "inductor" and not (options.target or options.recompute)
         may_wait = may_wait and all(tensor.device.type == "cpu" for tensor in tensors)
-        # Positions of atoms, of which nothing was computed. A hint alone: losses tell.
+        # A leaf input that requires grad, such as atom positions, hints at training on forces.
         is_asked = any(tensor.requires_grad and tensor.is_leaf for tensor in tensors)
         return Goal(train=train, late_backward=train and may_wait and is_asked)
 
     @property
     def last_report(self) -> CompileReport | None:
-        """Returns what the newest compile did, or why the newest call ran eagerly.
+        """The report of the newest compile, or of the newest call if it ran eagerly.
 
         None before the first call.
         """
@@ -431,12 +436,12 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the model's forward."""
+        """The signature of the model's forward."""
         return inspect.signature(self.model.forward)
 
     @property
     def __code__(self) -> CodeType:
-        """That of the model's forward; ``torch.export`` asks where it stands."""
+        """The code of the model's forward, whose file and line ``torch.export`` reads."""
         code: CodeType = self.model.forward.__code__
         return code
 
@@ -453,15 +458,15 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return f"{how}, {counted(report.num_shared_calls, 'shared call')}"
 
     def __reduce__(self) -> Any:
-        """Leaves an empty place in a copy of the module that holds this: the copy is plain."""
+        """Copies and pickles as None: a copy of the module that holds this is not compiled."""
         return _no_calls, ()
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """Returns what takes a call: this one finds a program for it."""
+        """Returns the function that runs a call."""
         return self._run
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Kernels call no operators, so a mode would see nothing of what runs.
+        # Kernels bypass PyTorch's dispatcher, so a mode would see no operators.
         mode = mode_around()
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
@@ -471,7 +476,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         if entry is None:
             found = self._find_or_compile(leaves, tree)
             if isinstance(found, RunEagerly):
-                return self._run_as_told(found, args, kwargs)
+                return self._run_decided(found, args, kwargs)
             entry = found
         why_not = entry.why_not((args, kwargs))
         if why_not:
@@ -479,29 +484,29 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         self._eager = None
         return entry.run(leaves, containers, (args, kwargs))
 
-    def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_decided(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._run_eagerly(found.reason, args, kwargs, raised=found.raised)
         refuse_traced(result)
-        if found.refused is not None:  # a call that is wrong in eager, too, is not noted
+        if found.refused is not None:  # only now: a call that raises in eager too is not noted
             self._refusals.note(found.refused, found.reason, found.tries)
             if found.raised:
                 if len(self._accepted) >= _MAX_KINDS:
-                    self._accepted.clear()  # what eager takes is found again
+                    self._accepted.clear()  # a bound on memory: entries are found again
                 self._accepted.add(found.raised)
         return result
 
     def _find_or_compile(
         self, leaves: list[Any], tree: torch_pytree.TreeSpec
     ) -> ModuleEntry | RunEagerly:
-        """Returns a program for a call with new inputs, or why it runs eagerly."""
+        """Returns a program for a call that no program fits, or why it runs eagerly."""
         if not refusals.watching_input(self.model, leaves):
-            # What a guard accepts but for sizes is asked no more than a call of seen sizes is.
+            # A symbolic program's guard checks all but sizes, so no other check is needed.
             linked = self._linked_for(Inputs.of(leaves, tree))
             if linked is not None:
                 return linked
         call = CallKind.of(leaves, tree, training=self.model.training)
         reason = self._why_never() or self._refusals.why_eager(call) or self._why_eager(leaves)
-        if not reason:  # what was refused without hooks is not asked for its hooks at each call
+        if not reason:  # hooks are counted last: calls that run eagerly anyway need not pay for it
             plain, call = call, call.with_hooks(self.model)
             reason = self._refusals.why_eager(call) if call != plain else ""
         if reason:
@@ -518,27 +523,27 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             raised = "" if raised in self._accepted else raised
             tries: Tries = "never" if self._is_lasting(error) else "once more"
             return RunEagerly(str(error), call, tries, raised)
-        self._refusals.forget(call)  # a warning that comes once, or a cache that is filled since
+        self._refusals.forget(call)  # it was refused for a side effect that did not come again
         self._refusals.note_numbers(call, leaves, entry.guard.answers)
         return entry
 
-    # ---- where the model runs eagerly ----------------------------------------------------
+    # ---- running the model eagerly -------------------------------------------------------
 
     def _may_run_eagerly(self, error: LazyInlineError) -> bool:
-        """Whether the model runs eagerly after an error of its compile."""
+        """Whether the model may run eagerly after this error of its compile."""
         is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
         return is_capture and self.options.fallback == "eager"
 
     def _is_lasting(self, error: LazyInlineError) -> bool:
-        """Whether an error will be the same at another try."""
+        """Whether an error will occur again if the capture is tried again."""
         return False
 
     def _why_never(self) -> str:
-        """Returns why no call can be a program as the model is now, or an empty text."""
+        """Returns why the model, as it is now, cannot be compiled for any call, or ""."""
         return ""
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
-        """Returns why a call of the model cannot be a program, or an empty text."""
+        """Returns why the model cannot be compiled for this call, or ""."""
         if watching := refusals.watching_tensor(self.model, leaves):
             return watching
         hooked = refusals.backward_hooked(self.model) if torch.is_grad_enabled() else ""
@@ -547,15 +552,15 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _run_eagerly(
         self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
     ) -> Any:
-        """Runs the model eagerly, around what can be compiled in it.
+        """Runs the model eagerly, around the parts of it that can be compiled.
 
-        Where its capture ended in an exception of the model's, that is nothing: eager may raise it,
-        too, so no part is compiled before it is known that the call is right.
+        If the model raised an exception in its capture, no part is compiled, because eager may
+        raise it too.
         """
         return self._run_alone(reason, args, kwargs)
 
     def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model eagerly, and nothing compiled in it."""
+        """Runs the model eagerly, without compiled parts."""
         self._report_eager(reason)
         return call_past_slot(self.model, args, kwargs)
 
@@ -572,7 +577,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object that is no container of PyTorch's registry has tensors in it."""
+    """Whether an object that is no registered pytree container holds tensors."""
     if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
         return False
     table = getattr(value, "__dict__", None)
@@ -582,7 +587,7 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
 
 
 def dispatcher_of(module: Any) -> ModuleDispatcher | None:
-    """Returns the dispatcher of a module that was compiled, in place or with a wrapper."""
+    """Returns the dispatcher of a compiled module: in place, or wrapped."""
     if not isinstance(module, nn.Module):
         return None
     held = module_state(module).get(DISPATCHER_ATTRIBUTE, in_slot(module))
@@ -593,4 +598,4 @@ def dispatcher_of(module: Any) -> ModuleDispatcher | None:
 
 
 def _no_calls() -> None:
-    """Stands in a copied model for the calls of the model that it was copied from."""
+    """Replaces the dispatcher in a copied model."""

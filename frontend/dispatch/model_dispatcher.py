@@ -1,12 +1,12 @@
-"""Runs the calls of a whole model, also where it runs eagerly around compiled modules in it.
+"""Runs the calls of a whole model, which may run eagerly around compiled sub-modules.
 
-PEFT's models are known by their class, once the user's code has imported PEFT: their ``generate``
-calls the model inside and not themselves. This module alone says those names.
+If a model cannot be captured, it runs eagerly, and the slots of its sub-modules are filled
+meanwhile (:mod:`.torch_slot`). Each of these parts runs by a program of its own, or eagerly around
+its own sub-modules in the same way. All parts share one compiler, so that equal ones are
+differentiated, lowered and compiled once.
 
-The parts of a model that runs eagerly are modules in it whose own calls are compiled. While the
-model's Python runs, calls of the modules in it go through PyTorch's own slot, and each either runs
-a program of its own or its own Python, between whose calls it is the same again. Parts share one
-compiler, so that equal ones are differentiated, lowered and compiled once.
+PEFT's models are recognized by class name, once the user's code has imported PEFT: their
+``generate`` calls the model inside, not themselves. Only this module names those classes.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 
 MIN_NODES = 3
-"""Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
+"""The fewest graph nodes of a part's program; smaller parts run on PyTorch's own kernels."""
 MAX_PROGRAMS = 8
-"""Programs of one part; where calls keep changing, it runs eagerly from then on."""
+"""The most programs of one part; a part whose calls keep changing then runs eagerly."""
 MAX_SHAPES = 4
-"""Sets of input shapes for which parts that are alike are compiled, each for itself."""
+"""The most sets of input shapes that parts alike are compiled for, without symbolic sizes."""
 MAX_DEPTH = 30
-"""How deep modules may be nested: each dispatcher on the way adds frames to Python's stack."""
+"""The deepest nesting of modules with parts: each dispatcher adds frames to Python's stack."""
 
 Likeness = tuple[Any, ...]
 
 
 class TooSmallError(CaptureError):
-    """A program of so few operators takes longer to call than it saves."""
+    """A program has too few operators: to call it takes longer than it saves."""
 
 
 @dataclass
 class Alike:
-    """Parts of the same classes and layouts, and what is known of all of them.
+    """What parts of the same classes and tensor shapes have in common.
 
     Attributes:
-        num_members: how many there are.
-        refusals: which calls run them themselves.
-        shapes: those of the inputs for which some were compiled.
+        num_members: the number of parts.
+        refusals: the kinds of calls that run eagerly.
+        shapes: the input shapes that some of them were compiled for.
     """
 
     num_members: int
@@ -72,7 +72,7 @@ class Alike:
 
 
 class PartDispatcher(ModuleDispatcher):
-    """Takes the calls of one part."""
+    """Runs the calls of one part."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class PartDispatcher(ModuleDispatcher):
         accepted: set[str],
         thread: threading.local,
     ) -> None:
-        # Equal layers share kernels for numbers; symbols of two captures are never equal.
+        # Equal layers share kernels only for fixed sizes, because symbols of two captures differ.
         learns = dynamic is None and alike.num_members > 1
         dynamic = False if learns else dynamic
         super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
@@ -116,7 +116,7 @@ class PartDispatcher(ModuleDispatcher):
     def _run_eagerly(
         self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, raised: str = ""
     ) -> Any:
-        why = "what calls it raised where it was captured" if raised else why_alone(reason)
+        why = "the module around it raised when it was captured" if raised else why_alone(reason)
         with alone(self._thread, why), unchanged(self.model, "" if raised else reason):
             return self._run_alone(reason, args, kwargs)
 
@@ -136,7 +136,7 @@ class PartDispatcher(ModuleDispatcher):
 
 @contextmanager
 def alone(thread: threading.local, why: str) -> Iterator[None]:
-    """Lets the parts of the module that runs inside run eagerly, too, where a reason is given."""
+    """Makes all parts inside run eagerly, if ``why`` gives a reason."""
     before = getattr(thread, "why_alone", "")
     thread.why_alone = before or why
     try:
@@ -146,26 +146,25 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
 
 
 def unchanged(model: nn.Module, reason: str) -> AbstractContextManager[None]:
-    """Leaves nothing of ours on the modules of a model whose forward looks at all they hold."""
-    # A forward that looks at all attributes of a module would find our dispatcher among them.
+    """Empties slots if the forward reads all attributes of a module: it would see a dispatcher."""
     return torch_slot.slots_empty(model) if TELLS_APART in reason else nullcontext()
 
 
 def why_alone(reason: str) -> str:
-    """Returns why the parts of a module that runs eagerly do so as well, or ""."""
+    """Returns why the parts of a module that runs eagerly must run eagerly too, or ""."""
     if DIFFERENTIATES in reason:
-        return "what calls it differentiates it inside its forward"
+        return "the module around it differentiates it inside its forward"
     if SETS_FOR_BACKWARDS in reason:
-        return f"what calls it {SETS_FOR_BACKWARDS}"
+        return f"the module around it {SETS_FOR_BACKWARDS}"
     return ""
 
 
 class Parts:
-    """The parts of one model, and the routes of their calls while the model runs eagerly.
+    """The parts of one model that runs eagerly, with their dispatchers.
 
     Attributes:
-        routes: lead their calls to their dispatchers.
-        thread: notes which threads run a module that keeps those inside from being compiled.
+        routes: fills the slots of the parts while the model runs.
+        thread: per thread, the reason why all parts must run eagerly now.
     """
 
     def __init__(
@@ -186,13 +185,13 @@ class Parts:
         self.thread = threading.local()
 
     def _find(self) -> list[PartDispatcher]:
-        """Returns the dispatchers of the modules that are in the model now."""
+        """Returns the dispatchers of the parts, which are the modules in the model now."""
         places = walk_modules(self._model)
         if max(path.count(".") for path, _ in places) > MAX_DEPTH:
             return []
         wanted = {
             id(module): (path, module)
-            # Backwards, so that a module with several paths is named by the first of them.
+            # Reversed, so that a module with several paths gets its first.
             for path, module in reversed(places)
             if module is not self._model and torch_slot.in_slot(module) is None and _may_pay(module)
         }
@@ -201,7 +200,7 @@ class Parts:
         return [self._calls[id_] for id_ in wanted]
 
     def _make(self, places: Sequence[tuple[str, nn.Module]]) -> None:
-        """Makes dispatchers for modules that are new."""
+        """Makes the dispatchers of new modules."""
         likeness = {id(module): _likeness(module) for _, module in places}
         counts = Counter(likeness.values())
         self._paths = {id(module): path for path, module in places}
@@ -216,11 +215,11 @@ class Parts:
             self._calls[id(module)] = calls
 
     def compiled(self) -> list[nn.Module]:
-        """Returns the parts that there are programs for."""
+        """Returns the parts that have compiled programs."""
         return [calls.model for calls in self._calls.values() if len(calls.entries)]
 
     def records(self) -> list[PartRecord]:
-        """Says of each part that was called how it runs, in the order of the model's modules."""
+        """Returns a record of each part that was called, in the order of the model's modules."""
         found = []
         for id_, path in reversed(self._paths.items()):
             calls = self._calls[id_]
@@ -238,7 +237,7 @@ _SMALL = "it has only"
 
 
 def _may_pay(module: nn.Module) -> bool:
-    """Whether a module's calls are looked at: one of PyTorch's own layers is an operator or two."""
+    """Whether to compile a module as a part; PyTorch's basic layers are too small."""
     if not torch_slot.asks_slot(module) or isinstance(module, torch.jit.ScriptModule):
         return False
     is_library = type(module).__module__.startswith(("torch.nn", "torch.ao"))
@@ -247,13 +246,13 @@ def _may_pay(module: nn.Module) -> bool:
 
 
 def _likeness(module: nn.Module) -> Likeness:
-    """Returns classes and layouts, equal for parts that may share; a capture compares the rest."""
+    """Returns classes and tensor shapes, equal for parts that may share."""
     tensors = tuple((t.dtype, t.device, tuple(t.shape)) for t in module.parameters())
     return (tuple(map(type, module.modules())), tensors)
 
 
 class Routes:
-    """Fills PyTorch's own slots of modules for as long as any thread runs the model around them."""
+    """Fills the slots of modules with their dispatchers while any thread runs the model."""
 
     def __init__(self, find: Callable[[], Sequence[ModuleDispatcher]]) -> None:
         self._find = find
@@ -263,9 +262,9 @@ class Routes:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within it the calls of the modules go to their dispatchers."""
+        """Routes the calls of the modules to their dispatchers inside."""
         with self._lock:
-            # A slot is the model's, not a thread's: the first thread fills it, the last empties it.
+            # All threads share the slots: the first thread fills them, the last empties them.
             if not self._num_running:
                 self._taken = [
                     (calls, torch_slot.fill_slot(calls.model, calls)) for calls in self._find()
@@ -276,14 +275,12 @@ class Routes:
         finally:
             with self._lock:
                 self._num_running -= 1
-                if not self._num_running:  # the last thread inside, whichever came first
+                if not self._num_running:
                     self._close()
 
     def _close(self) -> None:
         for calls, put_back in self._taken:
-            if (
-                torch_slot.in_slot(calls.model) is calls
-            ):  # else the model's Python has filled it anew
+            if torch_slot.in_slot(calls.model) is calls:  # else the model's Python has replaced it
                 put_back()
         self._taken = []
 
@@ -291,16 +288,16 @@ class Routes:
 # ---- a whole model -------------------------------------------------------------------------------
 
 
-_WORTH_A_WORD = 2
-"""The call that warns if it and those before it ran eagerly."""
+_WARN_AT_CALL = 2
+"""How many calls in a row run eagerly before a warning."""
 
 
 class ModelDispatcher(ModuleDispatcher):
-    """Takes a model's calls, and compiles modules in it where the whole cannot be one program.
+    """Runs a model's calls, and compiles sub-modules if the whole cannot be one program.
 
-    That is so for two reasons. A wrapper for several devices runs as it is, around the models that
-    it wraps, of which each is a whole model. And what cannot be captured runs eagerly, around its
-    parts.
+    There are two such cases. A wrapper for several devices (DDP, FSDP) runs eagerly around the
+    models that it wraps, each of which is compiled as a whole model. A model that cannot be
+    captured runs eagerly around its parts.
     """
 
     def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
@@ -311,14 +308,14 @@ class ModelDispatcher(ModuleDispatcher):
         self._parts: Parts | None = None
         self._generating: ModelDispatcher | None = None
         self._has_warned = False
-        self._has_told = False
+        self._has_warned_eager = False
         self._num_eager = 0  # calls since the last compile that ran eagerly
 
     @property
     def last_report(self) -> CompileReport | None:
-        """Returns that of the newest compile inside wrappers, or with a record of each part.
+        """The report of the newest compile, which may be inside a wrapper or of the parts.
 
-        Before the first call, that of the model inside that generates.
+        Before the first call, that of the model which ``generate`` calls.
         """
         reports = [inside.last_report for inside in self._wrapped]
         known = next((r for r in reversed(reports) if r is not None), super().last_report)
@@ -329,7 +326,7 @@ class ModelDispatcher(ModuleDispatcher):
         return known
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles for the layout of a call, and runs nothing. Wrappers have to run."""
+        """Compiles for the layouts of a call without running it; does nothing for wrappers."""
         if not (self.look_for_wrappers() or self._has_hooks_around):
             super().prepare(*args, **kwargs)
 
@@ -345,13 +342,13 @@ class ModelDispatcher(ModuleDispatcher):
         return self._wrapped
 
     def called_past(self) -> tuple[ModelDispatcher, ...]:
-        """Returns the dispatchers of models inside that others call as well."""
+        """Returns the dispatchers of models inside that code may call without this one."""
         inside = self.look_for_wrappers()
         generating = [known.look_for_generating() for known in (self, *inside)]
         return (*inside, *(known for known in generating if known is not None))
 
     def look_for_generating(self) -> ModelDispatcher | None:
-        """Returns the dispatcher of the model that generates, if this one only calls that."""
+        """Returns the dispatcher of the model that ``generate`` calls, if it is another one."""
         inside = model_that_generates(self.model)
         if inside is None or not torch_slot.asks_slot(inside):
             return None
@@ -360,13 +357,13 @@ class ModelDispatcher(ModuleDispatcher):
         return self._generating
 
     def warn_if_generate_is_eager(self, stacklevel: int = 3) -> str:
-        """Warns, once, where calls that ``generate`` makes do not come to what is compiled.
+        """Warns once if the calls that ``generate`` makes do not use the compiled model.
 
         Args:
-            stacklevel: of the user's line, as ``warnings.warn`` counts.
+            stacklevel: the stack level of the user's line, for ``warnings.warn``.
 
         Returns:
-            Why they do not; "" where they do.
+            Why they do not; "" if they do.
         """
         inside = model_that_generates(self.model) or self.model
         if torch_slot.asks_slot(inside) or not hasattr(inside, "generate"):
@@ -384,7 +381,7 @@ class ModelDispatcher(ModuleDispatcher):
         return reason
 
     def note_generate(self) -> None:
-        """Reports, before ``generate`` runs, why it will run the model eagerly, if so."""
+        """Notes in the report, before ``generate`` runs, why it will run the model eagerly."""
         reason = self.warn_if_generate_is_eager(stacklevel=4)
         if reason:
             self._report_eager(reason)
@@ -405,26 +402,26 @@ class ModelDispatcher(ModuleDispatcher):
         self._num_eager = 0
         return super()._entry(made, leaves)
 
-    def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_decided(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._num_eager += 1
-        is_worth_a_word = self._num_eager == _WORTH_A_WORD and not self._has_told
-        result = super()._run_as_told(found, args, kwargs)
-        if is_worth_a_word:
+        should_warn = self._num_eager == _WARN_AT_CALL and not self._has_warned_eager
+        result = super()._run_decided(found, args, kwargs)
+        if should_warn:
             self._warn_if_mostly_eager(found)
         return result
 
     def _warn_if_mostly_eager(self, found: RunEagerly) -> None:
-        """Says where most of the model ran eagerly although it was compiled, and why."""
-        # The second such call warns: the first may have filled a cache of the model.
+        """Warns if most of the model ran eagerly, with the reason."""
+        # Only from the second call on: the first may have filled a cache of the model.
         layers = [m for m in self.model.modules() if not any(True for _ in m.children())]
         compiled = self._parts.compiled() if self._parts else []
         inside = {id(layer) for part in compiled for layer in part.modules()}
         count = sum(id(layer) in inside for layer in layers)
         if 2 * count >= len(layers):
             return
-        self._has_told = True
+        self._has_warned_eager = True
         but = f", but for parts with {count} of its {len(layers)} layers" if count else ""
-        is_refused = found.refused is not None and found.tries != "doubling"  # an effect is not
+        is_refused = found.refused is not None and found.tries != "doubling"  # not a side effect
         how = " fallback='error' makes that an error." if is_refused else ""
         warn_user(
             f"{type(self.model).__name__} runs eagerly{but}: {found.reason.rstrip('.')}.{how} "
@@ -468,11 +465,11 @@ _CLASSES = ("PeftModel", "PeftMixedModel")
 
 
 def model_that_generates(model: nn.Module) -> nn.Module | None:
-    """Returns the model that ``generate`` of one of PEFT's calls; None for any other model."""
+    """Returns the model that ``generate`` of a PEFT model calls; None for any other model."""
     peft = sys.modules.get("peft")
     found = (getattr(peft, name, None) for name in _CLASSES)
     if not isinstance(model, tuple(kind for kind in found if isinstance(kind, type))):
         return None
-    base: Any = model.base_model  # what puts adapters in; it has the methods of the model inside
+    base: Any = model.base_model  # the adapter's tuner, which has the methods of the model inside
     inside = getattr(getattr(base, "generate", None), "__self__", None)
     return inside if isinstance(inside, nn.Module) and inside is not model else None

@@ -1,6 +1,6 @@
-"""Adapter: the slot of a module where its own calls look first for something compiled.
+"""Adapter: the slot of a module, an attribute in which ``__call__`` looks for a compiled call.
 
-``nn.Module.compile`` fills it, too. A copied or saved module leaves it behind.
+``nn.Module.compile`` fills it too. PyTorch leaves it out of copies and pickles.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _CALL_HOOKS = tuple(name for name in HOOK_TABLES if name.startswith(("_forward",
 
 
 def in_slot(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns what a module's slot holds."""
+    """Returns the content of a module's slot."""
     held: Callable[..., Any] | None = module_state(module).get(CALL_SLOT)
     return held
 
 
 def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Sends calls of a module there, hooks and all; returns what puts back what was there."""
+    """Makes ``call`` run a module's calls, including its hooks; returns what undoes it."""
     state, before = module_state(module), in_slot(module)
     state[CALL_SLOT] = call
 
@@ -39,17 +39,17 @@ def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]
 
 
 def empty_slot(module: nn.Module) -> None:
-    """Lets calls of a module run its own Python again."""
+    """Makes calls of a module run its own Python again."""
     module_state(module).pop(CALL_SLOT, None)
 
 
 def asks_slot(module: nn.Module) -> bool:
-    """Whether calls of a module look into the slot: its class has no ``__call__`` of its own."""
+    """Whether calls of a module use the slot: its class does not override ``__call__``."""
     return type(module).__call__ is nn.Module.__call__
 
 
 def check_asks_slot(module: nn.Module) -> None:
-    """Raises PlanError if calls of a module do not look into the slot."""
+    """Raises PlanError if calls of a module do not use the slot."""
     if not asks_slot(module):
         raise PlanError(
             f"{type(module).__name__} overrides __call__, so it cannot be compiled in place "
@@ -59,16 +59,15 @@ def check_asks_slot(module: nn.Module) -> None:
 
 
 def call_past_slot(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a module eagerly, hooks and all."""
+    """Calls a module eagerly, with its hooks."""
     if in_slot(module) is None:
         return module(*args, **kwargs)
-    # Hooks and all, past the slot that ``__call__`` looks into first.
-    return module._call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # runs the hooks, and does not look into the slot
 
 
 @contextmanager
 def slots_empty(model: nn.Module) -> Iterator[None]:
-    """Inside, a model and its sub-modules run their own Python."""
+    """Empties the slots of a model and its sub-modules inside, so that they run eagerly."""
     states = [module_state(module) for module in model.modules()]
     held = [(state, state.pop(CALL_SLOT)) for state in states if CALL_SLOT in state]
     try:
@@ -80,7 +79,7 @@ def slots_empty(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def slot_filled(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of a module go there."""
+    """Fills the slot of a module inside."""
     put_back = fill_slot(module, call)
     try:
         yield
@@ -94,9 +93,9 @@ def call_with_hooks_around(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls a module, its own hooks and all, with something else for its ``forward``.
+    """Calls a module with its hooks, but with ``run`` in place of its ``forward``.
 
-    While that runs, with the arguments as they are, the module has no hooks.
+    While ``run`` runs, on the arguments that the hooks leave, the module has no hooks.
     """
     state = module_state(module)
     own = {"forward": state["forward"]} if "forward" in state else {}

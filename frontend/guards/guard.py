@@ -1,11 +1,9 @@
-"""The guard of a compiled program: does it still fit? And which programs of a module are kept.
+"""The guard of a compiled program, and the programs of a module that are kept.
 
-Everything that the model's Python read while it was captured, and that can change without a trace
-in the inputs, is compared at each call: train/eval modes, plain attributes, sub-modules, and the
-tensors themselves. Everything is compared by identity first, as one table of facts, so that an
-unchanged model costs one to three microseconds per block; by value where that says no.
-
-Of the programs of a module some keep their memory while they are idle.
+At each call, a guard compares the inputs and everything that the model's Python read during
+capture: train/eval modes, attributes, sub-modules, and the tensors themselves. It first compares
+identities in one flat table, which takes one to three microseconds per block if the model has not
+changed. If that fails, it compares by value.
 """
 
 from __future__ import annotations
@@ -44,23 +42,23 @@ _training_of = operator.itemgetter("training")
 
 
 class Guard:
-    """Says whether a program fits, and holds the model's tensors as they are now.
+    """Decides whether a program fits a call, and holds the model's present tensors.
 
     Args:
         model: the captured model.
-        captured: what capture saw.
-        leaves: the flat inputs it was captured with.
-        tree: their structure.
-        native: the native library's comparison of facts, if it is at hand.
+        captured: the result of its capture.
+        leaves: the flat inputs that it was captured with.
+        tree: their tree structure.
+        native: the native library's comparison of facts, if it is built.
 
     Attributes:
-        tree: the structure of the inputs.
-        layouts: of the flat inputs: what a tensor is like, or another value.
-        repeated: which inputs are one tensor; nothing where each is another.
-        modes: that the program was captured in.
-        shapes: of the flat inputs.
-        tensors: the model's, in the order of the program's sources.
-        token: another object each time that one of them was found replaced or in other memory.
+        tree: the tree structure of the inputs.
+        layouts: for each flat input, the properties of a tensor, or the value of anything else.
+        repeated: which inputs are the same tensor; empty if all differ.
+        modes: the modes of the capture.
+        shapes: the shapes of the flat inputs.
+        tensors: the model's tensors, in the order of the program's sources.
+        token: a new object whenever one of them was replaced or its memory moved.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Guard:
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
         self._evidence = captured.evidence
-        for leaf in leaves:  # an argument that is an object may hold something else next time
+        for leaf in leaves:  # the contents of an argument object may change between calls
             self._evidence.contents.look_into(leaf)
         self._structure = self._structure_checks()
         self._same_structure = self._structure.function(native)
@@ -90,11 +88,11 @@ class Guard:
         self._owners = [i for i, found in enumerate(places) for _ in found]
         self._placed = self._present()
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
-        # One that a list or a global holds as well stays there when a module gets another one.
+        # If a list or global also holds a tensor, it keeps the old one when the module's changes.
         held = enumerate(self.tensors)
         self._held_elsewhere = [(i, t) for i, t in held if self._evidence.contents.has_met(t)]
         self._layouts_of_tensors = TensorLayouts(self.tensors)
-        # No operator takes these, but code may have asked for a shape.
+        # Tensors that code only read properties of, such as the shape.
         self._asked = [t for t in self._evidence.tensors if have_own_memory([t])]
         self._layouts_of_asked = TensorLayouts(self._asked)
         self._written = _written_tensors(captured.program)
@@ -103,7 +101,7 @@ class Guard:
         self.token = object()
         self._lock = ProcessLock()
         self._unchanged = self._identity_checks()
-        self._find_memory()
+        self._note_addresses()
         self._num_changes = 0
 
     def accepts(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> bool:
@@ -115,38 +113,38 @@ class Guard:
             and self.modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._evidence.contents.same()
-            # A program that writes to memory is right only for what shared it at capture.
+            # A program with in-place writes is right only if the same tensors share memory.
             and self._memories(leaves) == self._sharing
         )
         if fits:
-            self._find_memory()
+            self._note_addresses()
         return fits
 
     def _is_answered(self, leaves: Sequence[Any]) -> bool:
-        """Whether what the forward asked of its inputs has the answers that it had."""
+        """Whether the numbers that the forward read from its inputs are the same as at capture."""
         if not self._questions:
             return True
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return all(question.ask(tensors) == question.answer for question in self._questions)
 
     def has_met(self, value: Any) -> bool:
-        """Whether the model's Python read something that holds an object, or is it."""
+        """Whether the model's Python read an object, or something that holds it."""
         return self._evidence.contents.has_met(value)
 
     @property
     def answers(self) -> tuple[int | bool, ...]:
-        """The numbers of inputs that the program has in it."""
+        """The numbers read from inputs, which are constants of the program."""
         return tuple(question.answer for question in self._questions)
 
-    def _find_memory(self) -> None:
-        """Notes where the model's tensors lie."""
-        # ``.data = ...`` moves a tensor that stays the same object; arenas are bound to addresses.
+    def _note_addresses(self) -> None:
+        """Notes the addresses of the model's tensors; makes a new token if they changed."""
+        # ``.data = ...`` changes the address of the same object; programs are bound to addresses.
         memory = self._layouts_of_tensors.addresses(self.tensors)
         if memory != self._memory:
             self._memory, self.token = memory, object()
 
     def _structure_checks(self) -> IdentityChecks:
-        """Checks what the modules are: their classes, tables, modes, children and hooks."""
+        """Makes checks of the modules: their classes, dicts, train modes, children and hooks."""
         checks = IdentityChecks()
         for module, state in zip(self._modules, self._states, strict=True):
             checks.held_in(module, type(module), state)
@@ -162,7 +160,7 @@ class Guard:
             for name in ("forward", "__call__"):
                 checks.attribute(kind, name, getattr(kind, name))
             checks.bases(kind)
-            # Methods of PyTorch's layers get replaced; those of a user's classes are evidence.
+            # Users replace methods of PyTorch's layers. Reads of user classes are in the evidence.
             for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
                 if is_library(base.__module__):
                     for name, method in vars(base).items():
@@ -174,7 +172,7 @@ class Guard:
         return checks
 
     def _identity_checks(self) -> Check:
-        """Makes the check that everything is still the same object as now."""
+        """Makes the check by identity: every object read is still the one that it is now."""
         checks = self._structure.copy()
         self._evidence.add_identity_checks(checks)
         for table, name in zip(self._place_tables, self._place_names, strict=True):
@@ -190,20 +188,20 @@ class Guard:
         """Returns whether the model was in train mode, and the paths of modules that differed."""
         names = [name for name, _ in model.named_modules()]
         first = next(i for i, one in enumerate(self._modules) if one is model)
-        whole, *_ = modes = self._training[first:]  # what computes its loss is around it
+        whole, *_ = modes = self._training[first:]  # a module that computes the loss may come first
         others = [n for n, mode in zip(names, modes, strict=False) if mode is not whole]
         return whole, others
 
     def is_bound_to_present(self) -> bool:
-        """Whether the tensors that it holds are where the model's present ones are."""
+        """Whether the tensors that it holds are the model's present ones, at the same addresses."""
         if self._memory is None or not all(map(operator.is_, self._present(), self._placed)):
             return False
         return self._layouts_of_tensors.addresses(self.tensors) == self._memory
 
     def release(self) -> None:
-        """Holds no memory of tensors that the model has no more; they are looked up again."""
+        """Drops tensors that the model no longer has; the next call looks them up again."""
         with self._lock:
-            self._unchanged, self._memory, self._num_changes = _unknown, None, 0
+            self._unchanged, self._memory, self._num_changes = _not_checked, None, 0
             self._evidence.release()
             held = set(map(id, self._evidence.tensors))
             self._asked = [t for t in self._asked if id(t) in held]
@@ -214,16 +212,16 @@ class Guard:
         return list(map(dict.get, self._place_tables, self._place_names))
 
     def _same_by_value(self) -> bool:
-        """Whether what is not the same object is as good; takes up replaced tensors."""
-        # No other thread may use the learnt checks while tensors are exchanged here, and values
-        # that another thread changed after they were found good must not be learnt.
+        """Compares by value; if equal, adopts replaced tensors and learns the new identities."""
+        # Locked: no other thread may use the identity checks while tensors are exchanged, and the
+        # second comparison below finds values that another thread changed meanwhile.
         with self._lock:
-            before, self._unchanged = self._unchanged, _unknown
+            before, self._unchanged = self._unchanged, _not_checked
             if not self._same_values():
                 self._unchanged = before
                 return False
             self._num_changes += 1
-            if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
+            if self._num_changes.bit_count() == 1:  # less and less often, if every call differs
                 learnt = self._identity_checks()
                 if self._same_values() and learnt():
                     self._unchanged = learnt
@@ -239,7 +237,7 @@ class Guard:
         )
 
     def differences(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Difference]:
-        """Says, for people, how a call and the model as it is now differ from what it fits."""
+        """Says, for people, how a call and the present model differ from what the guard accepts."""
         found = [
             Difference(f"the argument {name}", _text(layout), _text(leaf))
             for name, leaf, layout in zip(names, leaves, self.layouts, strict=False)
@@ -247,7 +245,7 @@ class Guard:
         ]
         if not found and not self._is_answered(leaves):
             lines = ", ".join(dict.fromkeys(q.source for q in self._questions))
-            found.append(Difference(f"the numbers of inputs that are asked for at {lines}"))
+            found.append(Difference(f"the numbers that are read from inputs at {lines}"))
         if not found and not self.modes.hold():
             found.append(Difference("grad mode, autocast or another mode"))
         if not found and list(map(_training_of, self._states)) != self._training:
@@ -269,7 +267,7 @@ class Guard:
         counting = torch_pytree.counting_leaves(self.tree)
         layouts = list(map(_layout, leaves))
         for index, (layout, own) in enumerate(zip(layouts, self.layouts, strict=True)):
-            # The whole number that a cache counts is a size, too.
+            # An int by which a cache counts its entries is a size too.
             is_count = index in counting and _is_int(layout) and _is_int(own)
             if not (is_count or _alike(layout, own)):
                 return None
@@ -287,7 +285,7 @@ class Guard:
         self._plain_inputs = TensorLayouts([leaves[i] for i in plain])
 
     def _match(self, leaves: Sequence[Any]) -> bool:
-        """Whether arguments are like those that the program was compiled for."""
+        """Whether arguments have the layouts or values that the program was compiled for."""
         if len(leaves) != len(self.layouts) or _repeated(leaves) != self.repeated:
             return False
         layouts = self.layouts
@@ -296,7 +294,7 @@ class Guard:
         return all(map(_matches, leaves, layouts))
 
     def _memories(self, leaves: Sequence[Any]) -> list[int]:
-        """Numbers the memory of inputs, if the program changes one: which share some."""
+        """Returns which inputs share memory, if the program writes to any."""
         if not self._written:
             return []
         numbers: dict[int, int] = {}
@@ -305,21 +303,21 @@ class Guard:
         return [numbers.setdefault(memory_id(t), len(numbers)) for t in tensors]
 
     def rebind(self) -> bool:
-        """Takes up tensors that were replaced in the model, if they still fit."""
+        """Adopts tensors that were replaced in the model; False if they do not fit."""
         placed, tensors = self._present(), self.tensors
         if not all(map(operator.is_, placed, self._placed)):
             by_owner = dict(zip(self._owners, placed, strict=True))
             tensors = cast(list[torch.Tensor], list(by_owner.values()))
             if any(by_owner[i] is not t for i, t in zip(self._owners, placed, strict=True)):
-                return False  # tensors that were one are two now
+                return False  # a shared tensor is now two
             if len(set(map(id, tensors))) < len(tensors):
-                return False  # two are one
+                return False  # two tensors are now one
             if any(tensors[i] is not t for i, t in self._held_elsewhere):
-                return False  # what was read in one place may be what another place still holds
+                return False  # the forward may have read the tensor that the other place holds
             if not all(isinstance(t, torch.Tensor) for t in tensors):
                 return False
             if not have_own_memory(tensors):
-                return False  # it may not be asked for what it is compared by
+                return False  # it may have no strides to compare
         if not self._layouts_of_tensors.same(tensors):
             return False
         if tensors is not self.tensors:
@@ -328,19 +326,19 @@ class Guard:
         return True
 
 
-def _unknown() -> bool:
-    """Stands for checks that were not made."""
+def _not_checked() -> bool:
+    """In place of the identity checks until they are made: always compare by value."""
     return False
 
 
 def _written_tensors(program: Program) -> list[int]:
-    """Positions, among the model's tensors, of those that are changed; -1 for user inputs."""
+    """Returns which of the model's tensors a program writes, by position; -1 for a user input."""
     own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
     return [own.index(i) if i in own else -1 for _, i in program.writes]
 
 
 def _repeated(leaves: Sequence[Any]) -> list[int]:
-    """Says which inputs are one tensor; nothing where each is another, as in most calls."""
+    """Returns which inputs are the same tensor; empty if all differ, as in most calls."""
     ids = [id(x) for x in leaves if isinstance(x, torch.Tensor)]
     return [ids.index(one) for one in ids] if len(set(ids)) < len(ids) else []
 
@@ -353,7 +351,7 @@ def _layout(leaf: Any) -> Any:
 
 
 def _alike(layout: Any, other: Any) -> bool:
-    """Whether two layouts differ in sizes at most."""
+    """Whether two layouts are equal except for sizes and strides."""
     if isinstance(layout, Constant) or isinstance(other, Constant):
         both = isinstance(layout, Constant) and isinstance(other, Constant)
         return both and same_value(layout.value, other.value)
@@ -366,7 +364,7 @@ def _is_int(layout: Any) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """Says what differs between a call and a program, and how, if that can be shown."""
+    """What differs between a call and a program, with both values if they can be shown."""
 
     what: str
     before: str = ""
@@ -408,7 +406,7 @@ def _matches(leaf: Any, layout: Any) -> bool:
 def _places(
     modules: Sequence[nn.Module], sources: Sequence[Any]
 ) -> list[list[tuple[dict[str, Any], str]]]:
-    """Finds, for each tensor of the model, every table that holds it now and later."""
+    """Returns, for each tensor of the model, every dict entry that holds it."""
     tables: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in modules:
         for table in (module._parameters, module._buffers, module.__dict__):
@@ -427,28 +425,28 @@ def _places(
 
 
 MAX_PROGRAMS = 32
-"""Programs of one module that are kept; others are compiled again when they are needed."""
+"""The most programs of one module that are kept; others are compiled again when needed."""
 MAX_LINKED = 256
-"""Linked shapes of symbolic programs that are kept: each costs a link only."""
+"""The most linked shapes of symbolic programs that are kept; others are only linked again."""
 MAX_WITH_ARENAS = 8
-"""Of all these, how many keep arenas while idle; others allocate and bind one again."""
+"""How many of all these keep their arena while idle; others allocate one again."""
 SMALL_ARENA = 256 * 1024
-"""Bytes of an arena that any may keep while idle, such as those of the lengths of a text."""
+"""The most bytes of an arena that every program may keep, for many small shapes (text lengths)."""
 MANY_COMPILES = 8
-"""From so many compiles of one module on, what keeps changing is worth a word."""
+"""The number of compiles of one module at which a warning says what keeps changing."""
 
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds the arguments of one call, nested and flat.
+    """The arguments of one call, nested and flat.
 
     Attributes:
-        args, kwargs: what is passed, or of a training step its first micro-batch.
-        leaves: the same flat.
-        tree: their structure.
-        given: what is passed, flat; only of a step another than ``leaves``.
+        args, kwargs: the arguments; for a training step, those of its first micro-batch.
+        leaves: the same, flat.
+        tree: their tree structure.
+        given: the arguments as passed, flat; they differ from ``leaves`` for a step only.
     """
 
     args: Sequence[Any]
@@ -461,27 +459,27 @@ class Inputs:
     def of(
         cls, leaves: list[Any], tree: torch_pytree.TreeSpec, given: list[Any] | None = None
     ) -> Inputs:
-        """Returns the call that has these flat arguments; ``given`` are those of a whole batch."""
+        """Returns the inputs with these flat arguments; ``given`` are those of a whole batch."""
         args, kwargs = torch_pytree.unflatten(leaves, tree)
         return cls(args, kwargs, leaves, tree, leaves if given is None else given)
 
 
 class CompiledRepeatedlyWarning(UserWarning):
-    """A module was compiled many times, since something differs from call to call."""
+    """A module was compiled many times because its calls keep differing."""
 
 
 class Entry(Protocol):
-    """Holds one program and its guard."""
+    """One program and its guard."""
 
     guard: Guard
     can_be_linked_again: bool
 
     @property
     def is_small(self) -> bool:
-        """Whether it holds next to no memory while idle."""
+        """Whether it holds little memory while idle."""
 
     def rest(self) -> None:
-        """Gives back the memory that it holds while idle."""
+        """Frees the memory that it holds while idle."""
 
 
 AnyEntry = TypeVar("AnyEntry", bound=Entry)
@@ -513,7 +511,7 @@ class KeptPrograms(Generic[AnyEntry]):
         entries = self._entries
         if not have_own_memory(leaves):
             return None
-        if len(entries) > 1:  # of several, the shapes tell which to ask
+        if len(entries) > 1:  # only those for these shapes can fit
             entries = self._by_shapes.get(shapes_of(leaves), ())
         for entry in entries:
             if entry.guard.accepts(leaves, tree):
@@ -523,11 +521,11 @@ class KeptPrograms(Generic[AnyEntry]):
         return None
 
     def add(self, entry: AnyEntry) -> bool:
-        """Puts a new program first; drops those not used for longest.
+        """Puts a new program first; drops those that were not used for longest.
 
         Returns:
-            Whether as many were dropped as are kept, so that most of what was kept to compile
-            further ones has no user any more.
+            Whether as many programs were dropped as are kept: then most of the compiler's results
+            per closure are unused.
         """
         self._put_first(entry)
         linked = [e for e in self._entries if e.can_be_linked_again]
@@ -547,7 +545,7 @@ class KeptPrograms(Generic[AnyEntry]):
         return True
 
     def warn_if_many(self, model: nn.Module, inputs: Inputs) -> None:
-        """Says once, at a further compile, what keeps changing from call to call."""
+        """Counts a compile; warns once, after many, what keeps changing from call to call."""
         self._num_compiles += 1
         if self._num_compiles > MANY_COMPILES:
             return
@@ -567,22 +565,22 @@ class KeptPrograms(Generic[AnyEntry]):
         rest = [other for other in self._entries if other is not entry]
         shapes = entry.guard.shapes
         alike = (other for other in self._by_shapes.get(shapes, ()) if other is not entry)
-        # Replaced, never changed: other threads may be looking through them.
+        # A new mapping, because other threads may be reading the old one.
         self._by_shapes = {**self._by_shapes, shapes: (entry, *alike)}
         self._entries, self._token = (entry, *rest), entry.guard.token
         for other in rest[MAX_WITH_ARENAS - 1 : MAX_WITH_ARENAS]:
             if not other.is_small:
                 other.rest()
         for other in rest:
-            guard = other.guard  # with the token of what fits now, it has those very tensors
+            guard = other.guard  # if tokens are equal, so are the tensors
             if guard.token is entry.guard.token or guard.is_bound_to_present():
-                break  # what was used before it was looked at when it was used
+                break  # older entries were checked when this one was used
             other.guard.release()
             other.rest()
 
 
 def _summary(differences: Sequence[Difference]) -> str:
-    """Names what differed, most often first, with the values it had."""
+    """Lists what differed, most frequent first, with its values."""
     values: dict[str, dict[str, None]] = {}
     for difference in differences:
         shown = values.setdefault(difference.what, {})
