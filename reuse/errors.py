@@ -109,10 +109,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Error = TypeVar("Error", bound=BaseException)
 
 
+def is_debugging() -> bool:
+    """Whether the user asked for whole tracebacks."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
 def ended_here(error: Error) -> Error:
     """Returns an error of ours, to be raised anew ``from`` its cause by a public function."""
     is_bug = isinstance(error, VerifyError)  # whose report needs all of it
-    if is_bug or os.environ.get(VARIABLE, "0") not in ("", "0"):
+    if is_bug or is_debugging():
         return error
     error.__cause__ = None
     return error.with_traceback(None)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
+from lazyinline.autodiff.traces import joint_trace
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.dispatch import model_dispatcher as parts
 from lazyinline.reuse.torch_names import CALL_SLOT
@@ -95,6 +96,21 @@ def by_pythons_random_and_an_item(module: Any, x: Tensor) -> Tensor:
     return x * float(np.random.rand()) * x.detach().max().item()
 
 
+def by_a_sparse_product(module: Any, x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(len(x)).to_sparse(), x)
+
+
+def by_a_quantized_tensor(module: Any, x: Tensor) -> Tensor:
+    return x + torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8).dequantize()
+
+
+def by_an_operator_that_looks_at_its_window(module: Any, x: Tensor) -> Tensor:
+    # Captured whole: it asks for values only where its derivative is traced.
+    window = torch.hann_window(8)
+    found = torch.stft(x.reshape(-1), 8, 2, window=window, return_complex=True)
+    return x + torch.istft(found, 8, 2, window=window, length=x.numel()).reshape(x.shape)
+
+
 def by_vmap(module: Any, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: row * row.sum())(x) + x
 
@@ -108,7 +124,8 @@ def by_a_gradient_hook(module: Any, x: Tensor) -> Tensor:
 NO_LINE = (by_pythons_random, by_vmap)  # told after the run, or where the result is used
 WAYS = (
     *(by_a_mask, by_an_item, by_numpy, by_branching, by_a_gradient_hook),
-    *(by_pythons_random_and_an_item, *NO_LINE),
+    *(by_pythons_random_and_an_item, by_a_sparse_product, by_a_quantized_tensor),
+    *(by_an_operator_that_looks_at_its_window, *NO_LINE),
 )
 
 
@@ -138,7 +155,7 @@ def is_compiled(compiled: Any, *paths: str) -> bool:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.sweep(keep="by_a_mask-eager")
+@pytest.mark.sweep(keep=["by_a_mask-eager", "by_a_sparse_product-eager", "its_window-eager"])
 def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
     way: Run, backend: str
 ) -> None:
@@ -153,6 +170,22 @@ def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
         assert any(text in unfolded(report) for text in lines)
     assert "only parts are compiled" in str(report)
     assert "between (Part): runs eagerly" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:.*please report it")
+def test_a_bug_in_a_pass_is_told_and_the_model_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trace(*args: Any) -> Any:
+        raise ZeroDivisionError("of a bug")
+
+    monkeypatch.setattr(joint_trace, "traced", trace)
+    compiled = assert_trains_like_eager(Mlp(), *batches(), backend="eager")
+    said = "The pass autodiff failed (ZeroDivisionError: of a bug)"
+    assert said in unfolded(compiled.last_report)
+    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        lazyinline.compile(Mlp(), backend="eager")(*batches()[0])
 
 
 def test_modes_around_a_call_hold_in_its_parts() -> None:

@@ -414,13 +414,14 @@ class JointTrace:
         outputs = results_as_captured(self._module, outputs)
         # What stands in the graph now is the forward; all that autograd runs comes behind it.
         self._forward = {n.name for n in graph.nodes}
-        gradients = torch.autograd.grad(
-            [outputs[i] for i in self.tangent_outputs],
-            [primals[i] for i in wanted],
-            tangents,
-            allow_unused=True,
-            create_graph=self._is_differentiated,
-        )
+        with interpreter.values_refused():
+            gradients = torch.autograd.grad(
+                [outputs[i] for i in self.tangent_outputs],
+                [primals[i] for i in wanted],
+                tangents,
+                allow_unused=True,
+                create_graph=self._is_differentiated,
+            )
         interpreter.write()
         # None is no zero: no path leads there, and an optimizer has to skip such a parameter.
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]

@@ -9,13 +9,15 @@ operators without a derivative are made of those that have one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
 
+from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of, without_autocast
 from ...reuse.ir.program import outputs_of
 from ...reuse.ir.types import TensorType
@@ -26,7 +28,7 @@ from .torch_make_fx import (
     new_fake_mode,
     sizes_kept_open,
 )
-from .torch_user_rules import dense_as
+from .torch_user_rules import DATA_DEPENDENT_ERRORS, dense_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,30 @@ class NotingInterpreter(ModalInterpreter):
         # One that was traced before is still what it was traced for then.
         origin = origin_of(n) or Origin(str(n.target), stamp.source, is_backward=False)
         self._mark(origin)
-        result = super().run_node(n)
+        with self.values_refused():
+            result = super().run_node(n)
         if not stamp.grad_enabled:  # no backward; asking a view for its function may be an error
             return result
         results = result if isinstance(result, (tuple, list)) else (result,)
         functions = (r.grad_fn for r in results if isinstance(r, torch.Tensor))
         self._watch(functions, replace(origin, is_backward=True))
         return result
+
+    @contextmanager
+    def values_refused(self) -> Iterator[None]:
+        """Refuses an operator that PyTorch takes apart by what its operands hold (``istft``).
+
+        Raises:
+            CaptureError: with the line that calls it.
+        """
+        try:
+            yield
+        except DATA_DEPENDENT_ERRORS as error:
+            origin = self._marks[-1][1]
+            raise CaptureError(
+                f"{origin} at {origin.source} asks for the value of a tensor "
+                f"({error}), and a program has no values yet."
+            ) from error
 
     def _mark(self, origin: Origin) -> None:
         self._marks.append((len(self._graph.nodes), origin))

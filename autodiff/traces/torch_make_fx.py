@@ -44,7 +44,7 @@ from ...reuse.ir.torch_symbols import (
 )
 from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
 from ...reuse.process import ProcessLock
-from ...reuse.torch_names import module_of, modules_left, operator_as_printed
+from ...reuse.torch_names import module_of, modules_left, schema_of
 
 
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -139,7 +139,8 @@ def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
         but: operators that are taken apart.
     """
     for node in module.graph.nodes:
-        operand, plain = changed_operand(node), _out_of_place(node.target)
+        operand = changed_operand(node)
+        plain = None if operand is None else _out_of_place(node.target)
         if operand is None or plain is None or node.target in but or plain in but:
             continue
         is_own = operand.op == "call_function" and list(operand.users) == [node]
@@ -160,10 +161,17 @@ def _value(argument: Any) -> Any:
 
 def _out_of_place(target: Any) -> Any:
     """Returns the operator that computes what one writes in place; None if there is none."""
-    packet, _, overload = str(target).rpartition(".")
+    packet, _, _ = str(target).rpartition(".")
     if not packet.startswith("aten.") or not packet.endswith("_") or may_draw(target):
         return None
-    return operator_as_printed(f"{packet[:-1]}.{overload}")
+    # Not by the overload's name: that of `pow_.Scalar` is `pow.Tensor_Scalar`.
+    found: Any = getattr(torch.ops.aten, packet[len("aten.") : -1], None)
+    overloads = [getattr(found, name) for name in found.overloads()] if found is not None else []
+    return next((one for one in overloads if _operands(one) == _operands(target)), None)
+
+
+def _operands(operator: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema_of(operator).arguments]
 
 
 def drop_copies(module: torch.fx.GraphModule) -> None:

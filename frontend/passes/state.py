@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
@@ -16,6 +17,7 @@ from ...backend.run.planned import PlannedProgram, Runtime
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...recompute.planner import Policy, PolicyName
+from ...reuse.errors import OURS, CaptureError, is_debugging
 from ...reuse.ir.costs import OperatorCosts
 from ...reuse.ir.program import Composite, Program, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
@@ -260,6 +262,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
     """Runs passes in order; times each, and verifies its result where asked.
 
     Raises:
+        CaptureError: if a pass failed in a way that nobody foresaw.
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
@@ -272,7 +275,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
             if not one.wanted(state):
                 continue
             before, cpu, wall = state, cpu_seconds(), time.perf_counter()
-            with followed(one.name):
+            with followed(one.name), _bugs_told(one.name):
                 state = one.function(state)
                 if everything or one.verified == "always":
                     check(state, one.level)
@@ -281,6 +284,24 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
             if watch is not None:
                 watch(one, before, state)
     return state
+
+
+@contextmanager
+def _bugs_told(name: str) -> Iterator[None]:
+    """Turns what nobody foresaw in a pass into an error after which the model runs eagerly.
+
+    Raises:
+        CaptureError: from the error; the error itself under ``LAZYINLINE_DEBUG=1``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OURS) or is_debugging():
+            raise
+        raise CaptureError(
+            f"The pass {name} failed ({type(error).__name__}: {error}). If no operator of your own "
+            "raised that, please report it, with the traceback that LAZYINLINE_DEBUG=1 shows."
+        ) from error
 
 
 def apply(passes: Sequence[Pass], state: State) -> State:

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,6 +47,7 @@ from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
+from ...reuse.ir.torch_fake_rules import laid_out_by_kernel
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import (
@@ -127,7 +127,20 @@ class TracingFakeMode(FakeTensorMode):
         if func._schema.is_mutable:
             _refuse_real(func, args, kwargs or {})
         result = _dispatch_unprofiled(super().__torch_dispatch__, func, types, args, kwargs)
-        return laid_out_by_kernel(func, args, result) if func in LAID_OUT_AS_SUGGESTED else result
+        if isinstance(result, torch.Tensor):
+            _refuse_unstrided(func, result)
+        return laid_out_by_kernel(func, args, result)
+
+
+def _refuse_unstrided(func: Any, made: torch.Tensor) -> None:
+    """Refuses a sparse or quantized tensor: programs hold memory that strides describe."""
+    # A fake quantized tensor says that it holds floats.
+    kind = "quantized" if func.name().startswith("aten::quantize_per_") else str(made.layout)
+    if kind != "torch.strided":
+        raise CaptureError(
+            f"The model's forward makes a {kind.removeprefix('torch.')} tensor at {user_line()}, "
+            "and compiled programs hold strided ones only."
+        )
 
 
 def _refuse_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -544,7 +557,7 @@ def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     return False
 
 
-# ---- operators that are refused, and corrected strides of fakes ----------------------------------
+# ---- operators that are refused ------------------------------------------------------------------
 
 
 _PYTORCHS_NAMESPACES = """
@@ -572,30 +585,3 @@ def _refusing(operator: Any) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-LAID_OUT_AS_SUGGESTED = frozenset(
-    {
-        torch.ops.aten.native_group_norm.default,
-        torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten._native_batch_norm_legit.default,
-        torch.ops.aten._native_batch_norm_legit.no_stats,
-        torch.ops.aten.native_channel_shuffle.default,
-        torch.ops.aten.channel_shuffle.default,
-        torch.ops.aten.roll.default,
-    }
-)
-"""Operators whose first result on a CPU is channels-last if the first operand is, else contiguous.
-"""
-
-
-def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Returns the fake result of one of these operators with the strides of its kernel."""
-    if isinstance(result, tuple | list):
-        return (laid_out_by_kernel(operator, args, result[0]), *result[1:])
-    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
-        return result
-    wanted = suggest_memory_format(args[0])
-    if result.is_contiguous(memory_format=wanted):
-        return result
-    return torch.empty_like(result, memory_format=wanted)

@@ -1,7 +1,7 @@
-"""Adapter: rules for fake tensors where a kernel takes more than PyTorch's own rule allows.
+"""Adapter: rules for fake tensors where PyTorch's own differ from its kernels.
 
-What is added states the layout of the result, as the kernel makes it; the kernel itself goes on
-checking its operands.
+One kernel takes more than its rule allows: the added rule states the layout of the result, and the
+kernel goes on checking its operands. Other rules say other strides than their kernels make.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 
 _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
@@ -57,3 +58,32 @@ def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _kinds(device: torch.device) -> tuple[torch.dtype, ...]:
     known = () if device.type == "cuda" else (torch.bfloat16,)  # a GPU's layout is PyTorch's rule
     return (torch.float32, torch.float16, *known)
+
+
+LAID_OUT_AS_SUGGESTED = frozenset(
+    {
+        torch.ops.aten.native_group_norm.default,
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+        torch.ops.aten.native_channel_shuffle.default,
+        torch.ops.aten.channel_shuffle.default,
+        torch.ops.aten.roll.default,
+    }
+)
+"""Operators whose first result on a CPU is channels-last if the first operand is, else contiguous.
+"""
+
+
+def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Gives the fake result of an operator of the set above the strides of its kernel."""
+    if operator not in LAID_OUT_AS_SUGGESTED:
+        return result
+    if isinstance(result, tuple | list):
+        return (laid_out_by_kernel(operator, args, result[0]), *result[1:])
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return result
+    wanted = suggest_memory_format(args[0])
+    if result.is_contiguous(memory_format=wanted):
+        return result
+    return torch.empty_like(result, memory_format=wanted)
