@@ -192,8 +192,8 @@ class Linker:
     Attributes:
         compiler: the compiler that made the program.
         lowered: the state of the compile before link, without the model's tensors.
-        settled: what each symbol had become when the program was compiled: itself, another symbol
-            or a number.
+        replacements: what each symbol had become when the program was compiled: itself, another
+            symbol, or a number.
         watched_inputs: see :class:`CompiledProgram`.
         gradients: with symbolic sizes, the linkers of its gradient programs.
         refused: requests for gradients that cannot be compiled; autograd serves them by running
@@ -202,7 +202,7 @@ class Linker:
 
     compiler: Compiler
     lowered: Compilation
-    settled: tuple[Any, ...]
+    replacements: tuple[Any, ...]
     watched_inputs: tuple[int, ...]
     gradients: dict[GradientRequest, Linker] = field(default_factory=dict)
     refused: set[GradientRequest] = field(default_factory=set)
@@ -252,8 +252,8 @@ class Linker:
             shapes=ManyShapes() if state.symbolic else None,
             plans=(),
         )
-        settled = sizes.settled if sizes is not None else ()
-        return cls(compiler, lowered, settled, watched)
+        replacements = sizes.replacements if sizes is not None else ()
+        return cls(compiler, lowered, replacements, watched)
 
     def result(self, state: Compilation) -> Compiled:
         """Returns the compiled program or step of a finished compile or link."""
@@ -289,7 +289,7 @@ class Linker:
             PlanError: if a kernel returns other strides than the program says, or a later compile
                 specialized a size that is symbolic in this program.
         """
-        if self.sizes.settled != self.settled:
+        if self.sizes.replacements != self.replacements:
             raise PlanError(
                 "Compiling a backward for fewer outputs fixed a size that varies, so this program "
                 "is right for no further sizes."
@@ -299,7 +299,7 @@ class Linker:
         note_recompute(state)
         return self.result(state), report
 
-    def settle(self) -> None:
+    def finish_backward(self) -> None:
         """Compiles the backend's kernels of the backward now, if they were deferred."""
         derivative, report = self.lowered.derivative, replace(self._described, passes=[])
         if derivative is not None and self.whole.goal.late_backward:
@@ -402,7 +402,7 @@ class Linker:
             try:
                 if values is not None and request in self.gradients:
                     return self._relinked_gradients(self.gradients[request], values, counted)
-                with one_at_a_time(), self._sizes_open():
+                with one_at_a_time(), self._keeping_symbolic():
                     captured, compiler = self.lowered.captured, self.compiler
                     # If this specializes a size, results kept per closure would be wrong for other
                     # sizes: a symbolic program gets a compiler of its own.
@@ -425,8 +425,8 @@ class Linker:
             counted.num_gradients += 1
             return linker.gradients_of(linker.result(state), values, counted)
 
-    def _sizes_open(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.sizes is None else self.sizes.staying_open()
+    def _keeping_symbolic(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.sizes is None else self.sizes.keeping_symbolic()
 
     def _relinked_gradients(
         self, known: Linker, values: Values, counted: CompileReport

@@ -331,7 +331,7 @@ def test_a_module_that_torch_compile_returned_is_refused_with_what_to_do() -> No
     for in_place in (False, True):
         with pytest.raises(CaptureError, match=r"Compile the module itself: lazyinline.compile"):
             lazyinline.compile(torch.compile(Small()), in_place=in_place)  # type: ignore[call-overload]
-    with pytest.raises(CaptureError, match=r"0 is what torch.compile returned"):
+    with pytest.raises(CaptureError, match=r"0 was returned by torch.compile"):
         lazyinline.compile(outer(torch.compile(Small())))
 
 

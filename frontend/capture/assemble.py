@@ -133,7 +133,7 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
     recording.caches_asked()
     recording.tensors.resolve_all(recording.root.nodes())
     if recording.sizes is not None:
-        recording.sizes.settle(recording.root, recording.tensors.sources)
+        recording.sizes.localize(recording.root, recording.tensors.sources)
     _dissolve_uncalled(recording, results, tree)
     made = assemble(recording.root, results, tree, recording.tensors.sources)
     program, shared = _sharing(recording, *made)

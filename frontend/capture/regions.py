@@ -299,7 +299,7 @@ class Sizes(Protocol):
     def given(self, index: int, leaf: Any) -> Any:
         """Returns a symbol, or the value itself, for a flat input that is no tensor."""
 
-    def settle(self, root: Region, sources: Any) -> None:
+    def localize(self, root: Region, sources: Any) -> None:
         """Rewrites a recorded run so that no symbolic size crosses a region's boundary."""
 
 

@@ -1,9 +1,8 @@
-"""Refuses what no compiled program can take or return: models, tensors, writes, operands.
+"""Refuses models, tensors, writes and operands that no compiled program can support.
 
-Wrappers train a model on several devices; their Python runs around every pass. A program would not
-run it again, and each replica would then train on its own. So it is kept: the wrapper runs as it
-is, around programs of what it wraps. Wrappers are recognised by name, so that nothing of
-``torch.distributed`` is imported for it.
+Wrappers for several devices (DDP, FSDP) run Python around each forward and backward. A program that
+skipped it would train each replica separately. So a wrapper runs eagerly, around programs of the
+models that it wraps. Wrappers are recognized by name, to avoid importing ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .torch_state import why_no_memory, why_watched
 
 
 def refuse_uncapturable(model: nn.Module) -> None:
-    """Raises CaptureError for wrappers, for what is compiled already, and for what is no Python."""
+    """Raises CaptureError for wrappers, compiled modules and scripted modules."""
     places = walk_modules(model)
     refuse_wrappers(places)
     refuse_compiled(places)
@@ -52,13 +51,13 @@ def refuse_compiled(places: Places) -> None:
             )
         if is_compiled_by_torch(module):
             raise CaptureError(
-                f"{path or 'The model'} is what torch.compile returned, which is compiled already. "
+                f"{path or 'The model'} was returned by torch.compile, so it is compiled already. "
                 "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
             )
 
 
 def refuse_scripted(places: Places) -> None:
-    """Raises CaptureError if one of some modules is no Python that can be watched."""
+    """Raises CaptureError if one of some modules is scripted, so that its Python cannot run."""
     for path, module in places:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -86,7 +85,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def check_example(what: str, model: Any, args: Any) -> None:
-    """Raises PlanError for a model that is none, and for one input without a tuple around it."""
+    """Raises PlanError if the model is no module, or the inputs are no tuple."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"{what} takes an nn.Module, not {type(model).__name__}.")
     if not isinstance(args, (tuple, list)):
@@ -97,7 +96,7 @@ def check_example(what: str, model: Any, args: Any) -> None:
 
 
 Way = Literal["calls", "hooks", "none"]
-"""How a wrapper stands around a model: it calls it, by hooks on it, or as none that is kept."""
+"""How a wrapper works: it calls the model, or has hooks on it; ``"none"`` if not supported."""
 
 _IN_PLACE = "Wrap a model that is compiled in place: lazyinline.compile(m, in_place=True)."
 _NOT_YET = "Use fully_shard or DistributedDataParallel, or leave this model to eager."
@@ -120,13 +119,13 @@ _WRAPPERS = {
 
 
 def is_compiled_by_torch(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` puts around another."""
+    """Whether a module is the wrapper that ``torch.compile`` returns."""
     kind = type(module)
     return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.")
 
 
 def wrapper_name(module: nn.Module) -> str:
-    """Returns which wrapper a module is, or was made (``fully_shard``); empty for none."""
+    """Returns the name of the wrapper that a module is, or was made into (``fully_shard``)."""
     for base in type(module).__mro__:
         known = _WRAPPERS.get(base.__name__)
         if known is not None and base.__module__.startswith(known.home):
@@ -135,15 +134,15 @@ def wrapper_name(module: nn.Module) -> str:
 
 
 def way_of(module: nn.Module) -> Way:
-    """Returns how a module stands, as a wrapper that can be kept, around what it wraps."""
+    """Returns how a module works as a wrapper; ``"none"`` if it is no supported wrapper."""
     name = wrapper_name(module)
     return _WRAPPERS[name].way if name else "none"
 
 
 def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (path, module) of what is compiled where wrappers are kept; nothing where none is.
+    """Returns (path, module) of the models that are compiled inside wrappers, if there are any.
 
-    Those are the innermost wrappers' models. What lies between wrappers runs as it is.
+    These are the models of the innermost wrappers. Modules between wrappers run eagerly.
     """
     wrappers = [(path, m) for path, m in walk_modules(model) if way_of(m) != "none"]
     found: dict[int, tuple[str, nn.Module]] = {}
@@ -158,7 +157,7 @@ def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def model_inside(module: nn.Module) -> nn.Module | None:
-    """Returns the model that a wrapper calls; None if a module is no wrapper that does."""
+    """Returns the model that a wrapper calls; None if the module is no such wrapper."""
     if way_of(module) != "calls":
         return None
     inner: nn.Module = module.module  # type: ignore[assignment]
@@ -166,7 +165,7 @@ def model_inside(module: nn.Module) -> nn.Module | None:
 
 
 def refuse_unknown_wrappers(places: Places) -> None:
-    """Raises FinalCaptureError if one of some modules is a wrapper that is not kept."""
+    """Raises FinalCaptureError if one of some modules is an unsupported wrapper."""
     for path, module in places:
         if way_of(module) == "none":
             refuse_wrapper(module, path)
@@ -175,7 +174,7 @@ def refuse_unknown_wrappers(places: Places) -> None:
 def refuse_wrappers(places: Places) -> None:
     """Raises FinalCaptureError if one of some modules is a wrapper for several devices.
 
-    One that stands around a module by hooks is none while it has no hooks.
+    One that works by hooks counts only while it has hooks.
     """
     for path, module in places:
         if way_of(module) != "hooks" or has_own_hooks(module, "forward"):
@@ -183,7 +182,7 @@ def refuse_wrappers(places: Places) -> None:
 
 
 def refuse_wrapper(module: nn.Module, path: str) -> None:
-    """Raises FinalCaptureError if a module is such a wrapper, or was made one (``fully_shard``)."""
+    """Raises FinalCaptureError if a module is a wrapper for several devices."""
     name = wrapper_name(module)
     if name:
         raise FinalCaptureError(
@@ -197,47 +196,48 @@ def refuse_wrapper(module: nn.Module, path: str) -> None:
 
 _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
-"""In the reason why a forward is refused that runs a backward of its own."""
+"""Part of the message for a forward that runs a backward itself."""
 SETS_FOR_BACKWARDS = "may set what a backward of a torch.autograd.Function reads"
-"""In the reason why a forward and its parts run eagerly: a backward reads what was set last."""
+"""Part of the message for a forward that must run eagerly with its parts, because a backward may
+read an attribute that the forward sets."""
 
 CANNOT = "cannot be captured"
-"""In the reason why a forward runs eagerly, before the line and what stands in the way."""
+"""Part of the message for a forward that runs eagerly, before the line and the cause."""
 
 
 class RaisedError(CaptureError):
-    """The model's Python raises.
+    """The model's Python raised an exception in a capture.
 
     Attributes:
-        after_sharing: whether blocks were shared before, which may be what it raises at.
+        after_sharing: whether blocks had been shared before, which may be the cause.
     """
 
     after_sharing = False
 
     @property
     def raised(self) -> str:
-        """The error that the model's Python raises, and the line."""
+        """The exception and the line, as text."""
         return str(self).partition(CANNOT)[2]
 
 
 class WrongCallError(RaisedError):
-    """The same with sizes and numbers as they are: eager may refuse the call, too."""
+    """The model's Python raised although all sizes were numbers: eager may raise as well."""
 
 
 def refuse_recurrent(module: nn.Module) -> None:
-    """Raises CaptureError for PyTorch's own recurrent networks, whose steps would be unrolled."""
-    # PyTorch has kernels that loop; a program would have as many operators as there are steps.
+    """Raises CaptureError for PyTorch's recurrent networks, whose steps would be unrolled."""
+    # PyTorch's own kernels loop; a program would have operators for each step.
     if isinstance(module, nn.RNNBase):
         raise CaptureError(
-            f"A {type(module).__name__} loops over its steps in kernels of PyTorch's own, and a "
+            f"A {type(module).__name__} loops over its steps in PyTorch's own kernels, and a "
             "program would have operators for each step."
         )
 
 
 def refuse_unlike_constants(results: Sequence[Any]) -> None:
-    """Raises CaptureError for a result that no program could return at every call.
+    """Raises CaptureError for a result that a program could not return at every call.
 
-    That is what gives something else at each use, and what leads to a tensor or module.
+    Such are iterators and generators, and unknown objects that hold a tensor or module.
     """
     for result in results:
         if isinstance(result, (torch.Tensor, *SIZE_TYPES)) or is_constant(result):
@@ -257,7 +257,7 @@ def refuse_unlike_constants(results: Sequence[Any]) -> None:
 
 
 def _leads_to_tensors(value: Any) -> bool:
-    """Whether a tensor or module can be reached from a value, or more than can be looked at."""
+    """Whether a tensor or module is reachable from a value, or too many objects are."""
     for count, found in enumerate(reachable([value])):
         if isinstance(found, (torch.Tensor, nn.Module)) or count > _MAX_SEARCHED:
             return True
@@ -265,29 +265,29 @@ def _leads_to_tensors(value: Any) -> bool:
 
 
 def refuse_containers(tree: torch_pytree.TreeSpec, what: str) -> None:
-    """Raises PlanError if an argument is an object that holds tensors and that a model changes."""
+    """Raises PlanError if an argument is an object that holds tensors and may be changed."""
     if isinstance(tree, torch_pytree.Nested):
         form = tree.forms[max(tree.containers)]
         raise PlanError(
-            f"{what} does not bring a {form.kind.__qualname__} among its arguments up to date. "
+            f"{what} does not update a {form.kind.__qualname__} among its arguments. "
             "lazyinline.compile(model) does; or pass tensors."
         )
 
 
 def refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str]) -> None:
-    """Raises CaptureError if code may read what Python put on an input: no call checks it."""
+    """Raises CaptureError if code may read a Python attribute of an input: no guard checks it."""
     for tensor in inputs:
         for name in vars(tensor):
             if name in names:
                 raise CaptureError(
                     f"An input tensor has the attribute {name!r}, and the model's forward uses "
-                    "that name. A compiled program would use what it holds now at every call: pass "
+                    "that name. A compiled program would use its present value at every call: pass "
                     "it in as an argument."
                 )
 
 
 def check_runnable(model: nn.Module, target: str | None = None) -> None:
-    """Raises PlanError if a parameter or buffer has no data; for a target nothing is run."""
+    """Raises PlanError if a parameter or buffer has no data, unless compiling for a ``target``."""
     if target is not None:
         return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -299,9 +299,10 @@ def check_runnable(model: nn.Module, target: str | None = None) -> None:
 
 
 def check_memory(program: Program) -> None:
-    """Raises CaptureError if a tensor of the model is more or other than what its memory holds.
+    """Raises CaptureError if kernels cannot read a tensor of the model from its memory.
 
-    Found by what the forward used: parameters and buffers, and what lies in attributes and globals.
+    It may be of a class that intercepts operators, or lazily conjugated or negated. All tensors
+    that the forward used are checked, including those in attributes and globals.
     """
     for source in program.sources:
         if not isinstance(source, ModelTensor):
@@ -314,14 +315,14 @@ def check_memory(program: Program) -> None:
             )
         if is_lazy(tensor):
             raise CaptureError(
-                f"{name} is a lazily {_lazy_kind(tensor)}, whose memory holds other numbers than "
-                f"it does, and kernels read memory. Write the numbers: {name}.data = "
+                f"{name} is a lazily {_lazy_kind(tensor)}, whose memory does not hold its values, "
+                f"and kernels read memory. Write the values: {name}.data = "
                 f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
             )
 
 
 def check_leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises PlanError if what a step gives gradients to was computed from something else."""
+    """Raises PlanError if a tensor that requires grad is no leaf: a step could not train it."""
     for name, tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             raise PlanError(
@@ -341,7 +342,7 @@ def _lazy_kind(tensor: torch.Tensor) -> str:
 
 
 def check_writes(program: Program) -> None:
-    """Raises CaptureError if the model changes, in place, an input that wants a gradient."""
+    """Raises CaptureError if the model changes an input that requires grad in-place."""
     for _, target in program.writes:
         source = program.sources[target]
         if torch.is_grad_enabled() and wants_gradient(source):
@@ -365,7 +366,7 @@ def check_batch_is_kept(program: Program) -> None:
 
 
 def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Says which tensor of a call or a model no program can take as it is, or returns nothing."""
+    """Describes an input, parameter or buffer that no program can take, or returns ""."""
     if why := watching_input(model, leaves):
         return why
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -377,17 +378,17 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
 
 
 def watching_input(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Says which input no program can take as it is, or returns nothing.
+    """Describes an input that no program can take, or returns "".
 
-    It is of a class that sees each operator, has no memory of its own, or a cache holds it that
-    cannot be taken apart.
+    Its class intercepts operators, it has no storage of its own, or it is a cache with state
+    besides tensors and numbers.
     """
     if why := why_watched(leaves):
         return f"an input is {why}"
     for leaf in leaves:
         why = why_no_memory(leaf) if isinstance(leaf, torch.Tensor) else ""
         if why and leaf.is_meta:
-            check_runnable(model)  # a model without data is refused, as with inputs that have some
+            check_runnable(model)  # raises if the model has no data either
         if why:
             return f"an input is {why}, which has no memory that a kernel could read"
         if isinstance(leaf, torch.Tensor) and is_lazy(leaf):
@@ -404,13 +405,13 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.li
 
 
 def check_operand_types(program: Program, model: str) -> None:
-    """Looks at the products of each different closure once.
+    """Checks the dtypes of matrix products, once for each different closure.
 
-    PyTorch's rules for fake tensors do not look at these types; its kernels do, in the middle of a
-    step and without saying which layer they work for.
+    PyTorch's rules for fake tensors do not check them. Its kernels do, but only in a run, and
+    without naming the layer.
 
     Raises:
-        WrongCallError: if one multiplies tensors of different types; it has the line.
+        WrongCallError: if a product has operands of different dtypes; it names the line.
     """
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):

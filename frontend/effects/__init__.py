@@ -1,7 +1,7 @@
 """Side effects of a forward: found after a run, undone, or a reason to run eagerly.
 
-effects              what a run changes, how that is undone, and what else a program would not do
-kept                 what it leaves in arguments and attributes, left there by each call
-given_objects        which parts of a cache the blocks that are given it read and write
-torch_allowed_calls  the functions in C that a forward may call: what only computes
+effects              finds and undoes what a run changes, and refuses output such as printing
+kept                 values that a forward leaves in arguments and attributes at each call
+given_objects        which parts of a given object, such as a cache, a block reads and writes
+torch_allowed_calls  the C functions that a forward may call, because they only compute
 """

@@ -1,17 +1,17 @@
 """Side effects of a forward, which a compiled program would not have at each call.
 
-Found by evidence after the run: what is changed outside the model or in its arguments, a tensor of
-the trace among that. What it would print or log is refused before.
+Changes outside the model or in its arguments are found after the run. Printing and logging are
+refused before they happen.
 
-Outside are lists that hooks fill, counters, caches. What its Python can reach is noted before it
-can be changed: what hooks hold, what the globals and captured variables of each function hold as it
-begins, and what classes and modules hold. After the run, all of it is put back; the next eager
-run makes the change. A function that sets a captured variable (``nonlocal``) is refused as it
-begins.
+Outside state is, for example, a list that hooks fill, a counter or a cache. All that the forward
+can reach is recorded before it can be changed: the contents of hooks, the globals and closure
+variables of each function as it begins, classes and Python modules. After the run all changes are
+undone, and the eager run makes them. A function that sets a closure variable (``nonlocal``) is
+refused as it begins.
 
-An attribute may be set past ``nn.Module``, in the module's ``__dict__`` itself, so the tables of
-all modules are kept before the run and compared after it. What was set in that way before it was
-read, each run sets anew: such a change is left.
+Code may set an attribute in a module's ``__dict__``, without ``nn.Module.__setattr__``. So the
+dicts of all modules are copied before the run and compared after it. An attribute that the forward
+sets in this way but does not read is ignored, because every run sets it again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FORWARD_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class _Change(NamedTuple):
-    """Holds one change: its place, the values before and now, and how to put one there."""
+    """One change: its place in words, a function to set a value there, the old and new value."""
 
     what: str
     put: Callable[[Any], None]
@@ -56,15 +56,15 @@ class _Change(NamedTuple):
 
 
 class _Changes:
-    """Keeps what one run may change, as it was; finds what has changed, and undoes it.
+    """Records state before one run; afterwards finds what has changed, and undoes it.
 
     Attributes:
-        contents: what the objects among it held.
-        what: was found to be changed, or an empty text.
+        contents: the recorded contents of objects.
+        what: what was found to be changed, in words, or an empty text.
     """
 
     holder = ""
-    """The holder of a changed object."""
+    """Who holds a changed object, for messages."""
 
     def __init__(self, on_holder: Callable[[Any], None]) -> None:
         self.contents = Snapshot(on_holder=on_holder)
@@ -76,7 +76,7 @@ class _Changes:
         what, new = self.contents.what_changed()
 
         def same(now: Any, before: Any) -> bool:
-            # An equal value is not as good where what an object held may have been changed.
+            # If contents of objects changed, an equal value may have been equal by that change.
             freeze = Freezer().freeze
             return now is before or (not what and bool(freeze(now) == freeze(before)))
 
@@ -89,21 +89,21 @@ class _Changes:
         return [*new, *(change.now for change in blamed)]
 
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
-        """Yields what was bound anew."""
+        """Yields the names that are bound to other objects now."""
         raise NotImplementedError
 
     def undo(self) -> None:
-        """Undoes what was found to be changed."""
+        """Undoes the changes that were found."""
         self.contents.undo()
         for change in self._found:
             change.put(change.before)
 
 
 class OuterChanges(_Changes):
-    """Keeps what the Python of one run found outside the model, as it was then.
+    """Records state outside the model before the Python of one run can change it.
 
     Attributes:
-        hooked: names the module whose forward hooks run, if one has any.
+        hooked: the name of a module with forward hooks, if there is one.
     """
 
     holder = "it is given or finds outside the model"
@@ -112,7 +112,7 @@ class OuterChanges(_Changes):
         super().__init__(self.meets)
         self.hooked = ""
         self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
-        self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
+        self._nested: set[types.CodeType] = set()  # code of functions that the run itself defines
         self._ran: set[types.CodeType] = set()
         self._caches: dict[int, tuple[Any, Any]] = {}
         for path, module in places:
@@ -125,11 +125,11 @@ class OuterChanges(_Changes):
                 self.contents.look_into(hook)
 
     def is_given(self, argument: Any) -> None:
-        """Notes what an argument holds, to any depth: the forward may write there."""
+        """Records the contents of an argument, to any depth: the forward may write there."""
         self.contents.look_into(argument)
 
     def found(self, owner: Any, name: str, value: Any) -> None:
-        """Notes the value of a name outside the model, the first time it is looked up."""
+        """Records the value of a name outside the model, the first time it is looked up."""
         if not is_of_library(owner):
             self._look_into(value)
         elif type(value) in (list, dict, set):
@@ -138,24 +138,24 @@ class OuterChanges(_Changes):
             self.meets(owner)
 
     def meets(self, owner: Any) -> None:
-        """Notes what a scope, class or Python module holds before code can write there."""
+        """Records the names in a scope, class or Python module before code can write there."""
         if id(owner) not in self._tables and not is_of_library(owner):
             table: Any = owner if type(owner) is dict else vars(owner)
             known = {key: held for key, held in table.items() if not is_own_patch(held)}
             self._tables[id(owner)] = (owner, table, known)
 
     def began(self, frame: types.FrameType) -> str:
-        """Notes what the variables that a function captured hold as it begins.
+        """Called when a function begins: records the contents of its closure variables.
 
         Returns:
-            The name of one that the function may set: it is refused before it does.
+            The name of a closure variable that the function may set, for which it is refused.
         """
         code = frame.f_code
         if code not in self._ran:
             self._ran.add(code)
             self._nested.update(c for c in code.co_consts if isinstance(c, types.CodeType))
         if code in self._nested:
-            return ""  # a function that the run itself makes captures variables of the run
+            return ""  # its closure variables belong to the run
         variables = frame.f_locals
         for name in code.co_freevars:
             if name in variables:
@@ -168,22 +168,22 @@ class OuterChanges(_Changes):
         self.contents.look_into(value)
 
     def caches_used(self) -> list[Any]:
-        """Returns the function caches that were asked."""
+        """Returns the function caches that were used."""
         return [cache for cache, before in self._caches.values() if cache.cache_info() != before]
 
     def empty_caches(self) -> torch.Tensor | None:
-        """Empties function caches that hold a tensor of a trace; returns one of those."""
+        """Empties function caches that hold a fake tensor of the trace; returns one of those."""
         found = None
         for cache, _ in self._caches.values():
             held = find_fake(gc.get_referents(cache))
             if held is not None:
-                # A hit at the next call would hand out a tensor without numbers.
+                # A hit at the next call would return a fake tensor.
                 found = held
                 cache.cache_clear()
         return found
 
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
-        # Only names that the code which ran uses: others are other threads' business.
+        # Only names that are used by the code which ran: other threads may change others.
         names = reads.names()
         for owner, table, known in self._tables.values():
             for name in () if _same_entries(table, known) else names:
@@ -193,13 +193,13 @@ class OuterChanges(_Changes):
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a function behind a cache."""
+    """Whether a value is a function with an ``lru_cache``."""
     return type(value) is _CACHED
 
 
 def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
-    """Returns a tensor of a trace that some values hold, however they hold it, if there is one."""
-    # Bounded: an object may lead to all that a library holds.
+    """Returns a fake tensor of a trace that is reachable from some values, if there is one."""
+    # Bounded, because an object may lead to all that a library holds.
     found = itertools.islice(reachable(values), _MAX_SEARCHED)
     return next((x for x in found if isinstance(x, torch.Tensor) and is_traced(x)), None)
 
@@ -222,11 +222,11 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 class ModuleChanges(_Changes):
-    """Keeps what the modules that one run meets held before it.
+    """Records the attributes of the modules that one run uses, as they were before it.
 
     Args:
         places: the modules of the model.
-        on_class: called with each class met, of a module or an attribute: code may write there.
+        on_class: called with each class of a module or attribute, because code may write there.
 
     Attributes:
         met: the modules outside the model's tree whose attributes were read, by ``id``.
@@ -246,7 +246,7 @@ class ModuleChanges(_Changes):
             self._note(module)
 
     def meets(self, module: nn.Module) -> None:
-        """Notes a module before it is read or changed, unless the run itself made it."""
+        """Records a module before it is read or changed, unless the run itself made it."""
         if id(module) in self._before or id(module) in self._made:
             return
         if _is_empty(module):
@@ -256,12 +256,12 @@ class ModuleChanges(_Changes):
             self._note(module)
 
     def writes(self, module: nn.Module, name: str) -> None:
-        """Notes that an attribute is set; a module that has none yet is the run's own."""
+        """Notes that an attribute is set; a module without attributes was made by the run."""
         self._written.setdefault((id(module), name), user_line())
         self.meets(module)
 
     def to_keep(self, reads: Reads) -> list[tuple[AttributePlace, Any]]:
-        """Returns attributes that hold what the run computed, and that it did not read before."""
+        """Returns the attributes that the run has set to computed values without reading before."""
         found = []
         for id_, name in self._written:
             module = self._before[id_][0] if id_ in self._before else None
@@ -278,19 +278,19 @@ class ModuleChanges(_Changes):
 
     def _note(self, module: nn.Module) -> None:
         self._on_class(type(module))
-        # Copies, since code may write past nn.Module, where no patch of ours sees it.
+        # Copies, because code may write without nn.Module.__setattr__, which is what we patch.
         state = module_state(module)
         tables = [state, *(state[name] for name in _TABLES if name in state)]
         self._before[id(module)] = (module, [(table, dict(table)) for table in tables])
 
     def find(self, reads: Reads) -> list[Any]:
-        """Finds every change of a finished run that another would make anew."""
+        """Finds the changes of a finished run that matter; see ``_counts``."""
         new = super().find(reads)
         self._before.clear()
         return new
 
     def _described(self, module: nn.Module, name: Any) -> str:
-        line = self._written.get((id(module), name), "")  # "": past nn.Module
+        line = self._written.get((id(module), name), "")  # "" if it was set in the __dict__
         return f"attribute {name!r} of {type(module).__name__}{f' at {line}' if line else ''}"
 
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
@@ -304,7 +304,7 @@ class ModuleChanges(_Changes):
                     yield _Change(what, _putting(table, name), held, now, is_kept)
 
     def _counts(self, module: nn.Module, table: Any, name: Any, now: Any, reads: Reads) -> bool:
-        """Whether another run would make a change anew, and that matters."""
+        """Whether a change matters: it was set by code, read before, or holds a fake tensor."""
         read = reads.attributes.get((id(module), name))
         was_other = read is not None and read.value is not now
         state = module_state(module)
@@ -314,8 +314,8 @@ class ModuleChanges(_Changes):
 
 
 def _is_empty(module: nn.Module) -> bool:
-    """Whether a module has no attributes yet but those that every module has, or not even these."""
-    # A module is met first where ``nn.Module.__init__`` reads an attribute of it.
+    """Whether a module has no attributes yet besides those of every module: the run makes it."""
+    # The first read of such a module is in ``nn.Module.__init__``.
     state = module_state(module)
     return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
 
@@ -332,24 +332,24 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES
 
 
-# ---- what a program would not do -----------------------------------------------------------------
+# ---- effects that a program would not have -------------------------------------------------------
 
 
 OnEffects = Literal["refuse", "undo"]
-"""Refuses a forward with side effects, or undoes them and goes on."""
+"""Whether to refuse a forward with side effects, or to undo them and go on."""
 
 
 class EffectError(CaptureError):
-    """The forward does something at each call that a program could not do; run it eagerly."""
+    """The forward has a side effect at each call, which a program would not have."""
 
 
 class Effects:
-    """Watches one run for what it does outside.
+    """Watches one run for side effects.
 
     Args:
-        changes: what the run could change.
-        policy: ``"refuse"`` says so afterwards; ``"undo"`` puts everything back and goes on, for
-            who only looks at the program or writes it to a file.
+        changes: records the state that the run could change.
+        policy: ``"refuse"`` raises after the run; ``"undo"`` undoes the changes and goes on, for a
+            program that is only inspected or written to a file.
 
     Attributes:
         policy: as given.
@@ -362,18 +362,18 @@ class Effects:
         self._kept: torch.Tensor | None = None
 
     def asks_for_text(self, tensor: torch.Tensor) -> None:
-        """Refuses to write out a tensor: there are no numbers yet."""
-        why = " (print, an f-string, a log), whose numbers are others at every call"
+        """Refuses to format a tensor as text: a traced tensor has no values."""
+        why = " (print, an f-string, a log), whose values differ at every call"
         self.refuse(f"writes out a {TensorType.of(tensor)} tensor", why)
 
     def refuse(self, doing: str, why: str = "") -> None:
-        """Refuses what acts outside, or sets a state that a program would neither set nor obey."""
+        """Refuses a side effect, or a change of a state that a program would not follow."""
         self.note(doing, why)
         if self._error is not None:
             raise self._error
 
     def refuse_captured(self, name: str, where: str) -> None:
-        """Refuses a function that sets a captured variable, whatever the policy: none is undone."""
+        """Refuses a function that sets a closure variable, under any policy: this is not undone."""
         self._error = EffectError(
             f"The model's forward may set the captured variable {name} (nonlocal) at {where}, and "
             "a compiled program would not at each call. Keep it in an attribute of an object."
@@ -381,12 +381,12 @@ class Effects:
         raise self._error
 
     def note(self, doing: str, why: str = "") -> None:
-        """Refuses at the end of the run: what is being done now must be finished."""
+        """Refuses at the end of the run, for an effect that must first be completed."""
         if self.policy == "refuse":
             self._error = EffectError(f"The model's forward {doing} at {user_line()}{why}.")
 
     def leaves_set(self, setting: str) -> None:
-        """Refuses a forward after which one of PyTorch's settings is another one."""
+        """Refuses a forward that leaves a setting of PyTorch changed."""
         if self.policy == "refuse":
             raise EffectError(
                 f"The model's forward leaves a setting of PyTorch's changed ({setting}), and a "
@@ -405,7 +405,7 @@ class Effects:
             )
 
     def check_result(self, arguments: Any, result: Any, is_held: Callable[[Any], bool]) -> None:
-        """Refuses a result with a list that is the caller's or the model's: a run makes a copy."""
+        """Refuses a result with a list of the caller's or the model's: a program returns a copy."""
         given = set(map(id, torch_pytree.changeable_parts(arguments)))
         for part in torch_pytree.changeable_parts(result):
             if self.policy == "refuse" and (id(part) in given or is_held(part)):
@@ -416,12 +416,12 @@ class Effects:
             given.add(id(part))
 
     def check_containers(self, given: bool, held: Iterable[Any], results: Sequence[Any]) -> None:
-        """Refuses what no run could bring up to date.
+        """Refuses objects whose state a program could not update.
 
         Args:
-            given: whether the call was given containers, for which the run had stand-ins.
-            held: what the forward read of the model's attributes.
-            results: what it returns, and what it left in the containers.
+            given: whether the call was given containers, which the run replaced by copies.
+            held: the attributes that the forward read.
+            results: its results, and the contents that it left in containers.
         """
         formless = torch_pytree.formless(results)
         kept = torch_pytree.formless(torch_pytree.flatten_outer(list(held))[0]) if given else ""
@@ -434,14 +434,14 @@ class Effects:
         raise EffectError(f"The model's forward {text}.")
 
     def find(self, reads: Reads) -> None:
-        """Looks at what a finished run has left outside."""
+        """Finds what a finished run has changed outside."""
         reads.closures.release()
         new = self.changes.find(reads)
         cached = self.changes.empty_caches()
         self._kept = cached if cached is not None else find_fake(new)
 
     def refusal(self) -> EffectError | None:
-        """Returns why no program can do what the run did outside, if it did anything."""
+        """Returns the error for the side effects of the run, if it had any."""
         if self.policy == "undo":
             return self._error
         if self._kept is not None:
@@ -459,7 +459,7 @@ class Effects:
 
 
 def refuse_traced(result: Any) -> None:
-    """Raises VerifyError for a result in which a capture has left a tensor without numbers."""
+    """Raises VerifyError for a result that holds a fake tensor of a capture."""
     fake = find_fake([result])
     if fake is not None:
         raise VerifyError(

@@ -1,9 +1,9 @@
-"""Objects that blocks are given, such as a cache: who reads and writes which of their parts.
+"""Objects that blocks are given, such as a cache: which of their parts a block reads and writes.
 
-While :func:`watched` is open, in the capturing thread only, the attributes of objects of some
-classes are reported as they are read and written, and a list or a dictionary among them is handed
-out as a look-alike that reports its items. A look-alike holds nothing itself: C code that takes it
-for a list, past its methods, finds nothing of use there and raises.
+While :func:`watched` is open, reads and writes of attributes of objects of some classes are
+reported, in the capturing thread only. A list or dictionary in them is replaced by a proxy that
+reports reads and writes of its items. A proxy has no contents itself: C code that uses it as a list
+without calling its methods finds unusable items, and raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HIDDEN = object()
 
 @contextmanager
 def watched(classes: tuple[type, ...], watcher: GivenObjects) -> Iterator[None]:
-    """Lets ``watcher`` see what this thread does to objects of some classes."""
+    """Reports to ``watcher`` what this thread does to objects of some classes."""
     thread = threading.get_ident()
     with ExitStack() as undo:
         for cls in classes:
@@ -40,7 +40,7 @@ def watched(classes: tuple[type, ...], watcher: GivenObjects) -> Iterator[None]:
 
 
 def is_watched(kind: type) -> bool:
-    """Whether reads and writes of the objects of a class pass through the watcher."""
+    """Whether reads and writes of the objects of a class are reported."""
     got: Any = kind.__getattribute__
     put: Any = kind.__setattr__
     deleted: Any = kind.__delattr__
@@ -56,7 +56,7 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
     store: Any = cls.__setattr__
     delete: Any = cls.__delattr__
     if any(f is not getattr(object, f.__name__) for f in (lookup, store, delete)):
-        return lambda: None  # code of its own: what it does is not known
+        return lambda: None  # its own access methods may do anything
 
     def is_told() -> bool:
         return threading.get_ident() == thread and watcher.watches()
@@ -65,7 +65,7 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
         if name in _SAFE or not is_told():
             return lookup(self, name)
         held = (own_table(self) or {}).get(name, ABSENT)
-        # ``__dict__`` and its like show everything at once.
+        # ``__dict__`` and others like it give access to everything.
         if name[:2] == "__":
             watcher.whole(self)
         else:
@@ -74,7 +74,7 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
         if value is held and name[:2] != "__":
             return got
         if held is not ABSENT:
-            watcher.whole(self)  # a property of that name hides it
+            watcher.whole(self)  # a property of that name returned something else
         return value
 
     def setattr_(self: Any, name: str, value: Any) -> None:
@@ -92,7 +92,7 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
 
 
 class _Seen:
-    """Has what look-alikes of lists and dictionaries have in common."""
+    """Base of the proxies of lists and dictionaries."""
 
     original: Any
     _watcher: GivenObjects
@@ -110,10 +110,10 @@ class _Seen:
 
 
 class SeenList(_Seen, list[Any]):
-    """Stands for a list that a watched object holds."""
+    """Proxy of a list that a watched object holds."""
 
     def __init__(self, original: list[Any], watcher: GivenObjects) -> None:
-        # C code that asks past the methods finds the right length, and items that are of no use.
+        # C code that does not call the methods sees the right length, and unusable items.
         super().__init__([_HIDDEN] * len(original))
         self.original = original
         self._watcher = watcher
@@ -133,10 +133,10 @@ class SeenList(_Seen, list[Any]):
 
 
 class SeenDict(_Seen, dict[Any, Any]):
-    """Stands for a dictionary that a watched object holds."""
+    """Proxy of a dictionary that a watched object holds."""
 
     def __init__(self, original: dict[Any, Any], watcher: Any) -> None:
-        # Code in C that asks past the methods must not take it for empty: this is of no use there.
+        # C code that does not call the methods must not see an empty dict: the item is unusable.
         super().__init__({_HIDDEN: _HIDDEN})
         self.original = original
         self._watcher = watcher
@@ -154,13 +154,13 @@ class SeenDict(_Seen, dict[Any, Any]):
         return self.original[_plain(key)] if found is ABSENT else found
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Returns an item, or a stand-in for one that is missing."""
+        """Returns an item, or the default if it is missing."""
         found = self._found(key)
         return default if found is ABSENT else found
 
 
 class SeenNames(SeenDict):
-    """Stands for the ``__dict__`` of a module."""
+    """Proxy of the ``__dict__`` of a module."""
 
     def __contains__(self, name: Any) -> bool:
         return self._found(name) is not ABSENT
@@ -171,12 +171,12 @@ def _plain(key: Any) -> Any:
 
 
 def original_of(value: Any) -> Any:
-    """Returns the object behind a look-alike; anything else as it is."""
+    """Returns the object behind a proxy; anything else unchanged."""
     return value.original if type(value) in (SeenList, SeenDict) else value
 
 
 def _as_a_whole(name: str) -> Callable[..., Any]:
-    """Returns a method that is not followed step by step: it is the original's."""
+    """Returns a method that calls the original's, and reports a use of the whole object."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._watcher.whole(self.original)
@@ -202,21 +202,22 @@ for _cls in (SeenList, SeenDict):
 
 _LOOK_ALIKES: dict[type, Any] = {list: SeenList, dict: SeenDict}
 LOOK_ALIKES: Mapping[Any, type] = {SeenList: list, SeenDict: dict, SeenNames: dict}
-"""By each class of look-alikes that of the objects behind them."""
+"""For each class of proxies, the class of the objects behind them."""
 
 
 class GivenObjects:
-    """Tells the blocks that are being traced what happens to the objects that they were given.
+    """Reports to the blocks that are being traced what happens to the objects that they were given.
 
     Args:
         places: the modules of the model.
-        readers: returns the blocks that are being traced, inner before outer; none while what runs
-            is not the model's doing.
-        quietly: what runs inside is not.
+        readers: returns the records of the blocks being traced, inner before outer; none while
+            capture's own code runs.
+        quietly: marks code inside as capture's own.
 
     Attributes:
-        is_open: whether blocks get indexes and look-alikes; without, no block is given an object.
-        was_used: whether one did: what then fails may do without.
+        is_open: whether blocks get proxies; if not, the objects in a block's arguments are
+            flattened.
+        was_used: whether a block got one. A failing capture may be tried again without.
     """
 
     def __init__(
@@ -242,31 +243,31 @@ class GivenObjects:
         return torch_pytree.flatten(arguments)
 
     def reads_of(self, leaves: Sequence[Any]) -> SlotReads | None:
-        """Returns what takes up what a block does to the objects among its arguments, if any."""
+        """Returns a record of what a block does to the objects in its arguments, if it has any."""
         given = {i: leaf for i, leaf in enumerate(leaves) if torch_pytree.is_container(leaf)}
         if not given or not self.is_open:
             return None
         self.was_used = True
         return SlotReads(given, torch_pytree.containers(list(given.values())))
 
-    # ---- numbers that are only indexes ---------------------------------------------------
+    # ---- ints that are only used as indexes ----------------------------------------------
 
     @cached_property
     def _varying(self) -> set[tuple[type, str]]:
-        """Returns the attributes that are whole numbers and differ among instances of a class."""
+        """The int attributes that differ among instances of a class, such as ``layer_idx``."""
         found: dict[tuple[type, str], set[int]] = {}
         for _, module in self._places:
             for name, value in module_state(module).items():
                 if type(value) is int:
                     found.setdefault((type(module), name), set()).add(value)
-        # An index of a layer into a cache is below the number of modules.
+        # The index of a layer in a cache is less than the number of modules.
         most = len(self._places)
         return {
             k for k, seen in found.items() if len(seen) > 1 and 0 <= min(seen) <= max(seen) < most
         }
 
     def number(self, module: nn.Module, name: str, value: int, reads: Reads) -> Any:
-        """Returns what code gets that reads a whole number of a module."""
+        """Returns an int attribute, as a proxy if it may be an index into a given object."""
         known = self._indexes.get((id(module), name))
         if reads.slots is None or (type(module), name) not in self._varying:
             reveal(known)
@@ -274,7 +275,7 @@ class GivenObjects:
         if known is None:
             known = self._indexes[id(module), name] = OpenIndex(value)
             self._owners[id(known)] = Index(module, name)
-        # It has changed since: the index that was handed out stands for another number.
+        # The attribute has changed since the proxy was made, which has the old number.
         if peek(known) != value or module_state(module).get(name) is not value:
             return reveal(known)
         reads.indexes[id(module), name] = known
@@ -287,7 +288,7 @@ class GivenObjects:
         return any(True for _ in self._readers())
 
     def found(self, holder: Any, step: Step, value: Any) -> Any:
-        """Notes what was read; lists and dictionaries are read through a look-alike."""
+        """Notes what was read; returns a proxy of a list or dictionary."""
         knowing = [reader for reader in self._readers() if reader.knows(holder)]
         if not knowing:
             return value
@@ -302,8 +303,8 @@ class GivenObjects:
         return _LOOK_ALIKES[type(value)](value, self) if is_table else value
 
     def writes(self, holder: Any, step: Step, value: Any) -> Any:
-        """Notes that something is written."""
-        # A stand-in must not stay in an object of the user's after the capture.
+        """Notes a write."""
+        # A proxy must not stay in an object of the user's after the capture.
         value = original_of(reveal(value))
         is_object = torch_pytree.is_container(value) or type(value) in _LOOK_ALIKES
         for reader in self._readers():
@@ -313,13 +314,13 @@ class GivenObjects:
         return value
 
     def key(self, key: Any) -> Step | None:
-        """Returns the step that the key of an item is, if it is one place."""
+        """Returns the step of an item's key; None if it is no plain key (a slice, for example)."""
         if is_index(key) and id(key) in self._owners:
             return "index", self._owners[id(key)]
         return ("item", key) if type(key) in (int, str) else None
 
     def whole(self, holder: Any) -> None:
-        """Notes that what happens to an object is not seen step by step."""
+        """Notes that an object is used in a way that is not reported item by item."""
         for reader in self._readers():
             if reader.knows(holder):
                 reader.refuse(f"it uses a {type(holder).__qualname__} of an argument as a whole")

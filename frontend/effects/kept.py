@@ -1,9 +1,8 @@
-"""Leaves in arguments and modules, at each call, the contents that the forward leaves there.
+"""Values that a forward leaves in its arguments and in attributes of modules.
 
-Potentials fill the dictionary that they are given, and return it; models keep what they computed in
-an attribute, for who looks at it later. Such contents are results of the program like others. Each
-has a place, and a call puts it there. A place that the forward reads before it writes is state, and
-no such place.
+Potentials fill a dictionary that they are given; models keep an intermediate result in an
+attribute. Such values are results of the program, and each call writes them to their places. A
+place that the forward reads before it writes is state, which this does not support.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from ...reuse import torch_pytree
 from ...reuse.kinds import put_entries
 
 OnContents = Literal["refuse", "keep", "drop"]
-"""Refuses a forward that leaves something, has each call leave it, or leaves it out (of a step)."""
+"""What to do with such values: refuse the forward, write them at each call, or drop them."""
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments, as they are passed."""
+"""The positional and keyword arguments of a call."""
 
 
 @dataclass(frozen=True)
 class ArgumentPlace:
-    """A dictionary or list among the arguments: the keys and positions that lead to it."""
+    """A dictionary or list in the arguments, by the path of keys and positions to it."""
 
     path: tuple[Any, ...]
 
@@ -34,15 +33,14 @@ class ArgumentPlace:
         return "a dictionary or list among the arguments"
 
     def find(self, call: Arguments) -> Any:
-        """Returns the caller's own."""
+        """Returns the caller's object."""
         found: Any = call
         for step in self.path:
             found = found[step]
         return found
 
     def put(self, call: Arguments, content: Any) -> None:
-        """Makes the caller's own hold what the forward's would."""
-        # In place: the caller goes on with the very object that it passed.
+        """Gives the caller's object the content that the forward would leave, in-place."""
         found = self.find(call)
         if type(found) is list:
             found[:] = content
@@ -61,22 +59,22 @@ class AttributePlace:
         return f"attribute {self.name!r} of {type(self.module).__name__}"
 
     def put(self, call: Arguments, content: Any) -> None:
-        """Sets it."""
-        # Past ``__setattr__``: what a module's own does beside it, it did in the capture.
+        """Sets the attribute."""
+        # Without ``__setattr__``, which may be the module's own and have other effects.
         vars(self.module)[self.name] = content
 
 
 Place: TypeAlias = ArgumentPlace | AttributePlace
-"""Where contents are left."""
+"""Where a forward leaves a value."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Holds the places that a call fills besides returning a result.
+    """The places that a call writes to, besides returning a result.
 
     Attributes:
-        places: where contents are left, in their order.
-        returned: the argument that is the result, if it is one.
+        places: the places, in order.
+        returned: the argument that the forward returns, if it returns one.
     """
 
     places: tuple[Place, ...] = ()
@@ -87,11 +85,11 @@ class Kept:
 
     @property
     def has_arguments(self) -> bool:
-        """Whether it is about something that a call is given."""
+        """Whether a place is in the arguments."""
         return any(isinstance(p, ArgumentPlace) for p in (*self.places, self.returned))
 
     def why_not(self, call: Arguments, is_held: Callable[[Any], bool]) -> str:
-        """Returns why a call's arguments are more than its own; "" if they are not."""
+        """Returns why a call's arguments cannot be filled: they are shared; "" if they can."""
         parts = torch_pytree.changeable_parts(call) if self.has_arguments else []
         if len(set(map(id, parts))) < len(parts) or any(map(is_held, parts)):
             return "it fills a dictionary or list that is given twice, or that the model holds"
@@ -102,13 +100,13 @@ NOTHING_KEPT = Kept()
 
 
 class GivenContainers:
-    """The dictionaries and lists that a forward is given, as they were before it ran."""
+    """The dictionaries and lists in a call's arguments, with their content before the run."""
 
     def __init__(self, call: Arguments) -> None:
         self._before = [(path, held, _shallow(held)) for path, held in _containers(call)]
 
     def put_back(self) -> list[tuple[ArgumentPlace, Any]]:
-        """Undoes what the forward has changed; returns it."""
+        """Undoes the forward's changes; returns the changed places with their new content."""
         changed = []
         for path, held, before in self._before:
             content = _shallow(held)
@@ -118,13 +116,13 @@ class GivenContainers:
         return changed
 
     def place_of(self, result: Any) -> ArgumentPlace | None:
-        """Returns the place of the one that the forward returns, if it does."""
+        """Returns the place of the container that the forward returns, if it returns one."""
         found = (ArgumentPlace(path) for path, held, _ in self._before if held is result)
         return next(found, None)
 
 
 def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields plain dictionaries and lists in a structure, but for that of keyword arguments."""
+    """Yields the plain dictionaries and lists in arguments, except that of keyword arguments."""
     if type(value) not in (dict, list, tuple):
         return
     if type(value) is not tuple and path != (1,):

@@ -1,8 +1,8 @@
-"""Adapter: the functions written in C that a forward may call, a reason for each group.
+"""Adapter: the C functions that a forward may call, in groups with a reason for each.
 
-Python's code is followed, what runs in C is not seen. So what is not listed here may read something
-that is other at the next call, or change something outside, and the model runs eagerly. The list is
-what transformers, diffusers and timm call, by whole modules and classes where these are pure.
+Capture watches Python code, but cannot see what C functions do. One that is not listed here may
+read state that changes between calls, or have side effects, so the model runs eagerly. The list has
+what transformers, diffusers and timm call, by whole modules and classes if these are pure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Group:
 
     Args:
         reason: why.
-        homes: modules and classes by name; ``"numpy."`` are all classes of a module.
-        names: those of their functions and methods that it is true of; all, where there are none.
-        but: those that it is not true of.
+        homes: names of modules and classes; ``"numpy."`` stands for all classes of a module.
+        names: names of their functions and methods; if empty, all.
+        but: names that do not belong to the group.
     """
 
     def __init__(self, reason: str, homes: str, names: str = "", but: str = "") -> None:
@@ -110,33 +110,33 @@ ALLOWED = (
         "numpy.random._pcg64. numpy.random._mt19937.",
     ),
 )
-"""The functions in C that a forward may call."""
+"""The C functions that a forward may call."""
 
 
 def reach_of(function: Any, frame: types.FrameType) -> str:
-    """Says what a function in C may do that a trace would not show, or returns an empty text."""
+    """Says what a C function may do that a trace would not show, or returns an empty text."""
     owner = function.__self__
-    if isinstance(owner, random.Random):  # of one's own, evidence sees what changed
+    if isinstance(owner, random.Random):  # changes of a generator of the user's are found later
         return "draws from Python's random" if owner is _SHARED else ""
     sets = setting_of(function)
     if sets:
         return f"sets {sets}"
     if is_reading(function) or is_allowed(function) or _makes_a_record(frame):
         return ""
-    if function is id and leaks_by_call(frame):  # ``copy`` asks what it has copied already
+    if function is id and leaks_by_call(frame):  # ``copy`` uses it to find what was copied already
         return ""
     home = homes_of(function)[0]
     return f"calls {home}.{function.__name__}, which may do more than compute,"
 
 
 def is_allowed(function: Callable[..., Any]) -> bool:
-    """Whether a function in C is listed."""
+    """Whether a C function is listed."""
     name, homes = function.__name__, homes_of(function)
     return any(group.has(home, name) for group in ALLOWED for home in homes)
 
 
 def homes_of(function: Any) -> list[str]:
-    """Returns what a function in C belongs to: its module, or its class and all of a module's."""
+    """Returns the names under which a C function is listed: its module, or its class."""
     owner, name = function.__self__, function.__name__
     if isinstance(owner, types.ModuleType):
         return [owner.__name__]
@@ -149,7 +149,7 @@ def homes_of(function: Any) -> list[str]:
 
 
 def _makes_a_record(frame: types.FrameType | None) -> bool:
-    """Whether a log or warning asks for its time and thread, which no model sees."""
+    """Whether a frame makes a log record or warning, whose time and thread no model uses."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__")).partition(".")[0]
         if module not in _FOR_RECORDS:

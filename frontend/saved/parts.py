@@ -93,7 +93,7 @@ class KeptProgram:
         """Returns one that is linked for any sizes."""
         is_step = linker.lowered.goal.kind == "step"
         facts = None if is_step else (linker.facts, linker.watched_inputs)
-        linker.settle()
+        linker.finish_backward()
         return cls(guard, linker.whole, (), facts)
 
     @property

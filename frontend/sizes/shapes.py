@@ -1,4 +1,4 @@
-"""Which call gets which program: sizes that vary become symbols, further sizes cost a link."""
+"""Finds the program for the sizes of a call: sizes that vary become symbols, others need a link."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .torch_input_sizes import InputSizes, Names
 
 MAX_SYMBOLIC = 8
-"""Programs of symbolic sizes for calls that differ in sizes only; further shapes are numbers."""
+"""The most symbolic programs for calls that differ in sizes only; then a shape gets numbers."""
 DYNAMIC_CHOICES = (None, True, False)
 
 
@@ -43,13 +43,13 @@ class CompileResult:
 
 @dataclass
 class _Compile:
-    """One compile of the past.
+    """An earlier compile.
 
     Attributes:
-        guard: of the call it was made for.
-        shapes: of that call.
-        why_static: why its sizes are numbers although others came, if so.
-        linker: links it for another shape, if its sizes are symbols and it may still be.
+        guard: the guard of the call that it was made for.
+        shapes: the shapes of that call.
+        why_static: why its sizes are numbers although sizes vary, if so.
+        linker: links it for another shape; None if its sizes are numbers, or a link failed.
     """
 
     guard: Guard
@@ -63,9 +63,9 @@ class ShapeCache:
 
     Args:
         model: the module.
-        options: how it is compiled.
-        dynamic: None makes symbols of the dimensions that varied, True of all, False of none.
-        names: of dimensions that are known to vary before any did.
+        options: the compile options.
+        dynamic: None makes dimensions symbolic that varied, True all, False none.
+        names: names of dimensions that are known to vary from the start.
 
     Raises:
         PlanError: for another ``dynamic``.
@@ -77,7 +77,7 @@ class ShapeCache:
         if dynamic not in DYNAMIC_CHOICES:
             raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
         self._model = model
-        # An entry on disk would not bring the questions that were asked of sizes.
+        # The cache on disk does not record guards on sizes.
         self._options = replace(options, cache="off")
         self.dynamic = dynamic
         self._names = names if any(map(any, names)) else ()
@@ -87,7 +87,7 @@ class ShapeCache:
 
     @property
     def has_symbols(self) -> bool:
-        """Whether something may be linked for further sizes."""
+        """Whether a program may be linked for further sizes."""
         return any(compile_.linker is not None for compile_ in self._compiles)
 
     @property
@@ -96,12 +96,12 @@ class ShapeCache:
         return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
 
     def adopt(self, guard: Guard, linker: Relinking) -> None:
-        """Takes what was compiled with symbols before; its sizes are linked as calls ask for."""
+        """Adds a symbolic program that was compiled before, to link for the sizes of calls."""
         self._compiles = (*self._compiles, _Compile(guard, linker.sizes.shapes, "", linker))
         self.dynamic = None
 
     def linked(self, inputs: Inputs) -> CompileResult | None:
-        """Links for the sizes of a call what was compiled with symbols; None if nothing fits it."""
+        """Links a symbolic program for the sizes of a call; None if none fits."""
         self._why_static = ""
         for compile_, guard in self._fitting(inputs):
             made = self._linked(compile_, guard, inputs)
@@ -111,12 +111,12 @@ class ShapeCache:
         return None
 
     def symbolic(self, inputs: Inputs, goal: Goal) -> CompileResult | None:
-        """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
+        """Links or compiles a symbolic program for a call; None if its sizes must be numbers."""
         made = self.linked(inputs)
         if made is not None:
             return made
         fitting = self._fitting(inputs)
-        # What failed with symbols once fails again, and each try is a whole compile.
+        # A compile that failed with symbols would fail again, and takes long.
         alike = [c for c, _ in fitting]
         self._why_static = next((c.why_static for c in alike if c.why_static), "")
         growing = torch_pytree.growing_leaves(inputs.tree)
@@ -129,7 +129,7 @@ class ShapeCache:
         return self._compiled(alike, inputs, goal)
 
     def note(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
-        """Remembers a program that was compiled for the sizes of a call alone."""
+        """Remembers a program that was compiled for the sizes of one call."""
         report.why_static = self._why_static or self._why_numbers
         return self._counted(self._kept(compiled, report, inputs))
 
@@ -147,7 +147,7 @@ class ShapeCache:
         return made
 
     def _fitting(self, inputs: Inputs) -> list[tuple[_Compile, Guard]]:
-        """Returns the compiles of calls that differ in sizes only, each with a guard for these."""
+        """Returns compiles whose calls differ in sizes only, each with a guard for this call."""
         if self.dynamic is False:
             return []
         resized = ((c, c.guard.resized(inputs.given)) for c in self._compiles)
@@ -155,7 +155,7 @@ class ShapeCache:
         return [(c, g) for c, g in pairs if g.accepts(inputs.given, inputs.tree)]
 
     def _linked(self, compile_: _Compile, guard: Guard, inputs: Inputs) -> CompileResult | None:
-        """Links a program of symbolic sizes for a call, if it is right for its sizes."""
+        """Links a symbolic program for a call, if its conditions hold for the sizes."""
         linker = compile_.linker
         values = linker.sizes.values(inputs.leaves) if linker is not None else None
         if values is None or linker is None:
@@ -163,7 +163,7 @@ class ShapeCache:
         try:
             compiled, report = linker.relink(values)
         except OverBudgetError:
-            return None  # another may keep it, and this one will for other sizes
+            return None  # another program may fit the budget, and this one fits it at other sizes
         except LazyInlineError as error:
             compile_.linker, compile_.why_static = None, str(error)
             return None
@@ -172,7 +172,7 @@ class ShapeCache:
     def _compiled(
         self, alike: Sequence[_Compile], inputs: Inputs, goal: Goal
     ) -> CompileResult | None:
-        """Compiles with symbols; returns None where the sizes of this call have to be numbers."""
+        """Compiles with symbols; returns None if the sizes of this call must be numbers."""
         for names in self._learned(alike, inputs):
             try:
                 return self._counted(self._compiled_with(names, inputs, goal))
@@ -183,7 +183,7 @@ class ShapeCache:
         return None
 
     def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
-        """Returns which dimensions may be symbols, the most first: with a batch, and without."""
+        """Returns the choices of symbolic dimensions to try: first with the batch, then without."""
         from .torch_input_sizes import learned_names, without_numbers  # brings in sympy
 
         if self._names and not alike:
@@ -199,14 +199,14 @@ class ShapeCache:
         varied, with_batch = (
             without_numbers(names, programs) for names in (learned(), learned(batch="open"))
         )
-        # The batch did not vary so far; a model that needs its number is compiled without.
+        # The batch has not varied yet. If the model specializes it, it stays a number.
         return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 
     def _compiled_with(self, names: Names, inputs: Inputs, goal: Goal) -> CompileResult:
         from .torch_input_sizes import InputSizes
 
-        # A batch of 64 through a layer of width 64 would make one symbol of both: the examples that
-        # a trace sees keep clear of the model's own sizes.
+        # Example sizes (hints) in the trace differ from the model's own sizes: otherwise a batch of
+        # 64 would be unified with a layer of width 64.
         tensors = (*self._model.parameters(), *self._model.buffers())
         hints: frozenset[int] | None = frozenset(n for tensor in tensors for n in tensor.shape)
         while True:
@@ -216,27 +216,26 @@ class ShapeCache:
             except Exception as error:
                 if isinstance(error, RaisedError) and hints is not None:
                     self._refuse_wrong(inputs)
-                # Relations that hold between the sizes of this call may be needed.
+                # The model may need relations between sizes that hold in this call: try these.
                 if hints is None or not sizes().moved:
                     raise
                 hints = None
 
     def _refuse_wrong(self, inputs: Inputs) -> None:
-        """Raises WrongCallError if the model's Python raises with the sizes of the call, too."""
+        """Raises WrongCallError if the model's Python also raises with numbers for sizes."""
         train = torch.is_grad_enabled()
         try:
             subject = Subject(self._model, inputs.args, inputs.kwargs)
             capture_model(subject, reuse="off", train=train)
         except WrongCallError:
             raise
-        except Exception:  # reported where the call is compiled for its sizes
+        except Exception:  # raised again when the call is compiled for its sizes
             return
 
     def _compiled_once(
         self, sizes: Callable[[], InputSizes], inputs: Inputs, goal: Goal
     ) -> CompileResult:
-        # Symbols of two captures are not the same, so each has a compiler of its own. It keeps
-        # nothing on disk: an entry there would not bring the questions that were asked of sizes.
+        # Symbols of two captures differ, so each has a compiler of its own.
         compiler = Compiler(self._options)
         compiled, report = compiler.compile(
             self._model, inputs.args, inputs.kwargs, goal, sizes=sizes

@@ -1,8 +1,8 @@
-"""Adapter: which dimensions of the inputs are symbols, and what a compile took for granted of them.
+"""Adapter: which dimensions of the inputs are symbols: learned from calls, or declared.
 
-Dimensions that were equal in every call so far share a symbol. Whatever a trace, a derivative or a
-kernel asks of a size is kept by PyTorch's shape environment, and answered again for other sizes.
-Sizes may also be declared, as torch.export has them.
+Dimensions that were equal in every call so far share a symbol. PyTorch's shape environment keeps
+the guards that the trace, derivatives and kernels put on sizes; they are evaluated for other sizes.
+Sizes may also be declared, as for torch.export.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .torch_sizes import TracedSizes, make_sizes_literal, make_sizes_local
 
 @dataclass(frozen=True)
 class _Declared:
-    """One dynamic dimension of the user's: a name for all tensors that share it."""
+    """A dynamic dimension that the user declared; tensors may share it by its name."""
 
     name: str
     symbol: Any
@@ -42,17 +42,17 @@ class _Declared:
 
 
 class DeclaredSizes(TracedSizes):
-    """The symbols of one capture, named by the user.
+    """The symbolic sizes of one capture, declared by the user.
 
     Args:
-        model: its forward's signature says what ``dynamic_shapes`` names.
+        model: the model, whose forward has the names that ``dynamic_shapes`` uses.
         args: example positional inputs.
         kwargs: example keyword inputs.
         dynamic_shapes: as ``torch.export.export`` takes it: by argument name or position, per
             tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int, or
             a name, which is short for a ``Dim`` of that name.
-        hints: ``"distinct"`` moves hints apart where example sizes coincide; ``"example"`` takes
-            the example's, which keeps relations between dimensions.
+        hints: ``"distinct"`` gives equal example sizes different hints; ``"example"`` uses the
+            example sizes, which keeps relations between dimensions.
 
     Raises:
         ExportError: if ``dynamic_shapes`` does not fit the inputs.
@@ -122,8 +122,8 @@ class DeclaredSizes(TracedSizes):
         self._declared[name] = _Declared(name, symbol, size, example, low, high, strict)
         return size
 
-    def settle(self, root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
-        """Makes each region compute the sizes it uses."""
+    def localize(self, root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
+        """Makes each region compute the sizes that it uses."""
         make_sizes_local(root, sources)
 
     @property
@@ -137,7 +137,7 @@ class DeclaredSizes(TracedSizes):
         return {d.symbol: d.example for d in self._declared.values()}
 
     def others(self) -> list[dict[Any, int]]:
-        """Returns sizes besides the example's, in the declared ranges: one more, and one less."""
+        """Returns other sizes in the declared ranges: the example's plus one, and minus one."""
         found = []
         for step in (1, -1):
             sizes = {
@@ -149,10 +149,10 @@ class DeclaredSizes(TracedSizes):
         return found
 
     def conditions(self) -> tuple[str, ...]:
-        """Returns what the trace took for granted about sizes, beyond their declared ranges.
+        """Returns the guards on sizes, besides their declared ranges.
 
         Raises:
-            ExportError: if a dimension that was declared dynamic is not, or two are one.
+            ExportError: if a dimension that was declared dynamic was specialized, or two are equal.
         """
         for dim in self._declared.values():
             self._check(dim)
@@ -235,7 +235,7 @@ def _pairs(
 
 
 Batch = Literal["open", "as it varied"]
-"""Whether a batch is a symbol although it did not vary yet: the last one of an epoch is smaller."""
+"""``"open"`` makes the batch symbolic before it varied, as the last one of an epoch is smaller."""
 
 
 def learned_names(
@@ -248,17 +248,16 @@ def learned_names(
 ) -> Names:
     """Returns which dimensions are symbols.
 
-    A dimension is one if it varied. Sizes 0 and 1 stay numbers, because operators treat them in
-    ways of their own, and so do sizes of inputs that are not contiguous. One that was always by so
-    much larger than another is that symbol and a number: ``n0+1``. Whole numbers that varied are
-    sizes like others.
+    A dimension is symbolic if it varied. Sizes 0 and 1 stay numbers, because operators treat them
+    differently, and so do the sizes of inputs that are not contiguous. A dimension whose distance
+    to another was constant is written with its symbol: ``n0+1``. Int inputs are treated as sizes.
 
     Args:
         leaves: the flat inputs.
         earlier: the shapes of calls that differ in sizes only.
-        every: take every dimension, whether it varied or not.
-        growing: for each input the dimension that grows by nature, if one does, or nothing.
-        batch: of inputs of which another dimension varied, the first one.
+        every: makes every dimension symbolic, whether it varied or not.
+        growing: for each input, the dimension that always grows (of a cache), if there is one.
+        batch: whether the first dimension is symbolic too, if another dimension of an input varied.
     """
     history = [*earlier, shapes_of(leaves)]
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
@@ -286,9 +285,9 @@ def learned_names(
 def _open_batches(
     varying: Sequence[list[tuple[int, ...]]], history: Sequence[Shapes], leaves: Sequence[Any]
 ) -> set[tuple[int, ...]]:
-    """Makes a symbol of the first dimension of inputs that vary, and of all that is as large.
+    """Makes the first dimension of inputs that vary symbolic, and those of equal size.
 
-    Returns its sizes, call by call. They were all the same, so a distance from others says nothing.
+    Returns its sizes, call by call. As they were constant, distances to them mean nothing.
     """
     sizes_of_first = [
         tuple(shapes[index][0] for shapes in history) if dims else ()
@@ -306,14 +305,14 @@ def _open_batches(
 
 
 def _grown(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[tuple[int, ...]]:
-    """Returns the sizes, call by call, of dimensions that grow by nature."""
+    """Returns the sizes, call by call, of dimensions that always grow."""
     pairs = [(i, dim) for i, dim in enumerate(growing) if dim is not None]
     pairs = [(i, dim) for i, dim in pairs if len(history[-1][i]) >= -dim]
     return {tuple(shapes[i][dim] for shapes in history) for i, dim in pairs}
 
 
 def _steps(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[int]:
-    """Returns by how much a dimension may grow in this call: sizes of what is not grown itself."""
+    """Returns by how much a dimension may grow in this call: the sizes of other inputs."""
     dims = zip(history[-1], growing, strict=False)
     return {n for shape, grows in dims if grows is None for n in shape[1:]}
 
@@ -326,7 +325,7 @@ def _grows(
     grown: set[tuple[int, ...]],
     steps: set[int],
 ) -> bool:
-    """Whether a dimension grows by nature, or is the last of a mask that grows with one."""
+    """Whether a dimension always grows, or is the last one of a mask that grows with it."""
     if not isinstance(leaf, torch.Tensor):
         return growing is not None
     if growing is not None:
@@ -337,11 +336,11 @@ def _grows(
 def _symbols(
     varying: set[tuple[int, ...]], related: set[tuple[int, ...]]
 ) -> dict[tuple[int, ...], str]:
-    """Names the symbol of each dimension's sizes, call by call; smaller ones come first.
+    """Names the symbol of each dimension, given by its sizes call by call; smaller sizes first.
 
     Args:
-        varying: all sizes that are symbols.
-        related: those of which a constant distance says something; in one call all have one.
+        varying: the dimensions that are symbolic.
+        related: those that may be expressed by another one if their distance was constant.
     """
     names: dict[tuple[int, ...], str] = {}
     bases: dict[tuple[int, ...], tuple[str, int]] = {}  # by their growth since the first call
@@ -359,12 +358,12 @@ def _symbols(
 
 
 def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
-    """Leaves out of names the dimensions that programs so far show to be numbers."""
+    """Removes names of dimensions that were specialized in several programs so far."""
     fixed = [program.fixed for program in programs]
 
     def name_of(index: int, dim: int, name: str) -> str:
-        # One program may need this very size because it is an edge, as where a window is just full.
-        # Where several do, so would more.
+        # One program may specialize a size that is a special case, such as a window that is just
+        # full. If several programs do, others would too.
         return "" if sum(numbers[index][dim] for numbers in fixed) >= _EDGES else name
 
     return tuple(
@@ -374,11 +373,11 @@ def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
 
 
 _EDGES = 3
-"""In how many programs a symbol has to turn out to be a number until it is taken for one."""
+"""How many programs must specialize a dimension before it is no longer made symbolic."""
 
 
 class NotingEnv(ShapeEnv):
-    """Notes where a size becomes a number (``int(n)``, a loop over it).
+    """Notes where a symbol is specialized to a number (``int(n)``, a loop over it).
 
     Attributes:
         lines: the user's line, by symbol.
@@ -395,13 +394,12 @@ class NotingEnv(ShapeEnv):
 
 
 class InputSizes(TracedSizes, KnownSizes):
-    """The symbols of one capture, named by what calls taught.
+    """The symbolic sizes of one capture, learned from calls.
 
     Args:
         leaves: the flat inputs of the call that is captured.
         names: which of their dimensions are symbols.
-        hints: sizes that a symbol's example moves away from; None takes the call's sizes as they
-            are.
+        hints: numbers that hints must differ from; None uses the call's sizes as hints.
     """
 
     def __init__(
@@ -410,9 +408,9 @@ class InputSizes(TracedSizes, KnownSizes):
         env = NotingEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
         TracedSizes.__init__(self, env, hints or ())
         KnownSizes.__init__(self, env, leaves, names)
-        self._settled_at = env.lines
+        self._specialized_at = env.lines
         self._moves = hints is not None
-        self._counts: dict[int, Any] = {}  # by place: equal numbers are one object
+        self._counts: dict[int, Any] = {}  # by position, because equal ints are the same object
         for index, (leaf, dims) in enumerate(zip(leaves, self._names, strict=True)):
             if any(dims):
                 pairs = zip(dims, self._example[index], strict=True)
@@ -423,7 +421,7 @@ class InputSizes(TracedSizes, KnownSizes):
                     self._counts[index] = sizes[0]
 
     def given(self, index: int, leaf: Any) -> Any:
-        """Returns what the model is given: a symbol in place of a number that varies."""
+        """Returns a symbol for an int input that varies, or the value itself."""
         return self._counts.get(index, leaf)
 
     def _size(self, dim: str, dim_example: int) -> Any:
@@ -435,6 +433,6 @@ class InputSizes(TracedSizes, KnownSizes):
         size = size_in(self._env, self._symbols[name])
         return size + offset if offset else size
 
-    def settle(self, root: Region, sources: Any) -> None:
+    def localize(self, root: Region, sources: Any) -> None:
         """Makes the sizes in a recorded run literals."""
         make_sizes_literal(root)

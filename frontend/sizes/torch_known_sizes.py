@@ -1,7 +1,7 @@
-"""Adapter: the symbols of a program's inputs, and the conditions under which it is right.
+"""Adapter: the symbols of a program's inputs, and the conditions under which the program is valid.
 
-Whoever makes the symbols, a capture or a file, this says afterwards which numbers they have at a
-call, and whether all that was asked of them on the way gets the answers that were relied on.
+The symbols come from a capture or from a file. For the inputs of a call, this computes the number
+of each symbol, and evaluates the conditions: the guards on sizes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...reuse.ir.types import TensorType, contiguous_stride
 from ..capture.regions import shapes_of
 
 Names = tuple[tuple[str, ...], ...]
-"""For each flat input, for each dimension the name of its symbol; empty where it is a number.
+"""For each dimension of each flat input, the name of its symbol; empty if it is a number.
 
-``n0+2`` is larger by two than ``n0``. In a file it may be computed of some: ``2*s0``.
+``n0+2`` is larger by two than ``n0``. In a file it may be any expression: ``2*s0``.
 """
 Shapes = tuple[tuple[int, ...], ...]
-"""For each flat input its shape; a whole number is its own, others have none."""
+"""For each flat input its shape; ``(n,)`` for an int, ``()`` for anything else."""
 
 
 def parted(name: str) -> tuple[str, int]:
-    """Returns a dimension's symbol, and what it is larger by."""
+    """Splits the name of a dimension, such as ``n0+2``, into symbol and offset."""
     symbol, _, offset = name.partition("+")
     return symbol, int(offset or 0)
 
 
 def may_vary(leaf: Any) -> bool:
-    """Whether sizes may be symbols: of a tensor that is not contiguous they stay numbers."""
+    """Whether sizes of an input may be symbolic: not those of a tensor that is not contiguous."""
     if not isinstance(leaf, torch.Tensor):
         return True
     return tuple(leaf.stride()) == contiguous_stride(tuple(leaf.shape))
@@ -50,17 +50,17 @@ def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 class KnownSizes:
-    """Holds the symbols of one program's inputs.
+    """The symbols of one program's inputs, and the conditions on them.
 
     Args:
-        environment: keeps the symbols, and what was asked of them.
-        leaves: flat inputs of a call.
+        environment: PyTorch's shape environment, with the symbols and the guards on them.
+        leaves: the flat inputs of a call.
         names: which of their dimensions are symbols.
     """
 
     def __init__(self, environment: Any, leaves: Sequence[Any], names: Names) -> None:
         self._env = environment
-        self._settled_at: dict[Any, str] = {}
+        self._specialized_at: dict[Any, str] = {}
         self._answers = _Answers()
         self._symbols: dict[str, Any] = {}
         self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
@@ -68,24 +68,21 @@ class KnownSizes:
         self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
 
     def told(self, further: Sequence[Any] = ()) -> tuple[Any, Any, Any]:
-        """Returns as JSON holds them: dimensions, examples of symbols, conditions and further."""
-        settled = {symbol: self._settled(symbol) for symbol in self._symbols.values()}
+        """Returns, for JSON, the dimensions, the hints of symbols, and all conditions."""
+        replacements = {symbol: self._replaced(symbol) for symbol in self._symbols.values()}
         names = [[self._text(*term) for term in terms] for terms in self._terms]
-        open_ = {s: n for s, n in self.hints.items() if settled[s] == s}
-        conditions = [c.xreplace(settled) for c in (*self.conditions, *further)]
+        open_ = {s: n for s, n in self.hints.items() if replacements[s] == s}
+        conditions = [c.xreplace(replacements) for c in (*self.conditions, *further)]
         texts = dict.fromkeys(str(c) for c in conditions if c != True)  # noqa: E712
         return names, {str(symbol): number for symbol, number in open_.items()}, list(texts)
 
     def _text(self, size: Any, more: int) -> str:
-        found = self._settled(size + more)
+        found = self._replaced(size + more)
         return "" if found.is_number else str(found).replace(" ", "")
 
     @cached_property
     def _terms(self) -> tuple[tuple[Any, ...], ...]:
-        """For each flat input, for each dimension a symbol or what is computed of some, and more.
-
-        A number is itself, and nothing more.
-        """
+        """For each dimension of each flat input, an expression or a number, and an offset."""
         known = (zip(*row, strict=True) for row in zip(self._names, self._example, strict=True))
         return tuple(
             tuple(self._term(name) if name else (sympy.Integer(n), 0) for name, n in row)
@@ -96,23 +93,23 @@ class KnownSizes:
         symbol, offset = parted(name)
         return self._symbols[symbol], offset
 
-    def _settled(self, size: Any) -> Any:
-        """Returns what an expression has become: the same, another one, or a number."""
+    def _replaced(self, size: Any) -> Any:
+        """Returns an expression with symbols replaced that were unified or specialized."""
         return self._env.replace(size)
 
     @property
     def hints(self) -> Values:
-        """The number that each symbol had wherever a question was asked."""
+        """The number that each symbol had when guards on it were evaluated."""
         symbols = self._symbols.values()
         return Values({s: int(size_in(self._env, s).node.hint) for s in symbols})
 
     @property
     def conditions(self) -> Sequence[Any]:
-        """The questions about sizes, whose answers must be so for others."""
+        """The conditions that other sizes must satisfy."""
         return list(dict.fromkeys(guard.expr for guard in self._env.guards))
 
     def type_of(self, index: int, leaf: torch.Tensor) -> TensorType:
-        """Returns the type of an input, with symbols in it."""
+        """Returns the type of an input, with symbolic sizes."""
         own = TensorType.of(leaf)
         if not any(self._names[index]):
             return own
@@ -122,9 +119,9 @@ class KnownSizes:
 
     @property
     def why_numbers(self) -> str:
-        """Says which sizes turned out to be numbers, and where; "" if none did."""
-        numbers = ((s, self._settled(s)) for s in self._symbols.values())
-        lines = self._settled_at
+        """Says which symbols were specialized to numbers, and where; "" if none was."""
+        numbers = ((s, self._replaced(s)) for s in self._symbols.values())
+        lines = self._specialized_at
         found = [
             f"a size of {n} is taken as a number{f' at {at}' if (at := lines.get(s)) else ''}"
             for s, n in numbers
@@ -134,23 +131,23 @@ class KnownSizes:
 
     @property
     def fixed(self) -> tuple[tuple[bool, ...], ...]:
-        """Says of each dimension of the inputs whether its symbol turned out to be a number."""
+        """For each dimension of the inputs, whether its symbol was specialized to a number."""
         rows = (zip(*row, strict=True) for row in zip(self._names, self._terms, strict=True))
         return tuple(
-            tuple(bool(name) and self._settled(size).is_number for name, (size, _) in row)
+            tuple(bool(name) and self._replaced(size).is_number for name, (size, _) in row)
             for row in rows
         )
 
     def values(self, leaves: Sequence[Any]) -> Values | None:
         """Returns the number of each symbol for inputs that are known to differ in sizes only.
 
-        None if what was compiled is not right for them.
+        None if the program is not valid for them.
         """
         found = self._numbers(leaves)
         return found if isinstance(found, Values) and self.are_right(found) else None
 
     def why_not(self, leaves: Sequence[Any]) -> str:
-        """Says why what was compiled is not right for inputs of other sizes; "" if it is."""
+        """Says why the program is not valid for inputs of other sizes; "" if it is."""
         found = self._numbers(leaves)
         if not isinstance(found, Values):
             return found
@@ -167,7 +164,7 @@ class KnownSizes:
             if any(names) and not may_vary(leaves[index]):
                 return f"strides of input {index} are not those of contiguous memory"
             if not any(names) and strides[index] != self._strides[index]:
-                # A kernel has the steps of what has no symbols as numbers.
+                # The strides of an input without symbols are constants of kernels.
                 return f"strides of input {index} have to be {self._strides[index]}"
             for dim, (name, (term, more)) in enumerate(zip(names, self._terms[index], strict=True)):
                 size = int(shapes[index][dim])
@@ -177,7 +174,7 @@ class KnownSizes:
                 if name and not term.is_Symbol:
                     computed.append((place, size, term))
                     continue
-                # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
+                # Operators treat sizes 0 and 1 differently (broadcasting), unlike symbols.
                 size -= more
                 if name and size < 2:
                     return f"{place}, and has to be at least {2 + more}"
@@ -201,38 +198,38 @@ class KnownSizes:
         return Values({term: int(n) - more for (term, more), n in pairs if term.is_Symbol})
 
     @property
-    def settled(self) -> tuple[Any, ...]:
-        """Returns what each symbol has become: the same symbol, another one, or a number."""
-        return tuple(map(self._settled, self._symbols.values()))
+    def replacements(self) -> tuple[Any, ...]:
+        """What each symbol has become: itself, another symbol, or a number."""
+        return tuple(map(self._replaced, self._symbols.values()))
 
     @contextmanager
-    def staying_open(self) -> Iterator[None]:
-        """Undoes what was asked of sizes within it, if it raises or settles one.
+    def keeping_symbolic(self) -> Iterator[None]:
+        """Removes guards on sizes that were added inside, if code there raises or specializes one.
 
         Raises:
-            PlanError: if it settles one.
+            PlanError: if a size was specialized.
         """
-        env, settled = self._env, self.settled
+        env, replacements = self._env, self.replacements
         before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
         try:
             yield
-            if self.settled != settled:
-                raise PlanError("It settles a size that varies.")
+            if self.replacements != replacements:
+                raise PlanError("It specializes a size that varies.")
         except Exception:
             vars(env).update(before)
             for counter in ("_version_counter", "_replacements_version_counter"):
-                if hasattr(env, counter):  # by which PyTorch knows what it may remember
+                if hasattr(env, counter):  # invalidates PyTorch's caches
                     setattr(env, counter, getattr(env, counter) + 1)
             raise
 
     def are_right(self, values: Values) -> bool:
-        """Whether every question about sizes gets the answer that the compile relied on."""
+        """Whether all conditions hold for these numbers."""
         asked: Sequence[Any] = list(self.conditions)
         known, is_plain = self._answers, int in map(type, values.values())
         is_known = is_plain and known.asked == asked and known.function(values) is not None
         open_ = known.others if is_known else asked
         right = all(_holds(condition, values) for condition in open_)
-        if right and is_plain and not is_known:  # else it is on a tape what is computed
+        if right and is_plain and not is_known:  # numbers being recorded on a tape are not plain
             self._answers = _Answers.of(asked, values)
         return right
 
@@ -250,12 +247,12 @@ def _holds(condition: Any, values: Values) -> bool:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Questions about sizes, with one function that asks most of them.
+    """Conditions on sizes, most of them compiled into one function.
 
     Attributes:
-        asked: all of them.
-        function: returns None unless they are answered as they were for some sizes.
-        others: those that it does not ask.
+        asked: all conditions.
+        function: returns None if one of its conditions does not hold.
+        others: the conditions that it does not evaluate.
     """
 
     asked: Sequence[Any] = ()
@@ -264,7 +261,7 @@ class _Answers:
 
     @classmethod
     def of(cls, asked: Sequence[Any], values: Values) -> _Answers:
-        """Returns them, rightly answered for some sizes."""
+        """Compiles conditions that hold for some sizes."""
         tape = SizeTape(values)
         on_tape = [q for q in asked if all(_is_on_tape(x) for x in sympy.preorder_traversal(q))]
         right = all([bool(value_of(q, tape.values)) for q in on_tape])
@@ -273,7 +270,7 @@ class _Answers:
 
 
 def _is_on_tape(part: Any) -> bool:
-    """Whether a tape notes how this is computed, and what of; rounding and maxima forget it."""
+    """Whether a tape can record this expression; it cannot record rounding and maxima."""
     if isinstance(part, sympy.Pow):
         return bool(part.exp.is_Integer and part.exp.is_positive)
     return part.is_Symbol or part.is_Integer or part.func in _ON_TAPE
@@ -286,12 +283,12 @@ _ON_TAPE = frozenset(
 
 
 class ReadKnownSizes(KnownSizes):
-    """Holds the symbols of a program that is read from a file, as :meth:`KnownSizes.told` wrote it.
+    """The symbols of a program that is read from a file, as :meth:`KnownSizes.told` wrote them.
 
     Args:
-        leaves: flat inputs of the kind that it was compiled for.
+        leaves: flat inputs like those that it was compiled for.
         names: which of their dimensions are symbols.
-        sizes: these, with their conditions.
+        sizes: the symbols, with their conditions.
 
     Raises:
         FileError: if they contradict each other.
@@ -317,25 +314,25 @@ class ReadKnownSizes(KnownSizes):
             raise FileError(f"{name[:20]} is no size")
         return (term, int(more)) if term.is_Symbol else (term + more, 0)
 
-    # Before operators are read there is no environment, which takes Dynamo to be imported.
+    # The shape environment is made only when operators are read, because it imports Dynamo.
 
-    def _settled(self, size: Any) -> Any:
+    def _replaced(self, size: Any) -> Any:
         return self._read.environment.replace(size) if self._read.has_environment else size
 
     @property
     def hints(self) -> Values:
-        """The number that each symbol had wherever a question was asked."""
+        """The number that each symbol had when guards on it were evaluated."""
         return Values({s: self._read.examples[name] for name, s in self._symbols.items()})
 
     @property
     def conditions(self) -> Sequence[Any]:
-        """The questions about sizes, whose answers must be so for others."""
+        """The conditions that other sizes must satisfy."""
         guards = self._read.environment.guards if self._read.has_environment else ()
         return list(dict.fromkeys([*self._read.required, *(guard.expr for guard in guards)]))
 
     @contextmanager
-    def staying_open(self) -> Iterator[None]:
-        """Undoes what was asked of sizes within it, if it raises or settles one."""
+    def keeping_symbolic(self) -> Iterator[None]:
+        """See the base class; this first reads the shape environment."""
         self._env = self._read.environment
-        with super().staying_open():
+        with super().keeping_symbolic():
             yield

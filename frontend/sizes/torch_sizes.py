@@ -1,11 +1,8 @@
 """Adapter: symbols in place of some sizes of a call's inputs, while that call is captured.
 
-The base of both sources of such symbols: what calls taught, and what the user declares.
-
-The trace computes a size where it is first asked for, which may be inside one block, and uses it
-everywhere. Closures share nothing but tensors, so sizes are made local: each region computes those
-it uses from its own inputs' shapes. A region none of whose inputs has the size takes a user input
-for its shape alone.
+The trace computes a size where it is first used, maybe inside a block, and then uses that node
+everywhere. Closures take only tensors, so sizes are made local: each region computes its sizes from
+the shapes of its own inputs. If none of them has the size, a user input is added for its shape.
 """
 
 from __future__ import annotations
@@ -31,22 +28,22 @@ from ..capture.regions import Region, regions_inside
 from ..tracing.torch_tracing import TracingFakeMode
 
 Place = tuple[torch.fx.Node, int]
-"""A tensor, and which of its dimensions."""
+"""A tensor, and one of its dimensions."""
 
 
 def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
-    """Rewrites a recorded run, in place; afterwards no item of a region is a size that leaks."""
+    """Rewrites a recorded run in-place so that each region computes the sizes that it uses."""
     users = [n for n, s in sources.items() if isinstance(s, UserInput)]
     localizer = _Localizer(_places(users))
     localizer.region(root, is_root=True)
     present = set(localizer.dropped[0].graph.nodes) if localizer.dropped else set()
     for node in reversed(localizer.dropped):
-        if node in present:  # the tracer drops what nobody uses
+        if node in present:  # the tracer may have dropped unused nodes
             node.graph.erase_node(node)
 
 
 def make_sizes_literal(root: Region) -> None:
-    """Rewrites a recorded run, in place: sizes stand in the operators' arguments as literals."""
+    """Rewrites a recorded run in-place so that sizes are literals in operator arguments."""
     dropped = list(dict.fromkeys(n for n in root.nodes() if is_size(n)))
     for region in (root, *regions_inside(root)):
         region.items[:] = [i for i in region.items if isinstance(i, Region) or not is_size(i)]
@@ -54,12 +51,12 @@ def make_sizes_literal(root: Region) -> None:
     for node in reversed(dropped):
         for user in list(node.users):
             put_literal(user, node)
-        if node in present:  # the tracer drops what nobody uses
+        if node in present:
             node.graph.erase_node(node)
 
 
 def _places(nodes: Iterable[torch.fx.Node]) -> dict[Any, Place]:
-    """Returns where each symbol can be read off."""
+    """Returns for each symbol a tensor dimension that has its size."""
     found: dict[Any, Place] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -71,7 +68,7 @@ def _places(nodes: Iterable[torch.fx.Node]) -> dict[Any, Place]:
 
 
 class _Localizer:
-    """Walks the regions, inner ones and earlier ones first."""
+    """Makes sizes local, region by region, inner ones and earlier ones first."""
 
     def __init__(self, outer: Mapping[Any, Place]) -> None:
         self._outer = outer
@@ -131,24 +128,24 @@ class _Localizer:
 
 
 class TracedSizes:
-    """The symbols of one capture.
+    """The symbolic sizes of one capture: learned from calls, or declared by the user.
 
     Args:
-        environment: keeps the symbols, and what the trace asks of them.
-        taken: sizes that no symbol's example may have: a question that the trace asks must not
-            merge it with a number that it equals in this call only.
+        environment: PyTorch's shape environment, with the symbols and the guards on them.
+        taken: numbers that no hint may have, so that a comparison in the trace does not unify a
+            symbol with a number that it equals only in this call.
 
     Attributes:
         mode: makes the fakes of the inputs.
-        moved: whether a symbol's example is another than the call's size.
+        moved: whether a symbol's hint differs from the size in this call.
     """
 
     def __init__(self, environment: ShapeEnv, taken: Iterable[int] = ()) -> None:
         self.mode = TracingFakeMode(
             allow_non_fake_inputs=True, shape_env=environment, static_shapes=True
         )
-        # Its cache of results hardly ever fits where sizes are symbols, and filling it takes
-        # longer than the operators.
+        # The mode's result cache rarely hits with symbolic sizes, and filling it takes longer than
+        # running the operators.
         self.mode.cache_enabled = False
         self.moved = False
         self._env = environment
@@ -156,19 +153,19 @@ class TracedSizes:
         self._sizes: dict[int, list[Any]] = {}  # of inputs that have symbols
 
     def _new_symbol(self, name: str, size: int, hint: int) -> Any:
-        """Makes a symbol for a size of this call, with a hint as its example."""
+        """Makes a symbol, with a hint, for a size of this call."""
         self._taken.add(hint)
         self.moved = self.moved or hint != size
         return self._env.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
 
     def _free(self, wanted: int, low: int = 2, high: float = float("inf")) -> int:
-        """Returns a size in the range that no symbol has yet: the wanted one, or one near it."""
+        """Returns a hint in the range that is not taken yet: the wanted number or one near it."""
         below, above = range(wanted, low - 1, -1), range(wanted + 1, wanted + len(self._taken) + 2)
         free = (n for n in (*below, *above) if n not in self._taken and n <= high)
         return next(free, wanted)
 
     def given(self, index: int, leaf: Any) -> Any:
-        """Returns what the model is given in place of one of its flat inputs that is no tensor."""
+        """Returns a symbol, or the value itself, for a flat input that is no tensor."""
         return leaf
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
