@@ -170,7 +170,7 @@ def _note(group: Sequence[SharingDecision], members: dict[str, list[SharingDecis
     if names:
         verb = "differ" if len(names) > 1 else "differs"
         return f"one closure although {', '.join(names)} {verb}"
-    other = members.get(first.compared_with, [])
+    other = [] if first.shares else members.get(first.compared_with, [])
     if first.reason and other and not first.key.differing(other[0].key):
         return f"kept apart from {other[0].path} although the key is equal"
     return ""

@@ -110,6 +110,12 @@ def same_key_other_norm() -> nn.Module:
     return model
 
 
+def same_key_other_number() -> nn.Module:
+    model = nn.Sequential(Block(4, 2), Block(4, 2))
+    model[1].norm.eps = 1  # type: ignore[union-attr, assignment]
+    return model
+
+
 TABLES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "equal keys share": (
         lambda: nn.Sequential(Block(4, 2), Block(4, 2), Block(4, 2)),
@@ -125,6 +131,10 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
             "Block(width=4, heads=2)      1",
             "Block(width=4, heads=2)      1  kept apart from 0 although the key is equal",
         ],
+    ),
+    "equal keys share but for a number": (
+        same_key_other_number,
+        ["Block(width=4, heads=2)      1", "Block(width=4, heads=2)      1"],
     ),
 }
 
