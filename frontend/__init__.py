@@ -1,41 +1,41 @@
 """The functions users call: compile, marks, reports. The only folder that imports all others.
 
 lazyinline           the public names
-lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
-marks                ``lazy_inline``, ``recompute``, ``stage``, ``shard``, ``place``: marks
+lazyinline_command   the ``lazyinline`` command: help and errors, without importing PyTorch
+marks                the marks ``lazy_inline``, ``recompute``, ``stage``, ``shard`` and ``place``
 compiler             the one list of passes, and the compiler that runs them
 options              the options of a compile, checked
 compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
-torch_optimizer      adapter: what a step does with the user's optimizer
-report               what is seen of a compile: meanwhile, and then as text and as a page
-compile_record       what a compile did and made, in numbers, for reports
-reuse_table          who shares, in words: a table, and why blocks were traced anew
-inspection           a model by its name: its program as captured, and what a pass changed
-checks               whether what a user hands in can be compiled at all
-operators            rules that take an operator of the user's apart
-tracing              how PyTorch is made to show what a model runs
-effects              what a forward does besides computing
+torch_optimizer      adapter: the user's optimizer in a training step
+report               the progress of a compile, and its report as text and as a page
+compile_record       the numbers and programs of a compile, for reports
+reuse_table          which blocks share graphs, as a table; why others were traced again
+inspection           a model by its name: its captured program, and what a pass changed
+checks               whether a model and its inputs can be compiled at all
+operators            the user's rules that decompose an operator
+tracing              how a model's operators and Python are traced
+effects              side effects of a forward
 capture              from a model to a program
 page                 reports as one page
-guards               whether a compiled program still fits
+guards               whether a compiled program fits a call
 autograd             compiled programs inside PyTorch's autograd
-passes               the passes, and what runs a list of them
+passes               the passes, and the runner of a list of them
 sizes                sizes that vary
 dispatch             runs a model's calls: by compiled programs, or eagerly
 func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
-batch                a batch in micro-batches; a model and its loss as one module
+batch                splits a batch into micro-batches; a model and its loss as one module
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
-parallel_elsewhere   the same for ranks that are not here, to be saved
-mesh_parameters      a model's parameters over a mesh: DTensors in place of what was captured
-mesh_planner         what finds the plan of a step over a mesh, by hand or the cheapest
-fit                  ``lazyinline.fit``: what a rank of a mesh would hold, without the ranks
+parallel_elsewhere   the same for ranks on other machines, to be saved
+mesh_parameters      a model's parameters over a mesh, as DTensors
+mesh_planner         plans the placements of a step over a mesh: as the user says, or the cheapest
+fit                  ``lazyinline.fit``: the memory of a rank of a mesh, without the ranks
 saved                compiled programs as files: ``save`` and ``load``
 measure              ``measure``: late and early inlining beside eager and ``torch.compile``
 advise               ``advise(model)``
-commands             what the commands do
+commands             the commands of the command line
 """

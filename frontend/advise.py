@@ -27,22 +27,22 @@ from .report import CompileReport
 from .reuse_table import alike
 
 _REASONS_INDENT = 15
-"""Where the reasons begin, below a pair of blocks that were kept apart."""
+"""The column at which reasons begin, below a pair of blocks that were kept apart."""
 
 
 @dataclass(frozen=True)
 class ClassAdvice:
-    """Holds what sharing one class saves.
+    """What sharing one class saves.
 
     Attributes:
-        name: of the class.
+        name: the name of the class.
         place: file and line of the class.
-        is_marked: says if it is marked already.
+        is_marked: whether it is marked already.
         instances: paths of its instances, in the order they run; one per call.
-        num_closures: different closures that its calls need.
-        num_nodes: graph nodes of the largest of these, calls inside expanded.
-        nodes_saved: graph nodes that sharing takes away.
-        seconds_saved: CPU-seconds of compile that go with them, estimated.
+        num_closures: the number of different closures that its calls need.
+        num_nodes: graph nodes of the largest of these, with calls inside expanded.
+        nodes_saved: the graph nodes that sharing saves.
+        seconds_saved: the estimated CPU-seconds of compile for these nodes.
     """
 
     name: str
@@ -67,14 +67,13 @@ class ClassAdvice:
 
 @dataclass(frozen=True)
 class KeptApart:
-    """Holds two blocks of one class that could not share a trace, and why.
+    """Two blocks of one class that could not share a trace, and why.
 
     Attributes:
-        class_name: of the blocks.
-        paths: the block in question first, then the one that it was compared with.
-        num_more: further blocks of the class that are kept apart in the same way.
-        cause: the argument, attribute or other fact that differs, with both values, as the report
-            has it.
+        class_name: the class of the blocks.
+        paths: the path of the block, and of the one that it was compared with.
+        num_more: the number of further blocks of the class with the same cause.
+        cause: the argument, attribute or other fact that differs, with both values.
         change: what would let them share.
     """
 
@@ -95,15 +94,15 @@ class KeptApart:
 
 @dataclass(frozen=True)
 class Advice:
-    """Holds the result of :func:`lazyinline.advise`; ``print(advice)`` shows it.
+    """The result of :func:`lazyinline.advise`; ``print(advice)`` shows it.
 
     Attributes:
         model: class of the model.
         train: whether it was captured for training.
-        backend: whose compile the seconds are of.
-        num_nodes: graph nodes held with ``reuse="auto"``.
+        backend: the backend whose compile was measured.
+        num_nodes: graph nodes with ``reuse="auto"``.
         num_nodes_if_inlined: graph nodes without sharing.
-        seconds_per_node: CPU-seconds of compile per node held, measured on this model.
+        seconds_per_node: CPU-seconds of compile per node, measured on this model.
         classes: what to mark; the most saving first.
         kept_apart: blocks that nearly share.
     """
@@ -167,8 +166,8 @@ def advise(
 ) -> Advice:
     """Says which classes to mark, what each saves, and what keeps near-identical blocks apart.
 
-    The model is captured with ``reuse="auto"`` and compiled once with the backend; what a node
-    costs there is the scale for the seconds. Nothing is run, and no mark is left behind.
+    The model is captured with ``reuse="auto"`` and compiled once with the backend, to measure the
+    seconds per node. Nothing is run, and no mark is left behind.
 
     Args:
         model: any ``nn.Module``. On the meta device, use ``backend="eager"``.

@@ -1,4 +1,4 @@
-"""A step's batch, split into micro-batches; and its loss: with the model as one module."""
+"""Splits a batch into micro-batches; makes one module of a model and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .checks.torch_state import why_no_memory, why_watched
 
 
 class Batch:
-    """The structure of a batch, and how it is split: by an example of a whole one."""
+    """Splits batches that have the structure of an example batch."""
 
     def __init__(
         self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
@@ -50,7 +50,7 @@ class Batch:
             raise PipelineError(
                 f"A batch tensor is {why}, and kernels bypass it. Pass plain tensors."
             )
-        if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
+        if is_lazy(leaf):  # the memory of a copy holds the values
             leaf = leaf.clone()
         return split(leaf, self._count, PipelineError)
 
@@ -65,16 +65,16 @@ def split_batch(
 
 
 def check_count(micro_batches: int, error: type[LazyInlineError] = PlanError) -> None:
-    """Raises an error for a number of micro-batches that no batch has."""
+    """Raises an error for a number of micro-batches less than 1."""
     if micro_batches < 1:
         raise error(f"micro_batches={micro_batches}: there must be at least one.")
 
 
 def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Sequence[Any]:
-    """Returns the equal parts of a tensor, or what else is in a batch for each micro-batch.
+    """Returns the equal parts of a tensor, or ``count`` times anything else in a batch.
 
     Raises:
-        PlanError, PipelineError: for a tensor that has none.
+        PlanError, PipelineError: if the tensor cannot be split equally.
     """
     if count == 1 or not isinstance(leaf, Tensor):
         return [leaf] * count
@@ -86,11 +86,11 @@ def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Se
     return leaf.tensor_split(count)
 
 
-# ---- The loss ------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 LossFunction = Callable[[Any], torch.Tensor]
-"""Computes the loss from what a model returns."""
+"""Computes the loss from a model's output."""
 
 
 class LossModel(nn.Module):
@@ -105,7 +105,7 @@ class LossModel(nn.Module):
             self.__dict__[table] = {}
         self.model = model
         _check_takes_output(loss_fn)
-        # Past ``__setattr__``, which would make a loss that is a module a part of the model.
+        # Not by ``__setattr__``, which would register a loss module as a sub-module.
         self.__dict__["_loss_fn"] = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,13 +125,13 @@ class LossModel(nn.Module):
 
 
 def _check_takes_output(loss_fn: LossFunction | None) -> None:
-    """Raises PlanError if a function of the user's cannot be called with the output alone."""
+    """Raises PlanError if the loss function cannot be called with the model's output alone."""
     if loss_fn is None:
         return
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # written in C: the call will tell
+    except (TypeError, ValueError):  # a C function without a signature: the call will show
         return
     try:
         signature.bind(None)
@@ -144,7 +144,7 @@ def _check_takes_output(loss_fn: LossFunction | None) -> None:
 
 
 def loss_of(output: Any) -> Any:
-    """Returns the loss in what a model returned: itself, or its ``.loss``."""
+    """Returns the loss in a model's output: the output itself, or its ``.loss``."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

@@ -1,7 +1,6 @@
-"""Records of a compile: its numbers, who shares, its programs, and the needs of a GPU.
+"""Records of a compile: its numbers, sharing decisions, programs, and GPU predictions.
 
-A record outlives what it reports on, so nothing here holds the model's tensors or an arena. A page
-reads the programs only when it is asked for.
+A record may live longer than the model, so it holds none of its tensors and no arena.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from .capture.blocks import Reuse
 from .capture.regions import ModeChoice, SharingDecision
 from .reuse_table import shared_classes
 
-_MAX_PATHS = 3  # that one line of parts names
-_MAX_CLASSES = 2  # that a headline names
+_MAX_PATHS = 3  # named in one line of parts
+_MAX_CLASSES = 2  # named in a headline
 
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """Holds what one pass of one compile took."""
+    """The time that one pass took, and the size of its result."""
 
     name: str
     cpu_s: float
     wall_s: float
     num_nodes: int
-    """Graph nodes held after the pass."""
+    """The number of graph nodes after the pass; once linked, of launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosureRecord:
-    """Holds the size of one closure of a captured program, and how often it is called."""
+    """The size of one closure of a captured program, and its number of calls."""
 
     name: str
     num_nodes: int
@@ -53,14 +52,14 @@ class ClosureRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """Holds how one module was run, of a model that runs eagerly as a whole.
+    """How one part runs of a model that runs eagerly as a whole.
 
     Attributes:
-        path: of the module.
-        class_name: of the module.
-        num_programs: how many programs there are for its calls.
+        path: the path of the module.
+        class_name: the class of the module.
+        num_programs: the number of programs for its calls.
         ran_eagerly: why its newest call ran eagerly, if it did.
-        is_small: says that it did because a program would not pay.
+        is_small: whether that was because a program would be too small.
     """
 
     path: str
@@ -71,12 +70,12 @@ class PartRecord:
 
     @property
     def how(self) -> str:
-        """Says how its calls run: compiled, or eagerly and why."""
+        """How its calls run: compiled, or eagerly with the reason."""
         return f"runs eagerly, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
 
 
 def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
-    """Yields a line for each kind of parts that were run in the same way."""
+    """Yields a line for each group of parts of one class that run in the same way."""
     alike: dict[tuple[str, str], list[PartRecord]] = {}
     for part in parts:
         alike.setdefault((part.class_name, part.how), []).append(part)
@@ -88,12 +87,12 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """Holds what a program on several devices has on one of them.
+    """What a program on several devices has on one of them.
 
     Attributes:
-        device: its name.
-        tensors: names of the model's tensors there.
-        arena_bytes: what is planned there.
+        device: the name of the device.
+        tensors: the names of the model's tensors there.
+        arena_bytes: the size of the arena there.
     """
 
     device: str
@@ -109,63 +108,62 @@ class DeviceRecord:
 
 @dataclass
 class CompileRecord:
-    """Holds the numbers of one compile, and what it made.
+    """The numbers of one compile, and its programs.
 
     Attributes:
-        model: its class.
+        model: the class of the model.
         passes: name, CPU-seconds (child processes included), wall seconds and nodes, in order.
-        num_nodes: graph nodes held by the captured program.
-        num_nodes_if_inlined: what they would be without sharing.
-        num_closures: different closures in the captured program.
-        num_block_calls: calls on marked blocks.
-        num_kernels: closures compiled.
-        num_operators: operators in them, which is what the backend had to work on.
-        num_launches: kernel launches in one forward (and backward, if training).
-        peak_bytes: most bytes that are planned at once; None if memory is not planned. That is the
-            arena, and the gradients where activations lie in their memory (in ``compile``, unless a
-            budget was given; in ``compile_step`` the arena holds the gradients).
-        arena_bytes: the part of them that is kept from run to run.
-        lower_bound_bytes: largest sum of live bytes, which no plan can go below.
-        held_bytes: most bytes that a run holds, as predicted: what is planned, results that the
-            user receives, and what launches allocate themselves; None if memory is not planned.
+        num_nodes: graph nodes of the captured program.
+        num_nodes_if_inlined: its graph nodes without sharing.
+        num_closures: different closures of the captured program.
+        num_block_calls: calls of blocks.
+        num_kernels: closures that the backend compiled.
+        num_operators: operators in them.
+        num_launches: kernel launches of one forward (and backward, in training).
+        peak_bytes: the most bytes planned at one time; None if memory is not planned. It includes
+            gradients, whose memory activations use before (in ``compile`` without a budget; in
+            ``compile_step`` the arena contains the gradients).
+        arena_bytes: the part of ``peak_bytes`` that is kept from run to run.
+        lower_bound_bytes: the largest sum of live bytes; no plan can need less.
+        held_bytes: the predicted peak of a run: planned bytes, results that the user receives, and
+            allocations by launches; None if memory is not planned.
         unplanned: why memory is not planned, if it is not.
         why_no_graph: why a planned program on a GPU is not one CUDA graph, if it is not.
-        saved_bytes: what one forward saves for its backward, in training.
-        recomputed_flops: FLOPs that one backward spends on computing forward values again.
-        recompute: per closure and variant, what is saved and what is computed again.
-        recompute_chosen_for: where sizes are symbols, the shapes of inputs that it was chosen for.
+        saved_bytes: in training, the bytes that one forward saves for its backward.
+        recomputed_flops: FLOPs of recompute in one backward.
+        recompute: per closure and variant, what is saved and what is recomputed.
+        recompute_chosen_for: with symbolic sizes, the input shapes that it was chosen for.
         ran_eagerly: why the model ran eagerly, if it did.
-        parts: how the modules of a model that ran eagerly were run by then.
-        num_compiles: compiles of the module so far, this one included.
-        num_links: further shapes that only cost a link.
-        num_backwards: backwards compiled so far: one for each set of outputs that a loss
-            used, where it left some unused (their cotangents are undefined, which is not zero).
-        num_gradients: programs of gradients so far, made for gradients that were differentiated.
-        modes: where the mode of a derivative in the forward was left open, which one was taken and
-            why.
-        devices: where a program on several devices has its tensors and arenas; the bytes above are
+        parts: for a model that ran eagerly, how its modules ran.
+        num_compiles: compiles of the module so far, including this one.
+        num_links: further shapes that only needed a link.
+        num_backwards: backwards compiled so far. There is one for each set of outputs that a loss
+            used, because the cotangents of unused outputs are undefined, not zero.
+        num_gradients: programs of gradients compiled so far, for gradients that are differentiated.
+        modes: the modes chosen for derivatives in the forward, with the reasons.
+        devices: the tensors and arena on each device, if there are several. The bytes above are
             those of the first, which is the GPU if there is one.
-        copied_bytes: what one run copies from one device to another.
-        num_copies: in how many copies.
-        left_out: where the forward leaves what a step does not leave there.
+        copied_bytes: bytes that one run copies between devices.
+        num_copies: the number of these copies.
+        left_out: places that the forward writes to, and a step does not.
         update_after: why the optimizer's update runs after the step's program, if it does.
-        nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
-            mode was nested for them.
-        eager_kernels: closures whose operators PyTorch runs one by one, since the backend makes no
-            kernels for them, each with what it says.
-        why_static: why this shape was compiled on its own although others had come.
-        closures: each different closure, callees first, with its calls.
+        nested_forward: operators without a rule in Taylor mode, with the user's lines: nested
+            forward mode is used for them.
+        eager_kernels: closures for which the backend failed to make kernels, so that PyTorch's run,
+            with the errors.
+        why_static: why this shape was compiled with numbers although sizes vary.
+        closures: each different closure, callees first, with its number of calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
-        fused_boundaries: how many boundaries of which blocks are fused, or why none is, where that
-            was asked for.
-        told_masks: how many attentions of which closures do without a mask that is a constant and
-            means what ``is_causal`` says, or nothing.
-        nothing_shared: what repeats although nothing is shared, and what to do; else empty.
-        opened_from: says that a file was opened, and nothing compiled.
+        fused_boundaries: the number of fused boundaries per block, or why there is none; empty if
+            fusing was not requested.
+        told_masks: the number of attention operators per closure whose constant mask was replaced
+            by ``is_causal``, or removed.
+        nothing_shared: if nothing is shared, what repeats all the same, and what to do.
+        opened_from: the file that the program was loaded from, if nothing was compiled.
         decisions: for each block instance, whether it shares, and if not, why.
-        gpu: what is known of a program for a GPU that is not here.
-        made: what the compile made, for a page that draws it; no field, so that what lists the
-            numbers does not list programs.
+        gpu: predictions for a GPU that is not here.
+        made: the programs, for a page. It is no dataclass field, so that listing the numbers does
+            not list programs.
     """
 
     train: bool
@@ -219,21 +217,21 @@ class CompileRecord:
 
     @property
     def cpu_s(self) -> float:
-        """Returns the CPU-seconds of all passes, child processes included."""
+        """The CPU-seconds of all passes, child processes included."""
         return sum(p.cpu_s for p in self.passes)
 
     @property
     def wall_s(self) -> float:
-        """Returns the wall seconds of all passes."""
+        """The wall seconds of all passes."""
         return sum(p.wall_s for p in self.passes)
 
     @property
     def num_shared_calls(self) -> int:
-        """Counts instances whose Python did not run, or whose graph turned out to be another's."""
+        """The number of instances that share: at capture, or by equal graphs afterwards."""
         return sum(d.shared or bool(d.shares) for d in self.decisions)
 
     def headline(self) -> str:
-        """Says in a sentence which blocks share graphs, and what the compile took."""
+        """Says in a sentence which blocks share graphs, and how long the compile took."""
         shared = shared_classes(self.decisions)
         none = "all is inlined" if self.reuse == "off" else "no block repeats"
         what = self.opened_from or ", ".join(shared[:_MAX_CLASSES]) or none
@@ -244,13 +242,13 @@ class CompileRecord:
         return f"{what}{more}: {took}{again}"
 
     def notes(self) -> Iterator[str]:
-        """Yields what a reader should know of this compile and those before it."""
+        """Yields notes on this compile and those before it, for readers."""
         if self.num_links or self.num_compiles > 1:
             yield f"{self.num_compiles} compiles and {self.num_links} links so far"
         if self.num_backwards > 1:
             yield f"{self.num_backwards} backwards: losses used only some of the outputs"
         if self.num_gradients:
-            yield f"gradients compiled, for derivatives of them: {self.num_gradients}"
+            yield f"gradients compiled, to be differentiated: {self.num_gradients}"
         yield from map(str, self.modes)
         if self.left_out:
             yield f"what the forward leaves in {', '.join(self.left_out)} is not left by a step"
@@ -259,7 +257,7 @@ class CompileRecord:
         if self.fused_boundaries:
             yield f"boundaries fused: {', '.join(self.fused_boundaries)}"
         if self.told_masks:
-            yield f"attention without a mask, which says no more: {', '.join(self.told_masks)}"
+            yield f"constant attention masks replaced: {', '.join(self.told_masks)}"
         yield from map(str, self.devices)
         if self.devices:
             yield (
@@ -283,20 +281,20 @@ class CompileRecord:
         return [d for d in self.decisions if not (d.shared or d.shares) and d.reason]
 
     def shared_with_constants(self) -> list[SharingDecision]:
-        """Returns instances that were traced again and share a closure that takes constants."""
+        """Returns instances that were traced, but share a closure with constants as inputs."""
         return [d for d in self.decisions if d.shares and d.reason]
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Holds where the buffers of a linked program lie.
+    """The memory layout of a linked program.
 
     Attributes:
         layout: every buffer and launch, on one timeline.
-        offsets: in bytes, for each buffer that the plan places.
-        plan: of all of them.
-        arena_bytes: the part that is kept from run to run.
-        hosts: whether the user's gradients follow the arena, for activations to lie in them.
+        offsets: the offset in bytes of each buffer that the plan places.
+        plan: the plan of all of them.
+        arena_bytes: the part of the plan that is kept from run to run.
+        hosts: whether the user's gradients follow the arena, because activations use their memory.
     """
 
     layout: Layout
@@ -307,8 +305,8 @@ class Memory:
 
     @property
     def gradients(self) -> dict[int, int]:
-        """Returns the buffers that lie behind the arena, with their offset in bytes."""
-        # A plan has one offset more for each of them, after those of the arena.
+        """The buffers behind the arena, with their offset in bytes."""
+        # Their offsets come last in a plan.
         found = gradients_of(self.layout) if self.hosts == "gradients" else []
         first = len(self.plan.offsets) - len(found)
         return dict(zip(found, self.plan.offsets[first:].tolist(), strict=True))
@@ -316,16 +314,16 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Holds what one compile made, for a page to draw.
+    """The programs of one compile, for a page to draw.
 
     Attributes:
-        captured: the model as captured.
-        forward, backward: what runs of it, in plain ATen; of a step, for one micro-batch.
+        captured: the captured program.
+        forward, backward: the decomposed programs that run; for a step, those of one micro-batch.
         micro_batches: how often both run in one step.
-        kernels: the launches of each leaf for which they are known.
-        memory: the plan of it; None where memory is not planned.
-        frontiers: finds what could be saved instead, as rows for a page; empty where recompute was
-            not asked for.
+        kernels: the kernel lists of leaves, where known.
+        memory: the memory layout; None if memory is not planned.
+        frontiers: computes the Pareto frontiers of recompute, as rows for a page; empty without
+            recompute.
     """
 
     captured: Program
@@ -337,26 +335,26 @@ class Made:
     frontiers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:
-        """Returns itself: nothing in it changes."""
+        """Returns itself, because it is immutable."""
         return self
 
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """Holds what is known of a program for a GPU, compiled and planned.
+    """Predictions for a program that was compiled and planned for a GPU.
 
     Attributes:
         target: the GPU.
-        num_kernels: different Triton kernels.
-        num_built: those compiled to machine code.
-        code_bytes: of that.
-        given_bytes: parameters, buffers and inputs, which are the user's.
-        arena_bytes: activations, gradients and scratch, as planned.
-        outside_bytes: most bytes at one time in what launches allocate themselves.
-        result_bytes: of results and gradients that the user gets in memory of their own.
-        workspace_bytes: what cuBLAS works in.
-        allocating: names of those launches, each once.
-        prediction: of one run.
+        num_kernels: the number of different Triton kernels.
+        num_built: how many of them were compiled to machine code.
+        code_bytes: the bytes of machine code.
+        given_bytes: the bytes of parameters, buffers and inputs.
+        arena_bytes: the planned bytes of activations, gradients and scratch.
+        outside_bytes: the most bytes at one time that launches allocate themselves.
+        result_bytes: the bytes of results and gradients that the user gets in separate memory.
+        workspace_bytes: the cuBLAS workspace.
+        allocating: the names of launches that allocate.
+        prediction: the predicted time of one run.
     """
 
     target: Target
@@ -373,17 +371,17 @@ class GpuRecord:
 
     @property
     def peak_bytes(self) -> int:
-        """Returns the most bytes of GPU memory that a run holds, without the optimizer's state."""
+        """The most bytes of GPU memory that a run holds, without the optimizer's state."""
         held = self.given_bytes + self.arena_bytes + self.result_bytes
         return held + self.outside_bytes + self.workspace_bytes
 
     @property
     def fits(self) -> bool:
-        """Says if the GPU has that much memory besides its context, and a margin."""
+        """Whether the GPU has that much memory, besides its context and a margin."""
         return self.peak_bytes <= self.target.usable_bytes
 
     def lines(self) -> Iterator[str]:
-        """Yields what a report says."""
+        """Yields the lines of a report."""
         target, predicted, cost = self.target, self.prediction, self.prediction.cost
         yield f"for {target.name} ({target.board}): compiled and planned, not run"
         built = f"all {self.num_built}" if self.num_built == self.num_kernels else self.num_built
@@ -417,7 +415,7 @@ class GpuRecord:
 def gpu_record(
     program: PlannedProgram, lists: Sequence[tuple[KernelList, int]], backend: InductorBackend
 ) -> GpuRecord:
-    """Returns what is known of a planned program."""
+    """Returns the record of a program that was planned for a GPU."""
     assert backend.target is not None
     kernels = {kernel.content for kernel in triton_kernels(one for one, _ in lists)}
     built = [backend.built[content] for content in kernels if content in backend.built]

@@ -1,7 +1,7 @@
 """``compile(model)``: a drop-in module that runs the compiled program.
 
 ``compiled.generate(...)`` is the model's own method, and calls the model once per token. While it
-runs, such calls reach the compiled model, through the slot that PyTorch has for them.
+runs, the model's slot is filled (``dispatch/torch_slot.py``), so that these calls are compiled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-# For who checks types: a module around the model, or in place the model, of its own class.
+# For type checkers: the result is a CompiledModule or, in place, of the model's own class.
 @overload
 def compile(
     model: nn.Module | Program | ExportedProgram,
@@ -141,7 +141,7 @@ def compile(
 
 
 def _as_module(given: Any) -> Any:
-    """Returns a program as a module; what is neither is refused later."""
+    """Returns a program as a module; anything else unchanged, to be refused later."""
     if isinstance(given, Program):
         return given.to_fx()
     if "torch.export" in sys.modules and isinstance(given, torch.export.ExportedProgram):
@@ -152,7 +152,7 @@ def _as_module(given: Any) -> Any:
 
 
 def _check_model(model: nn.Module, fallback: Fallback) -> None:
-    """Raises PlanError for what is no model, or has parts that nothing of ours may run."""
+    """Raises an error if ``model`` is no module, or has modules that cannot be compiled."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     places = walk_modules(model)
@@ -162,7 +162,7 @@ def _check_model(model: nn.Module, fallback: Fallback) -> None:
 
 
 def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None) -> nn.Module:
-    """Fills the slots of a model, and of models inside that are called past it."""
+    """Fills the slots of a model, and of models inside that code may call without it."""
     torch_slot.check_asks_slot(model)
     dispatcher = ModelDispatcher(model, options, dynamic)
     torch_slot.fill_slot(model, dispatcher)
@@ -173,12 +173,12 @@ def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None)
 
 
 def last_report(compiled: nn.Module | TrainingStep) -> CompileReport | None:
-    """Returns what the newest compile of a model did, whichever way it was compiled.
+    """Returns the report of the newest compile of a model.
 
-    A model that was compiled in place gets no attribute for it: nothing of the user's is added to.
+    Use this for a model that was compiled in place, which gets no attribute ``last_report``.
 
     Args:
-        compiled: what ``compile`` or ``compile_step`` returned.
+        compiled: the result of ``compile`` or ``compile_step``.
 
     Returns:
         The report; None before the first call.
@@ -205,7 +205,7 @@ def restore(compiled: nn.Module) -> nn.Module:
     A model that was compiled in place becomes plain itself, and its programs are freed.
 
     Args:
-        compiled: what ``compile`` returned.
+        compiled: the result of ``compile``.
 
     Raises:
         PlanError: if this is no compiled model.
@@ -225,7 +225,7 @@ def restore(compiled: nn.Module) -> nn.Module:
 
 def _not_compiled(what: Any) -> PlanError:
     return PlanError(
-        f"This {type(what).__name__} was not compiled by lazyinline. Give what compile "
+        f"This {type(what).__name__} was not compiled by lazyinline. Pass what compile "
         "returned (with in_place=True the model itself; a copy of it is a plain model)."
     )
 
@@ -243,11 +243,11 @@ class CompiledModule(nn.Module):
         super().__init__()
         state, calls = self.__dict__, ModelDispatcher(model, options, dynamic)
         state[DISPATCHER_ATTRIBUTE] = calls
-        state["forward"] = calls  # which has the signature of the model's
+        state["forward"] = calls  # it has the signature of the model's forward
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
             state[table] = model.__dict__[table]
-        del state["training"]  # the property below asks the model
+        del state["training"]  # the property below returns the model's
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -268,10 +268,10 @@ class CompiledModule(nn.Module):
         return self._lazyinline_calls.last_report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs hooks and the program. Hooks on all modules run for the model, not once more."""
+        """Runs hooks and the program."""
         if type(self) is not CompiledModule:
             refusals.refuse_wrapper(self, "The compiled module")
-        # A hook on all modules is called by the model's own call, and would see two modules here.
+        # Global hooks run when the model itself is called; here they would run a second time.
         if any(_HOOKS_ON_ALL) and not has_own_hooks(self, "forward"):
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -281,14 +281,14 @@ class CompiledModule(nn.Module):
         return self._lazyinline_calls(*args, **kwargs)
 
     def __repr__(self) -> str:
-        """Returns a line about the compiled module, and the model's own text."""
+        """Returns a line about the compiled module, and the model's ``repr``."""
         calls = self._lazyinline_calls
         return f"{folded(f'CompiledModule({calls.summary()})')}\n{calls.model!r}"
 
     # ---- the model's own state -----------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__signature__":  # what a tool finds that asks how to call this
+        if name == "__signature__":  # inspect.signature(compiled)
             return self._lazyinline_calls.__signature__
         try:
             return super().__getattr__(name)
@@ -310,7 +310,7 @@ class CompiledModule(nn.Module):
             delattr(self._lazyinline_calls.model, name)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads what is the model's own, not its children's; called by a module around this."""
+        """Loads the model's own tensors, not its children's; called by a module around this."""
         self._lazyinline_calls.model._load_from_state_dict(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -335,11 +335,11 @@ class CompiledModule(nn.Module):
         return CompiledModule(copy.deepcopy(calls.model, memo), calls.options, calls.dynamic)
 
 
-_OWN_COMPILER = "get_compiled_call"  # transformers' generate asks it, for the caches that it knows
+_OWN_COMPILER = "get_compiled_call"  # by which transformers' generate compiles the decoding step
 
 
 def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
-    """Returns what was found on a model; a method of it calls the compiled model inside."""
+    """Returns an attribute of a model; within a method, calls of the model are compiled ones."""
     model = calls.model
     if not isinstance(found, types.MethodType) or found.__self__ is not model:
         return found
@@ -366,7 +366,7 @@ def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
 def _routed(model: nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     """Routes calls of the model inside to the compiled one."""
     state = module_state(model)
-    # generate() of transformers compiles the decoding step itself; here that is compiled already.
+    # Replaced, because the decoding step is compiled already.
     asked = hasattr(model, _OWN_COMPILER) and _OWN_COMPILER not in state
     if asked:
         state[_OWN_COMPILER] = lambda *_: model.__call__

@@ -1,4 +1,4 @@
-"""``fit(model, args, mesh=...)``: what one rank of a mesh would hold; no rank is there."""
+"""``fit(model, args, mesh=...)``: predicts the memory of one rank of a mesh, without ranks."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ buffer of 4 MiB (``NCCL_BUFFSIZE``) to each of two neighbours. (NCCL's guide, en
 
 @dataclass(frozen=True)
 class Fit:
-    """Says whether a step fits on each rank of a mesh. ``print(fit)`` shows it.
+    """Whether a step fits on each rank of a mesh. ``print(fit)`` shows it.
 
     Attributes:
         target: the GPU.
-        limit_bytes: of its memory.
+        limit_bytes: the memory that a rank may use.
         way: the plan and the recompute policy, in words.
-        mesh: size of each dimension, by its name.
-        step: what lies where, and what is moved; of stages, by the rank that holds most.
-        memory: of that rank.
-        seconds: that a step takes at the least, by the roofline of its launches.
-        pipeline: the stages, and the step in time, if the mesh has a dimension for them.
-        instead: where it does not fit, the fastest of what was tried that does.
+        mesh: the size of each dimension, by name.
+        step: the placements and collectives; for stages, of the rank that holds most.
+        memory: the memory of that rank.
+        seconds: the least time of a step, by the roofline of its launches.
+        pipeline: the stages and their predicted time, if the mesh has a pipeline dimension.
+        instead: if it does not fit, the fastest other way that does, of those tried.
     """
 
     target: Target
@@ -71,7 +71,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has that much memory."""
+        """Whether a rank has enough memory."""
         return self.memory.num_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
@@ -128,30 +128,30 @@ def fit(
     links: Links | None = None,
     reuse: Reuse = "auto",
 ) -> Fit:
-    """Says what a rank of a mesh holds in a training step, and whether it fits; runs nothing.
+    """Predicts the memory of a rank of a mesh in a training step; runs nothing.
 
     One rank's program is compiled and its memory planned as :func:`parallelize` would on that GPU;
-    with stages, that of each rank of a pipeline, and equal blocks of different ranks once.
-    There need be no GPU and no other process, and the model may be on the meta device. Where it
-    does not fit, further recompute and the plan that is found (``plan="auto"``) are tried.
+    for a pipeline, the program of each of its ranks, with equal blocks compiled once. No GPU and
+    no other process is needed, and the model may be on the meta device. If the step does not fit,
+    more recompute and the plan of ``plan="auto"`` are tried.
 
     Args:
         model: the whole model; see :func:`parallelize`.
         args: an example of the whole batch; only layouts matter.
         kwargs: its keyword inputs.
-        mesh: size of each dimension, by its name.
+        mesh: the size of each dimension, by name.
         target: the GPU of a rank, ``"cuda:sm_90"``.
         plan: see :func:`parallelize`.
-        memory_bytes_per_rank: instead of the memory of the GPU, less a margin.
-        micro_batches: parts of the batch.
-        schedule: of stages; see :func:`parallelize`.
-        num_stages: of a pipeline, a multiple of its ranks; one for each where it is left out.
+        memory_bytes_per_rank: by default the memory of the GPU, less a margin.
+        micro_batches: the number of parts of the batch.
+        schedule: for a pipeline; see :func:`parallelize`.
+        num_stages: for a pipeline, a multiple of its ranks; by default one per rank.
         split: how the model is cut into stages: ``"auto"``, ``"even"`` or ``"marked"``.
         recompute: ``"selective"`` or ``"full"``.
-        optimizer_tensors: of a parameter's size that the optimizer holds: two of AdamW's with
-            ``fused=True``, none of SGD's.
+        optimizer_tensors: how many tensors of a parameter's size the optimizer holds: two for
+            AdamW with ``fused=True``, none for SGD.
         loss_fn: computes the scalar loss from the model's output.
-        links: rates of the mesh, as :func:`measure_links` returned or wrote them; without, those
+        links: rates of the mesh, as :func:`measure_links` returned or wrote them; by default those
             of this package.
         reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
 
@@ -166,7 +166,7 @@ def fit(
     """
     check_example("fit", model, args)
     batching = Batching(micro_batches)
-    # A copy: a program is compiled for a micro-batch of its own memory, not for a view.
+    # A copy, because a step takes micro-batches in storage of their own, not views.
     first = copied(split_batch(args, kwargs or {}, micro_batches)[0])
     offline = _Offline(
         Subject(LossModel(model, loss_fn), *first),
@@ -192,7 +192,7 @@ def fit(
 
 @dataclass(frozen=True)
 class _Offline:
-    """Compiles one rank's program of a step, in one way or another."""
+    """Compiles the program of one rank for different plans and recompute policies."""
 
     subject: Subject
     batching: Batching
@@ -216,27 +216,27 @@ class _Offline:
 
     @property
     def limit_bytes(self) -> int:
-        # The context is among what is counted.
+        # ``RankMemory`` includes the CUDA context.
         return self.memory_bytes or self.target.usable_bytes + CONTEXT_BYTES
 
     def found(self) -> Iterator[Fit]:
-        """Yields a plan that is found to fit, with recompute where that is faster, if one is."""
+        """Yields the plan found by ``"auto"`` that fits, if there is one."""
         room_bytes = None
         for _ in range(_ATTEMPTS):
             try:
                 one = self.fit("auto", None, room_bytes)
-            except PlanError:  # nothing fits into that
+            except PlanError:  # no plan fits
                 return
             if one.fits:
                 yield one
                 return
-            # What a closure needs meanwhile is not planned with: less room for the rest.
+            # The search ignores scratch inside closures, so the next one gets less room.
             num_ranks = 1 if one.pipeline is None else len(one.pipeline.table.ranks)
             held_bytes = one.step.layouts.held_bytes // num_ranks
             room_bytes = held_bytes - (one.memory.num_bytes - self.limit_bytes)
 
     def fit(self, plan: Plan, recompute: PolicyName | None, room_bytes: int | None = None) -> Fit:
-        """Compiles a plan; one that is found may take so many bytes."""
+        """Compiles a plan; with ``"auto"``, one within ``room_bytes``."""
         # Imported late: DTensor takes as long to import as all of lazyinline.
         from ..pipeline_parallel.mesh.given import check_mesh
         from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
@@ -244,7 +244,7 @@ class _Offline:
         options = Options(
             reuse=self.reuse, recompute=recompute, cache="disk", target=self.target.name
         )
-        # Rates are to find a plan by; one that is given takes none.
+        # Only the search for a plan needs rates.
         links = self.links if plan == "auto" else None
         way = "the plan that was found" if plan == "auto" else "the plan as given"
         with absent_ranks(self.mesh) as mesh:
@@ -267,7 +267,7 @@ class _Offline:
         return self._said(step, seconds)
 
     def _stages(self, asked: AskedPlan, dim: str) -> Fit:
-        """Compiles the stages of all ranks of a pipeline; returns what the one with most holds."""
+        """Compiles the stages of all ranks of a pipeline; returns the fit of the largest."""
         from ..pipeline_parallel.mesh.traffic import ShardedStep
         from ..pipeline_parallel.torch_pipelining import action_table
 
@@ -283,7 +283,7 @@ class _Offline:
         state = started(context, self.subject, table, 0, self.splitting, rates, on_mesh)
         with state.context.cached(state.report):
             state = run(between(PASSES, last="shard"), state)
-            # Kernels are kept by closure, so those of equal blocks are made for the first rank.
+            # Kernels are kept per closure, so those of equal blocks are made only once.
             ranks = [
                 run(between(PASSES, "lower", "link"), of_rank(state, rank))
                 for rank in range(num_ranks)
@@ -302,7 +302,7 @@ class _Offline:
         return replace(max(found, key=lambda one: one.memory.num_bytes), pipeline=plan)
 
     def _costs(self, rank: RankCompilation) -> Iterator[tuple[Program, Cost]]:
-        """Yields what each part of a rank's stages takes for a micro-batch, collectives counted."""
+        """Yields the cost of each part of a rank's stages per micro-batch, with collectives."""
         traffic = rank_traffic(rank)
         for one in rank.own:
             for kind, program in parts_of(one).items():
@@ -327,9 +327,10 @@ class _Offline:
         return axes_of_mesh(list(self.mesh), list(self.mesh.values()), "cuda", self.links)
 
     def _taken_s(self, compute_s: float, collectives: Iterable[Collective]) -> float:
-        """Returns the seconds of launches and the collectives that nothing runs beside, or of all.
+        """Returns the predicted seconds of launches and collectives.
 
-        The longer of both: collectives are one after the other.
+        That is the time of launches and collectives without overlap, or of all collectives in
+        sequence, whichever is longer.
         """
         from ..pipeline_parallel.mesh.layouts import Moves
 

@@ -43,7 +43,7 @@ FORM = "package.module:function, a function without arguments that returns (mode
 
 
 class Target(NamedTuple):
-    """Holds a model with example inputs."""
+    """A model with example inputs."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -57,7 +57,7 @@ def load_target(text: str, *arguments: int) -> Target:
         text: ``package.module:function``. The function returns ``(model, args)`` or ``(model, args,
             kwargs)``; its module is also looked for in the working directory. Or a ``.pt2`` file of
             ``torch.export.save``, with its example inputs.
-        arguments: what it is called with; usually none.
+        arguments: the arguments to call it with; usually none.
 
     Raises:
         LazyInlineError: if there is no such function, if it fails, or if it returns something else.
@@ -83,7 +83,7 @@ def load_target(text: str, *arguments: int) -> Target:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # Where the user's function failed, not where it was imported and called.
+        # The line in the user's function, not the import or the call here.
         inside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
         where = f" at {inside[-1].filename}:{inside[-1].lineno}" if inside else ""
         raise LazyInlineError(
@@ -111,7 +111,7 @@ def _checked(text: str, result: Any) -> Target:
 
 
 Way = Literal["compile", "step"]
-"""The ways in that a model with example inputs is enough for."""
+"""The functions that need only a model with example inputs."""
 
 
 @door
@@ -152,16 +152,16 @@ def capture(
 
 @door
 def from_exported(exported: ExportedProgram, *, train: bool = False) -> Program:
-    """Returns the program of what ``torch.export`` made: each repeated region is one closure.
+    """Returns the program of a ``torch.export`` result; each repeated region is one closure.
 
-    What :meth:`Program.to_exported` made comes back as it was. Sizes that vary are symbols.
+    A result of :meth:`Program.to_exported` gives the same program again. Dynamic sizes are symbols.
 
     Args:
         exported: from ``torch.export.export`` or ``torch.export.load``.
         train: capture with grad mode on.
 
     Raises:
-        CaptureError: if it holds what no program can say, or has no example inputs.
+        CaptureError: if a program cannot express it, or it has no example inputs.
 
     Example:
         >>> program = lazyinline.from_exported(torch.export.load("model.pt2"))
@@ -173,7 +173,7 @@ def from_exported(exported: ExportedProgram, *, train: bool = False) -> Program:
 
 
 def pass_lists() -> str:
-    """Returns each kind of goal with its passes in order, the level after each and what it does."""
+    """Returns each kind of goal with its passes: name, level after it, and description."""
     lines = []
     for kind, what in GOALS.items():
         lines.append(f"{kind}: {what}")
@@ -188,7 +188,7 @@ def pass_lists() -> str:
 
 
 def show_captured(target: Target, options: Options, *, train: bool, source: Shown = "hide") -> str:
-    """Returns a captured program as text; in training, what is saved and computed again, too."""
+    """Returns a captured program as text; in training, also what is saved and recomputed."""
     compiler = Compiler(options)
     subject = Subject(target.model, target.args, target.kwargs)
     state = run((capture_pass,), compiler.started(subject, Goal(train=train)))
@@ -209,10 +209,10 @@ def reduced(
     *,
     train: bool = False,
 ) -> Mapping[str, Program]:
-    """Reduces a model to primitives: its forward; in training its backward, too.
+    """Reduces a model's forward, and in training its backward, to primitives.
 
-    Operators that no rule takes apart stay; :func:`not_primitive` names them. What is reduced is to
-    be looked at, checked and counted: what runs is made of the operators as they were.
+    Operators without a rule stay; :func:`not_primitive` lists them. The result is for inspection
+    only: compiled programs are made from the original operators.
     """
     compiler = Compiler(options or Options(reuse="auto", backend="eager"))
     subject, goal = Subject(model, args, dict(kwargs or {})), Goal("primitives", train=train)
@@ -222,7 +222,7 @@ def reduced(
 def show_primitives(
     target: Target, options: Options, *, train: bool, source: Shown = "hide"
 ) -> str:
-    """Returns a model's programs, reduced, and what of them is no primitive."""
+    """Returns a model's programs reduced to primitives, and the operators that are none."""
     programs = reduced(target.model, target.args, target.kwargs, options, train=train)
     texts = [
         f"// {part}, as primitives\n{format_program(program, source=source)}"
@@ -232,7 +232,7 @@ def show_primitives(
 
 
 def _reduction(programs: Mapping[str, Program]) -> str:
-    """Says how many different primitives there are, and what is none."""
+    """Returns the number of different primitives, and the operators that are none."""
     operators = {name for program in programs.values() for name in operators_of(program)}
     whole = dict.fromkeys(one for p in programs.values() for one in not_primitive(p))
     said = f"{len(operators - {one.operator for one in whole})} different primitives"
@@ -251,7 +251,7 @@ def show_after(
     micro_batches: int = 1,
     diff: bool = False,
 ) -> str:
-    """Returns the programs after a pass, verified; or what it changed.
+    """Returns the programs after a pass, verified; with ``diff``, what it changed.
 
     Raises:
         LazyInlineError: if there is no such pass.
@@ -264,9 +264,9 @@ def show_after(
     names = [one.name for one in passes]
     if name not in names:
         raise LazyInlineError(f"There is no pass {name!r} here; there are {', '.join(names)}.")
-    # Of passes with one name, only those of this goal are among these.
+    # Unique, because passes of one name are for different goals.
     number = names.index(name)
-    # The state before is kept for the diff: a state is never changed, so it costs nothing.
+    # Kept for the diff, which costs nothing as states are immutable.
     before = run(passes[:number], state)
     one = passes[number]
     if not one.wanted(before):
@@ -284,7 +284,7 @@ def show_after(
 
 
 def _texts(state: Compilation, width: int) -> dict[str, str]:
-    """Returns each part as text: as a program of calls, or as launches once it is linked."""
+    """Returns each program as text: as calls, or as launches once it is linked."""
     programs = {part: format_program(one, width=width) for part, one in state.programs.items()}
     return programs | {part: folded(f"{flat}\n", width=width) for part, flat in state.flats.items()}
 
@@ -298,9 +298,9 @@ _OF_RANKS = re.compile(
 
 
 def programs_of_file(path: str, *, bound: bool = False) -> list[tuple[str, Program]]:
-    """Returns the programs of a file with what each is for: as captured, and what ranks run.
+    """Returns the programs of a file, described: the captured one, and those of ranks.
 
-    With ``bound`` they have its tensors, and of several ranks there are none.
+    With ``bound`` they have the file's tensors; then those of several ranks are left out.
 
     Raises:
         FileError: as :func:`load` does.
@@ -321,9 +321,9 @@ def programs_of_file(path: str, *, bound: bool = False) -> list[tuple[str, Progr
 
 
 def opened_as_ranks(path: str) -> Iterator[tuple[str, Any]]:
-    """Opens a file in place of its ranks, whose collectives move nothing; yields who, and the part.
+    """Opens a file as each of its ranks in turn, with collectives that do nothing.
 
-    Ranks that run the same are opened once. Of a file for one process "" and what it is opened as.
+    Yields the names of ranks that run the same, and the opened file; "" for a single process.
     """
     with open_parts(path, None) as parts:
         axes, alike = _alike(parts)
@@ -343,11 +343,11 @@ def parts_text(path: str) -> str:
 
 
 _Texts: TypeAlias = dict[str, tuple[str, str]]
-"""The texts of a rank, by what each is for: the place of one, and its name there."""
+"""The programs of a rank, by description: folder and name of each in a file."""
 
 
 def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]]:
-    """Returns how ranks of a file lie, and which of them run the same; of one process nothing."""
+    """Returns the mesh of a file's ranks, and groups of ranks that run the same programs."""
     told, axes, by_place = read_json(parts.read(MODEL)), dict[str, int](), list[Sequence[int]]()
     if "mesh" in told:
         from .saved.mesh import SavedMesh  # late, as above
@@ -364,7 +364,7 @@ def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]
         what = found["kind"] if stage is None else f"{found['kind']} of stage {stage}"
         for rank in by_place[int(found["mesh"] or stage)]:
             texts.setdefault(rank, {})[what] = found["place"], found["kind"]
-    # Each text is read once, however many ranks a file says that run it, and not kept.
+    # Each text is read once, and only its digest is kept.
     digest = cache(lambda one: sha256(parts.read(f"{''.join(one)}.txt")).digest())
     same: dict[Any, list[int]] = {}
     for rank, own in texts.items():

@@ -1,8 +1,8 @@
-"""Marks that users put on modules: what to share, what to compute again, and in which stage it is.
+"""Marks that users put on modules: what to share, what to recompute, and in which stage it runs.
 
-``lazy_inline`` is a wish, never a promise: capture shares two instances only on evidence. What
-copies tensors to a part on a device of its own, and back, are hooks on the module, so eager makes
-the same copies, and a capture sees two operators.
+``lazy_inline`` is only a hint: capture shares two instances if their evidence agrees. ``place``
+copies tensors to another device and back by hooks on the module, so that eager does the same, and a
+capture records two operators.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def lazy_inline(target: Any) -> Any:
 
 
 def _described(target: Any) -> str:
-    """Names what was marked, with its line, as its author knows it."""
+    """Describes the wrong target of a mark, with its line."""
     if inspect.isfunction(target):
         code = target.__code__
         place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
@@ -122,9 +122,9 @@ def recompute(target: Target, policy: PolicyName | None = "full") -> Target:
 
 
 def _marked(target: Target, name: str, mark: Any, by: str, advice: str = "") -> Target:
-    """Puts a mark on a module, or a class of modules."""
+    """Sets a mark on a module, or on a class of modules."""
     if isinstance(target, nn.Module):
-        # Not by setattr: a module with a __setattr__ of its own need not know of marks.
+        # Not by setattr, because a module may override __setattr__.
         target.__dict__[name] = mark
     elif isinstance(target, type) and issubclass(target, nn.Module):
         setattr(target, name, mark)
@@ -179,29 +179,29 @@ def shard(target: Target, parameters: Mapping[str, Any], *, output: Any = None) 
 
 
 def shard_mark(module: nn.Module) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns what is pinned of a module: placements of parameters, and of its result."""
+    """Returns the pinned placements of a module's parameters and of its result."""
     own: tuple[Mapping[str, Any], Any] | None = module_state(module).get(_SHARD)
     return own or getattr(type(module), _SHARD, None)
 
 
 def recompute_mark(module: nn.Module) -> RecomputeMark:
-    """Returns how a module is marked for recompute: a policy, ``"save"``, or nothing."""
+    """Returns the recompute mark of a module: a policy, ``"save"``, or ""."""
     own: RecomputeMark = module_state(module).get(_RECOMPUTE, "")
     return own or getattr(type(module), _RECOMPUTE, "")
 
 
 def is_marked(cls: type) -> bool:
-    """Says if a class, one of its bases, or their ``__init__`` carries the mark."""
+    """Whether a class, one of its bases, or their ``__init__`` carries the mark."""
     # By attribute lookup, so that subclasses are marked too, as the decorator promises.
     return hasattr(cls, _MARK) or hasattr(cls.__init__, _MARK)  # type: ignore[misc]
 
 
 def is_block(module: nn.Module) -> bool:
-    """Says if a module is captured as a block: its class is marked, or it is, for a stage."""
+    """Whether a module is captured as a block: its class is marked, or it has a stage mark."""
     return is_marked(type(module)) or STAGE_MARK in module_state(module)
 
 
-# ---- Parts on devices of their own ---------------------------------------------------------------
+# ---- parts on other devices ----------------------------------------------------------------------
 
 
 def place(module: nn.Module, device: torch.device | str) -> nn.Module:
@@ -247,7 +247,7 @@ def place(module: nn.Module, device: torch.device | str) -> nn.Module:
         for number in old:
             module_state(module)[table].pop(number, None)
     if there != home:
-        # The first before the forward and, so far, the last after it.
+        # The first hook before the forward, and the last so far after it.
         copied_in = partial(_copied_in, there)
         module.register_forward_pre_hook(copied_in, with_kwargs=True, prepend=True)
         module.register_forward_hook(partial(_copied_out, home))
@@ -257,7 +257,7 @@ def place(module: nn.Module, device: torch.device | str) -> nn.Module:
 def _move(module: nn.Module, device: torch.device) -> None:
     """Moves a module's tensors; parameters stay the objects that they are."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    # Between memories of two kinds PyTorch would make new parameters, and untie tied ones.
+    # Between other kinds of devices PyTorch would make new parameters, and untie tied ones.
     is_plain = {device.type, next(chain(module.parameters(), module.buffers())).device.type}
     torch.__future__.set_swap_module_params_on_conversion(swaps or not is_plain <= {"cpu", "cuda"})
     try:
@@ -267,7 +267,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def home_of(module: nn.Module) -> torch.device | None:
-    """Returns the device that a placed module came from, None if it is not placed."""
+    """Returns the device that a placed module came from; None if it is not placed."""
     _, after = _hooks_of(module)
     return next((hook.args[0] for hook in after.values() if _copies(hook)), None)
 
@@ -280,7 +280,7 @@ def only_copies(module: nn.Module) -> bool:
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Returns the hooks before a module's forward, and after it (none: TorchScript)."""
+    """Returns the hooks before and after a module's forward; a TorchScript module has none."""
     state = module_state(module)
     return state.get("_forward_pre_hooks", {}), state.get("_forward_hooks", {})
 
@@ -298,6 +298,6 @@ def _copied_out(device: torch.device, module: nn.Module, args: Any, result: Any)
 
 
 def _copied(device: torch.device, tree: Any) -> Any:
-    leaves, spec = torch_pytree.flatten_outer(tree)  # a cache stays the one it is
+    leaves, spec = torch_pytree.flatten_outer(tree)  # a cache object stays itself
     moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return torch_pytree.unflatten(moved, spec)

@@ -1,4 +1,4 @@
-"""The parameters of a model over a device mesh: DTensors, and stand-ins for what was captured."""
+"""The parameters of a model over a device mesh: DTensors, and stand-ins for the guard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .passes.state import Compilation
 
 @dataclass(frozen=True)
 class _Held:
-    """One parameter, everywhere that modules hold it: as captured, and as a DTensor."""
+    """One parameter: the module dicts that hold it, its stand-in, and its DTensor."""
 
     tables: tuple[tuple[dict[str, Any], str], ...]
     captured: Tensor
@@ -29,14 +29,14 @@ class _Held:
 
 
 class MeshParameters:
-    """The model's parameters as DTensors, and stand-ins for what was captured.
+    """Replaces a model's parameters by DTensors, and keeps a stand-in of each for the guard.
 
     Args:
-        model: whose parameters are replaced.
-        mesh: that they lie on.
-        plan: how.
-        only: the identities of those to replace; None for all.
-        read: those of a file by name, in place of the model's own.
+        model: the model.
+        mesh: the mesh of the DTensors.
+        plan: their placements.
+        only: the ``id`` of parameters to replace; None for all.
+        read: parameters loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(
@@ -61,30 +61,29 @@ class MeshParameters:
         self._held: dict[int, _Held] = {}
         for key, tensor in tensors.items():
             layout = plan.parameters[names[key]]
-            # It takes the values of rank 0, so that all ranks begin alike whatever they were given.
+            # distribute_tensor uses the values of rank 0, so that all ranks start equal.
             given = None if read is None else read[names[key]]
             whole = distribute_tensor(tensor.detach(), mesh, layout) if given is None else given
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
             self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
             _put(held.tables, own)
-            # The captured program holds the old parameter, and is not to hold its memory.
+            # The captured program references the old parameter, whose memory must be freed.
             nothing = math.nan if tensor.is_floating_point() else 0
             tensor.data = tensor.new_full((), nothing).expand_as(tensor)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns what took the place of a captured tensor; buffers stay."""
+        """Returns the DTensor of a captured parameter; a buffer unchanged."""
         held = self._held.get(id(tensor))
         return tensor if held is None else held.own
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of what modules hold within :meth:`as_captured`."""
+        """Returns this rank's part of a stand-in's parameter, or of a buffer."""
         found = (one.own for one in self._held.values() if one.captured is tensor)
         return local_part(next(found, tensor))
 
     @contextmanager
     def as_captured(self) -> Iterator[None]:
-        """Within it modules hold what looks like the parameters they were captured with."""
-        # The guard compares what modules hold with what they held, which were no DTensors.
+        """Puts the stand-ins into the modules inside, for the guard, which knows no DTensors."""
         for one in self._held.values():
             _put(one.tables, one.captured)
         try:
@@ -105,12 +104,12 @@ class MeshParameters:
 
 
 class WholeParameters:
-    """The parameters of a model that stays whole, of which a rank that is not here has parts.
+    """The unchanged parameters of a model that is compiled for a rank on another machine.
 
     Args:
-        model: whose they are.
-        plan: how they lie.
-        coordinate: of the rank, on the dimensions of the plan.
+        model: the model.
+        plan: their placements.
+        coordinate: the coordinate of the rank on the dimensions of the plan.
     """
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
@@ -124,24 +123,24 @@ class WholeParameters:
         return _part(tensor.detach(), self._sizes, self._coordinate, lies)
 
     def as_captured(self) -> AbstractContextManager[None]:
-        """Within it modules hold what they were captured with, as they do anyway."""
+        """Does nothing: the modules hold the captured parameters."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class KeptOnMesh:
-    """Holds what a file has of a rank's step over a mesh, or of its stages over one.
+    """What a file holds of a rank's step, or of its pipeline stages, over a mesh.
 
     Attributes:
-        model: whose it is.
-        guard: of the call that it was compiled for.
-        lowered: its compile.
-        plans: where a step has memory.
-        parameters: of the model, and the rank's parts of them.
-        axes: the dimensions of the mesh of all ranks.
-        row: these, in its order.
-        position: of the rank, in that.
-        asked: of stages, what they are made of.
+        model: the model.
+        guard: the guard of the call that it was compiled for.
+        lowered: the state of its compile before link.
+        plans: the memory plans of a step.
+        parameters: returns the rank's parts of parameters.
+        axes: the names and sizes of the mesh's dimensions.
+        row: all ranks, in the order of the mesh.
+        position: the position of this rank in ``row``.
+        asked: for stages, the arguments of the pipeline.
     """
 
     model: nn.Module
@@ -165,7 +164,7 @@ class KeptOnMesh:
         parameters: MeshParameters,
         asked: Any = None,
     ) -> KeptOnMesh:
-        """Returns this rank's, of a mesh of ranks that are there."""
+        """Returns what a file holds of this process's rank."""
         axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         row = mesh.mesh.flatten().tolist()
         own = model, guard, lowered, plans, parameters
@@ -173,7 +172,7 @@ class KeptOnMesh:
 
     @property
     def plan(self) -> MeshPlan:
-        """How tensors lie."""
+        """The placements of tensors."""
         assert self.lowered.mesh_plan is not None
         return self.lowered.mesh_plan
 
@@ -184,14 +183,14 @@ def _put(tables: Iterable[tuple[dict[str, Any], str]], tensor: Tensor) -> None:
 
 
 def _stand_in(tensor: Tensor) -> nn.Parameter:
-    """Returns a parameter of the same layout, without memory: only its type is compared."""
+    """Returns a parameter of the same layout without memory: guards compare only its type."""
     memory = TensorType.of(tensor).empty()
     memory.untyped_storage().resize_(0)
     return nn.Parameter(memory, requires_grad=tensor.requires_grad)
 
 
 def gradient_of(parameter: Any, local: Tensor) -> Tensor:
-    """Returns this rank's part of a gradient as a DTensor that lies as its parameter does."""
+    """Returns this rank's part of a gradient as a DTensor with its parameter's placements."""
     from ..pipeline_parallel.mesh.torch_parts import distributed
 
     return distributed(local, parameter.device_mesh, parameter.placements, parameter)
@@ -204,7 +203,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
-    """Returns this rank's part of a tensor that it has whole."""
+    """Returns this rank's part of a whole tensor."""
     return _part(tensor, mesh.mesh.shape, mesh.get_coordinate(), layout)
 
 

@@ -1,4 +1,4 @@
-"""Finds the plan of a step over a mesh: one by hand, with pins, or the cheapest there is."""
+"""Plans the placements of a step over a mesh: as the user says, with pins, or the cheapest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Plan: TypeAlias = Mapping[str, Any] | Literal["auto"] | None
 
 @dataclass(frozen=True)
 class AskedPlan:
-    """Holds how a step shall lie over a mesh; see :func:`.parallel.parallelize`."""
+    """The user's arguments for placing a step on a mesh; see :func:`.parallel.parallelize`."""
 
     mesh: Any
     plan: Plan
@@ -46,27 +46,27 @@ class AskedPlan:
     links: Links | None = None
 
     def step(self, subject: Subject, goal: Goal) -> Compilation:
-        """Returns the compile of a step before its first pass."""
+        """Returns the state of a step's compile before the first pass."""
         on_mesh = OnMesh(self.mesh, planner_of(subject, self))
         return Compiler(self.options).started(subject, replace(goal, on_mesh=on_mesh))
 
     def stages(self, subject: Subject) -> OnMesh:
-        """Returns where stages of a pipeline along one dimension lie: over the others."""
+        """Returns the mesh of pipeline stages: the dimensions other than the pipeline's."""
         own, limit = without_stages(self.mesh), self.memory_bytes_per_rank
-        # The step that is planned is that of all stages, of which a rank has one part in so many.
+        # All stages are planned as one step, so the limit is that of all the pipeline's ranks.
         whole = limit and limit * (self.mesh.size() // own.size())
         asked = replace(self, mesh=own, memory_bytes_per_rank=whole)
         return OnMesh(own, planner_of(subject, asked), limit, asked.costs(), self.mesh)
 
     def costs(self) -> MeshCosts:
-        """Returns what operators and collectives of stages cost over the mesh."""
+        """Returns the costs of the stages' operators and collectives over the mesh."""
         from ..pipeline_parallel.mesh.traffic import MeshCosts
 
         rates, axes = self.rates()
         return MeshCosts(rates, fused=False, axes=axes)
 
     def rates(self) -> tuple[Rates, Sequence[Axis]]:
-        """Returns the rates of a rank's device, and of the dimensions of the mesh."""
+        """Returns the speed of a rank's device, and of the links along each mesh dimension."""
         from ..pipeline_parallel.mesh.planner import axes_of_mesh
 
         mesh, target = self.mesh, self.options.target
@@ -78,24 +78,24 @@ class AskedPlan:
 
 
 def stage_dimension(mesh: Any) -> str | None:
-    """Returns the dimension of a mesh along which stages lie, if it has one."""
+    """Returns the pipeline dimension of a mesh, if it has one."""
     return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
 
 
 def without_stages(mesh: Any) -> Any:
-    """Returns this rank's part of a mesh, without the dimension along which stages lie."""
+    """Returns this rank's sub-mesh, without the pipeline dimension."""
     dim = stage_dimension(mesh)
     others = tuple(name for name in mesh.mesh_dim_names if name != dim)
     if not others:
         raise PlanError(
-            f"The mesh has the dimension {dim!r} alone, and lazyinline.pipeline is for that. Here "
-            "others split the stages."
+            f"The mesh has only the dimension {dim!r}: use lazyinline.pipeline. Here other "
+            "dimensions split the stages."
         )
     return mesh[others]
 
 
 def planner_of(subject: Subject, asked: AskedPlan) -> Planner:
-    """Returns the planner of a step: by hand, with pins, or the cheapest plan."""
+    """Returns the planner of a step: of the user's plan, or of the cheapest one."""
     from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
 
     mesh, plan = asked.mesh, asked.plan
@@ -125,7 +125,7 @@ def _given(
     make_step: Callable[[RecomputeMark], StepProgram],
     judged: Judge,
 ) -> MeshPlan:
-    """Returns a plan by hand, its joint projections split in each."""
+    """Returns the user's plan, in which each part of a joint projection is sharded."""
     from ..pipeline_parallel.mesh.given import with_joint_projections
 
     def names_of(source: str) -> Sequence[str]:
@@ -135,7 +135,7 @@ def _given(
 
 
 def _with_examples(step: StepProgram) -> StepProgram:
-    """Returns a step whose nodes have examples, which leaves from the cache have not."""
+    """Returns a step whose nodes have ``meta["val"]``, which leaves from the cache lack."""
     for closure in walk_closures(step.program):
         if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
             note_examples(closure)
@@ -148,7 +148,7 @@ def _found(
     make_step: Callable[[RecomputeMark], StepProgram],
     judged: Judge,
 ) -> MeshPlan:
-    """Finds the plan of a step; where memory is scarce, with recompute if that takes less time."""
+    """Finds the cheapest plan of a step, with recompute if it fits memory in less time so."""
     from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
 
     rates, axes = asked.rates()

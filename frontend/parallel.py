@@ -1,4 +1,4 @@
-"""``parallelize(model, args, mesh=...)``: a training step that is split over a device mesh."""
+"""``parallelize(model, args, mesh=...)``: a training step that is sharded over a device mesh."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def parallelize(
     backend: BackendName = "inductor",
     timeout_s: float = 300.0,
 ) -> ParallelStep | ParallelPipeline | ParallelElsewhere:
-    """Compiles a training step that a device mesh runs; every rank calls it in the same way.
+    """Compiles a training step over a device mesh; call it on every rank alike.
 
     The model's parameters become DTensors in place, with the values of rank 0: make the optimizer
-    afterwards. (For ranks that are not here they stay as they are.) Numbers are those of one
-    process, whatever the plan, random draws included.
+    afterwards. (For ranks on other machines they are not changed.) Numbers are those of a single
+    process under any plan, including random draws.
 
     Args:
         model: the whole model, the same on every rank. Returns a scalar loss, or an output with
@@ -90,28 +90,28 @@ def parallelize(
         mesh: a ``DeviceMesh`` of all ranks. Its dimension ``"data"`` (``dp``, ``dp_replicate``)
             splits the batch, ``"fsdp"`` (``dp_shard``) the batch and, between uses, parameters,
             ``"tensor"`` (``tp``) what the plan says, ``"pipeline"`` (``pp``) the model into stages.
-            ``{"data": 2, "tensor": 2}`` compiles for so many ranks that are not here, to be saved.
+            ``{"data": 2, "tensor": 2}`` compiles for ranks on other machines, to be saved.
         plan: ``ColwiseParallel``, ``RowwiseParallel``, ``SequenceParallel`` by patterns of module
-            paths, as torchtitan has them; :func:`.marks.shard` pins more, and the rest follows by
-            DTensor's rules. ``"auto"`` finds the quickest, whatever the dimensions are named.
-        memory_bytes_per_rank: with ``"auto"``, what a rank may hold, two tensors of optimizer state
-            for each parameter included; ``recompute`` is weighed, too, unless it is given.
+            paths, as in torchtitan; :func:`.marks.shard` pins more, and the rest follows by
+            DTensor's rules. ``"auto"`` finds the fastest plan, for dimensions of any name.
+        memory_bytes_per_rank: with ``"auto"``, the bytes that a rank may hold, including two
+            optimizer tensors per parameter; ``recompute`` is then chosen too, unless it is given.
         links: with ``"auto"``, rates of the mesh as :func:`measure_links` returned or wrote them.
         micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
-        sums: as in :func:`compile_step`, on each rank; a pipeline adds up in gradients' own dtype.
-        schedule: of a pipeline, as in :func:`.pipeline`.
-        num_stages: of a pipeline; one for each rank where it is left out.
-        split: of a pipeline, as in :func:`.pipeline`.
+        sums: as in :func:`compile_step`; a pipeline supports only ``"as_gradients"``.
+        schedule: for a pipeline, as in :func:`.pipeline`.
+        num_stages: for a pipeline, by default one per rank.
+        split: for a pipeline, as in :func:`.pipeline`.
         loss_fn: computes the scalar loss from the model's output.
-        recompute: ``"selective"`` or ``"full"``, as in ``compile``: per block, for whole shapes.
+        recompute: ``"selective"`` or ``"full"``, as in ``compile``, decided on global shapes.
         reuse: as in ``compile``.
         backend: as in ``compile``.
-        timeout_s: how long another rank of a pipeline may be waited for.
+        timeout_s: for a pipeline, how long a transfer may wait for another rank.
 
     Raises:
         PlanError: if the model cannot be split so.
         PipelineError: if ranks differ in model or versions.
-        FileError: if ranks are not here, and no file has what they run by the schedule.
+        FileError: if ranks are on other machines, and programs of the schedule cannot be saved.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -130,13 +130,13 @@ def parallelize(
     with _mesh_of(mesh, any_names=plan == "auto") as mesh:
         _check_devices(model, mesh)
         asked = AskedPlan(mesh, plan, memory_bytes_per_rank, options, links)
-        # Without stages a step is one program, and its arena holds the micro-batches, too.
+        # Without stages a step is one program, whose arena also holds the micro-batches.
         batching = Batching(micro_batches, "forward_first", sums)
         if (dim := stage_dimension(mesh)) is None:
             state = asked.step(subject, step_goal(batching))
             return step_elsewhere(state) if is_elsewhere else ParallelStep(model, batch, state)
         check_sums(sums)
-        on_mesh = asked.stages(subject)  # first: what a mesh cannot be is said before its schedule
+        on_mesh = asked.stages(subject)  # first, so that errors of the mesh precede the schedule's
         ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
         table = table_of(schedule, num_stages or ranks.num_ranks, ranks, micro_batches)
         context, splitting = Context(options), Splitting(split)
@@ -145,13 +145,13 @@ def parallelize(
 
 
 def for_checkpoint(state: _State) -> _State:
-    """Returns a state that ``torch.distributed.checkpoint`` saves and loads, whatever the plan.
+    """Returns a state that ``torch.distributed.checkpoint`` saves and loads under any plan.
 
-    A joint projection is split in each of its parts, which a checkpoint does not know by itself.
-    Tensors stay in their memory, so what is loaded is in the model and in the optimizer.
+    A joint projection is sharded in each of its parts, which a checkpoint could not express. The
+    tensors share memory with the originals, so loading into them loads model and optimizer.
 
     Args:
-        state: of a model or an optimizer, or a dictionary of such.
+        state: the state of a model or an optimizer, or a dictionary of several.
 
     Example:
         >>> state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -166,7 +166,7 @@ def for_checkpoint(state: _State) -> _State:
 
 @contextmanager
 def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
-    """Yields the mesh that is asked for, or one of ranks that are not here.
+    """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes.
 
     Raises:
         PlanError: if there is no process group, or a step cannot be over the mesh.
@@ -194,7 +194,7 @@ def _check_processes() -> None:
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
-    """Raises PlanError if model and mesh do not fit together, or it has no data."""
+    """Raises PlanError if model and mesh do not fit together, or the model has no data."""
     num_ranks = dist.get_world_size()
     if mesh.size() != num_ranks:
         raise PlanError(
@@ -219,15 +219,15 @@ class ParallelStep:
     """One rank's part of a step over a mesh. Made by :func:`parallelize`.
 
     Args:
-        model: what is trained.
-        batch: how a batch is split into micro-batches.
-        state: of the compile before its first pass, or after its last, as a file has it.
-        read: the parameters of a file by name, in place of the model's own.
+        model: the model to train.
+        batch: splits a batch into micro-batches.
+        state: the state before the first pass, or after the last one, if loaded from a file.
+        read: parameters loaded from a file, by name, in place of the model's own.
 
     Attributes:
         model: holds the parameters, as DTensors, for an optimizer and for checkpoints.
-        plan: what lies where, and what is moved; ``print(parallel.plan)``.
-        last_report: what the compile did.
+        plan: the placements and collectives; ``print(parallel.plan)`` shows them.
+        last_report: the report of the compile.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ParallelStep:
         self.last_report, self._runner, self._step = state.report, state.runs, state.step
         self._layout_of = state.mesh_plan
         self.plan = sharded_step(state)
-        # The search for a plan of memory ends by time, so that may differ.
+        # Without memory: the search for a memory plan ends by time, so plans of ranks may differ.
         order = [(one.kind, one.axis, one.num_bytes) for one in self.plan.collectives]
         self._agreement.check_plans({"plan": f"{replace(self.plan, memory=None)}\n{order}"})
         self._draws = bool(Draws().of(self._step.program.calls))
@@ -288,10 +288,10 @@ class ParallelStep:
     @called_without_autocast
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs one training step; every rank calls it with the whole batch.
+        """Runs one training step; call it on every rank with the whole batch.
 
         ``.grad`` of each parameter is set to this rank's part of the gradient of the mean loss, a
-        DTensor that lies as the parameter does.
+        DTensor with the placements of the parameter.
 
         Returns:
             The mean loss of the micro-batches, the same on every rank.
@@ -325,7 +325,7 @@ class ParallelStep:
         return KeptOnMesh.here(self._mesh, self.model, *own)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page: what lies where and what is moved, the program, its memory, its passes.
+        """Writes a page: placements and collectives, the program, its memory, its passes.
 
         Args:
             path: the file to write.
@@ -350,11 +350,11 @@ class ParallelStep:
             values = self._step.program.inputs[: len(own)]
             self._staged = [tensor_type(value).empty() for value in values]
         for staged, tensor in zip(self._staged, own, strict=True):
-            # Copied: the arena has one place for the batch, and callers change or free their own.
+            # Copied, because the step is bound to one address, and callers may free their tensors.
             staged.copy_(tensor)
 
     def _leased(self) -> Lease:
-        """Keeps one lease, for as long as the parameters stay where they are."""
+        """Returns the lease, a new one if the parameters moved."""
         tensors = [*self._staged, *map(local_part, self._own), self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease, self._given = None, []  # released before another one is made
@@ -362,7 +362,7 @@ class ParallelStep:
         return self._lease
 
     def _write(self, outputs: Sequence[Tensor]) -> None:
-        """Changes the model's buffers as its forward does."""
+        """Writes the new values of the model's buffers that its forward changes."""
         states = outputs[len(outputs) - len(self._step.writes) :]
         for index, state in zip(self._step.writes, states, strict=True):
             local_part(self._own[index]).copy_(state)
@@ -373,7 +373,7 @@ class ParallelStep:
                 "A parameter has a hook, and a step over a mesh runs none. Do that between the "
                 "step and the optimizer's."
             )
-        # Made once: the arena has one place for each gradient, which every step writes again.
+        # Made once, because every step writes each gradient at the same address.
         if not self._given:
             made = outputs[self._num_parts : self._num_parts + len(self._trained)]
             self._given = list(map(gradient_of, self._trained, map(in_own_storage, made)))
@@ -385,12 +385,12 @@ class ParallelStep:
 class ParallelPipeline(Pipeline):
     """One rank's part of a pipeline over a mesh. Made by :func:`parallelize`.
 
-    The parameters of this rank's stages become DTensors over the mesh without the dimension of the
-    pipeline. Those of other stages stay as they are, and get no gradient.
+    The parameters of this rank's stages become DTensors over the mesh without the pipeline
+    dimension. Those of other stages are not changed, and get no gradient.
 
     Args:
-        asked: what it is made of.
-        read: the parameters of a file by name, in place of the model's own.
+        asked: the arguments of the pipeline.
+        read: parameters loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
@@ -400,7 +400,7 @@ class ParallelPipeline(Pipeline):
         assert state.mesh_plan is not None and on_mesh is not None
         self._mesh, self._batch_lies = on_mesh.mesh, state.mesh_plan.batch
         self._agreement = _Agreement(self._mesh)
-        # What other ranks do is not predicted of a file, which would read all their operators.
+        # A loaded pipeline compares less: to predict other ranks would read all their operators.
         moved = str(state.mesh_plan) if asked.opened else self.plan.moved_text
         self._agreement.check_plans({"plan": moved, **rank_orders(state)})
         own = {id(source.tensor) for source in self._own_tensors()}
@@ -413,10 +413,10 @@ class ParallelPipeline(Pipeline):
     @called_without_autocast
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs one training step; every rank calls it with the whole batch.
+        """Runs one training step; call it on every rank with the whole batch.
 
         ``.grad`` of each parameter of this rank's stages is set to this rank's part of the gradient
-        of the mean loss, a DTensor that lies as the parameter does.
+        of the mean loss, a DTensor with the placements of the parameter.
 
         Returns:
             The mean loss of the micro-batches, the same on every rank.
@@ -452,7 +452,7 @@ class ParallelPipeline(Pipeline):
 
     def _rows(self, leaves: Sequence[Any]) -> list[Tensor]:
         pairs = zip(super()._rows(leaves), self._batch_lies, strict=True)
-        # A part of a tensor may have gaps, which no closure is compiled for.
+        # Cloned, because a part of a tensor may have gaps, but closures take contiguous inputs.
         return [part_of(tensor, self._mesh, lies).clone() for tensor, lies in pairs]
 
     def _check(self, micro_batches: Sequence[Sequence[Any]]) -> None:
@@ -471,9 +471,9 @@ class _Agreement:
     """Checks that all ranks of a mesh do the same.
 
     Attributes:
-        ranks: all of them.
-        settle: waits for what a step that failed left under way.
-        collectives: within it, those of a program run over the mesh.
+        ranks: all ranks.
+        settle: waits for collectives that a failed step left unfinished.
+        collectives: a context in which the collectives of a program run over the mesh.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -496,7 +496,7 @@ class _Agreement:
         self.ranks.check_same_values(encoded, text)
 
     def check_batch(self, parts: Sequence[Sequence[Any]], *, draws: bool) -> None:
-        """Raises PipelineError if the first batches differ, or what is drawn from."""
+        """Raises PipelineError if the first batches differ, or the states of random generators."""
         if not self._is_checked:
             flat = enumerate(x for leaves in parts for x in leaves if isinstance(x, Tensor))
             text = "Ranks were given different batches; every rank passes the whole batch"

@@ -1,4 +1,4 @@
-"""A step over a mesh, or its stages, compiled for ranks that are not here, to be saved."""
+"""Compiles a step over a mesh, or its stages, for ranks on other machines, to be saved."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .pipeline import AskedPipeline, fitted
 
 
 class ParallelElsewhere:
-    """A step over a mesh that is compiled for ranks that are not here, for ``save`` to write.
+    """A step over a mesh that is compiled for ranks on other machines, for ``save`` to write.
 
-    Made by :func:`.parallel.parallelize`. The model's parameters stay whole, as they are.
+    Made by :func:`.parallel.parallelize`. The model's parameters are not changed.
 
     Args:
-        kept: of each rank.
+        kept: the parts of each rank that a file holds.
 
     Attributes:
         model: holds the parameters.
-        plan: what lies where.
-        last_report: what the compile did.
-        kept_on_mesh: the parts of each rank that a file holds.
+        plan: the placements of tensors.
+        last_report: the report of the compile.
+        kept_on_mesh: ``kept``, in the order of ranks.
     """
 
     def __init__(self, kept: Sequence[KeptOnMesh]) -> None:
@@ -47,7 +47,7 @@ class ParallelElsewhere:
         self.model, self.plan, self.last_report = first.model, first.plan, first.lowered.report
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Says that its ranks are elsewhere.
+        """Raises an error, because its ranks are elsewhere.
 
         Raises:
             PlanError: always.
@@ -59,7 +59,7 @@ class ParallelElsewhere:
 
 
 def step_elsewhere(state: Compilation) -> ParallelElsewhere:
-    """Compiles the step of each rank of a mesh; what is the same on several ranks, once."""
+    """Compiles the step of each rank of a mesh; programs that ranks share are compiled once."""
     subject, linked = state.subject, dict[str, Compilation]()
     assert subject is not None
     kept = []
@@ -83,8 +83,8 @@ def step_elsewhere(state: Compilation) -> ParallelElsewhere:
 
 
 def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
-    """Compiles the stages of each rank of a mesh that has a dimension for them."""
-    check_backwards(asked.table)  # before the compile: nothing else can be done with it
+    """Compiles the stages of each rank of a mesh with a pipeline dimension."""
+    check_backwards(asked.table)  # before the compile, whose result can only be saved
     state = asked.begun()
     guard, kept = asked.guard(state), []
     state = run(between(PASSES, "plan", "autodiff"), state)
@@ -97,16 +97,16 @@ def stages_elsewhere(asked: AskedPipeline) -> ParallelElsewhere:
 
 
 def check_backwards(table: ActionTable) -> None:
-    """Raises FileError if no file can have what the ranks of a mesh run by a schedule."""
+    """Raises FileError if the programs of a schedule over a mesh cannot be saved."""
     if table.splits_backward:
         raise FileError(
-            f"{table.schedule} splits backwards, and over a mesh there are but their "
-            "halves, where a file has each whole: save it by another schedule."
+            f"{table.schedule} splits backwards, and over a mesh only their halves exist, but a "
+            "file has whole ones: save it with another schedule."
         )
 
 
 def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
-    """Yields the compile of each rank of its mesh, which this process is meanwhile."""
+    """Yields the state for each rank of the mesh, while this process acts as that rank."""
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.sharded import Ends
     from ..pipeline_parallel.mesh.torch_collectives import become, forget_meshes
@@ -115,11 +115,11 @@ def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
     assert on_mesh is not None and plan is not None
     mesh = on_mesh.mesh
     coordinates = list(itertools.product(*map(range, mesh.shape)))
-    # Both ends first: what is the same on them is the same on all between.
+    # First and last rank first: closures that are equal on both are equal on all ranks.
     for coordinate in dict.fromkeys((coordinates[0], coordinates[-1], *coordinates)):
         become(mesh, coordinate)
         if not all(one.is_even for one in ends.sharders):
-            forget_meshes()  # sizes of parts are remembered, and each rank has its own
+            forget_meshes()  # DTensor caches the sizes of parts, which differ between ranks
         sharder = state.sharder if coordinate == coordinates[0] else None
         sharder = sharder or sharder_of(state, plan, ends)
         yield coordinate, replace(state, sharder=sharder)
@@ -136,7 +136,7 @@ def _kept(
     coordinate: Sequence[int],
     asked: AskedPipeline | None = None,
 ) -> KeptOnMesh:
-    """Returns what a file has of a rank at a place of the mesh without its dimension of stages."""
+    """Returns what a file holds of the rank at a coordinate of the mesh without pipeline."""
     assert isinstance(whole, LossModel) and lowered.mesh_plan is not None
     on_mesh, place = lowered.goal.on_mesh, list(coordinate)
     mesh = on_mesh.mesh if asked is None else on_mesh.whole

@@ -1,4 +1,4 @@
-"""``pipeline(model, args)``: a model over several ranks, fed with micro-batches of a batch."""
+"""``pipeline(model, args)``: splits a model over several ranks, which run micro-batches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def pipeline(
     max_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Pipeline:
-    """Splits a model into stages and compiles this rank's; every rank calls it in the same way.
+    """Splits a model into stages and compiles this rank's; call it on every rank alike.
 
     Args:
         model: the whole model, the same on every rank. Returns a scalar loss, or an output with
@@ -91,21 +91,21 @@ def pipeline(
         split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
             :func:`.marks.stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
-        recompute: as in ``compile``, or by marks. A ``Budget`` bounds what a step holds on each
-            rank (``step_peak_bytes``); where memory is not planned, what one micro-batch saves.
-        memory_bytes_per_rank: what a rank may hold, parameters and gradients included; ``"auto"``
-            finds the fastest split within it, and what is computed again to keep it.
+        recompute: as in ``compile``, or by marks. A ``Budget`` bounds the bytes of a step on each
+            rank (``step_peak_bytes``) or, if memory is not planned, those one micro-batch saves.
+        memory_bytes_per_rank: the bytes that a rank may hold, including parameters and gradients;
+            ``"auto"`` finds the fastest split within it, with the recompute that it needs.
         reuse: as in ``compile``.
         backend: as in ``compile``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
             ``{"pipeline": 2}`` compiles for so many ranks that are not here, to be saved.
         timeout_s: how long a transfer may wait for another rank before the step fails.
-        optimizer: of the whole model's parameters on every rank; a step updates those of the rank's
-            stages, see :func:`compile_step`: in the program behind the stage's last backward, what
-            several ranks use after its gradient was summed, or all after the step, if any rank has
-            a reason to.
-        max_norm: gradients are clipped to this norm first, those of all ranks together.
+        optimizer: the optimizer of all the model's parameters, on every rank. A step updates the
+            parameters of the rank's stages, see :func:`compile_step`: in the program, after the
+            stage's last backward, or once the gradient is summed if several ranks use a parameter.
+            If any rank cannot do so, all update after the step.
+        max_norm: clips the norm of the gradients of all ranks together.
         scaler: scales the loss of a model in half precision; all ranks skip an update, or none.
 
     Raises:
@@ -136,7 +136,7 @@ def pipeline(
 
 
 def table_of(schedule: str, num_stages: int, ranks: Ranks, micro_batches: int) -> ActionTable:
-    """Returns what each rank does, and when."""
+    """Returns the table of the actions of each rank."""
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 
@@ -144,7 +144,7 @@ def table_of(schedule: str, num_stages: int, ranks: Ranks, micro_batches: int) -
 
 
 def check_sums(sums: Sums) -> None:
-    """Raises PipelineError if gradients are to be added up in another precision than their own."""
+    """Raises PipelineError if gradients are to be summed in another dtype than their own."""
     if sums != "as_gradients":
         raise PipelineError(
             f"sums={sums!r} is for a step without stages: a pipeline's add gradients up in their "
@@ -154,19 +154,19 @@ def check_sums(sums: Sums) -> None:
 
 @dataclass(frozen=True)
 class AskedPipeline:
-    """Holds what a pipeline is made of.
+    """The arguments of a pipeline.
 
     Attributes:
-        model: the whole model, and its loss.
-        batch: how a batch is split into micro-batches.
-        context: options, and what compiles have in common.
-        ranks: of the pipeline.
-        table: which rank does what, and when.
+        model: the whole model with its loss.
+        batch: splits a batch into micro-batches.
+        context: the options, and the results that compiles share.
+        ranks: the ranks of the pipeline.
+        table: the actions of each rank.
         splitting: how the model is cut into stages.
-        on_mesh: the mesh that stages are split over, if they are.
-        opened: puts in what a file says, in place of what passes up to recompute make.
-        together: makes something of a file, or raises on all ranks.
-        file: a digest of that.
+        on_mesh: the mesh that stages are sharded over, if any.
+        opened: loads the state from a file, in place of the passes up to recompute.
+        together: runs a function that may fail on a file; if it fails on one rank, all raise.
+        file: a digest of the file.
     """
 
     model: LossModel
@@ -181,7 +181,7 @@ class AskedPipeline:
     file: str = ""
 
     def begun(self) -> RankCompilation:
-        """Returns a rank's compile once the model is captured, or what a file says is put in."""
+        """Returns the state of this rank after capture, or as loaded from a file."""
         subject = Subject(self.model, *self.batch.first_micro_batch())
         rank, rates = self.ranks.rank, CUDA if self.ranks.device.type == "cuda" else CPU
         asked = self.table, rank, self.splitting, rates, self.on_mesh
@@ -192,7 +192,7 @@ class AskedPipeline:
         return run(between(PASSES, "capture", "derive"), state)
 
     def guard(self, state: RankCompilation) -> Guard:
-        """Returns the guard of what was captured."""
+        """Returns the guard of the captured model."""
         inputs = torch_pytree.flatten(self.batch.first_micro_batch())
         return Guard(self.model, state.captured, *inputs)
 
@@ -201,7 +201,7 @@ class AskedPipeline:
         places, model = model_places(state.captured.program), self.model.model
         sources = [source for one in state.own for source in one.stage.model_tensors]
         own = {id(present[places[id(source)]]) for source in sources}
-        if state.rank == 0:  # what no stage uses is kept too
+        if state.rank == 0:  # it also keeps tensors that no stage uses
             own |= {id(t) for t in (*model.parameters(), *model.buffers())} - set(map(id, present))
         return own
 
@@ -250,9 +250,9 @@ class Pipeline:
 
     @cached_property
     def plan(self) -> ShownPlan:
-        """The stages, what they cost and hold, and the step in time. ``print(pipe.plan)``."""
+        """The stages with their predicted time and memory. ``print(pipe.plan)`` shows them."""
         state, report = self._made[0], self.last_report
-        # Of a file when something asks for it: to predict reads the operators of all stages.
+        # For a loaded pipeline predicted on demand, because it reads the operators of all stages.
         state = run(between(PASSES, "predict"), state) if state.predicted is None else state
         more: dict[str, Any] = {"layouts": state.mesh_plan, "traffic": traffic_of(state)}
         if state.mesh_plan is not None and state.planned is not None:
@@ -260,12 +260,12 @@ class Pipeline:
         return ShownPlan.of(state.plan, report, rank=state.rank, **more)
 
     def _fitted_with_update(self, state: RankCompilation) -> RankCompilation:
-        """Compiles with the optimizer's update in the program, where every rank can have it so."""
+        """Compiles with the optimizer's update in the program, if every rank can do so."""
         update = self._optimizer
         if update is None:
             return self._fitted_in_turn(state)
         goal = replace(state.goal, updates=update.groups())
-        # All ranks or none: those that share a parameter would round it in two ways.
+        # On all ranks or none: otherwise ranks that share a parameter would round it differently.
         why = update.why_after or update.hindrance([], self._guard.tensors)
         why = self._ranks.agreed_reason(why)
         if not why:
@@ -287,7 +287,7 @@ class Pipeline:
         # Ranks that share a cache compile in turn: the others find what the first one built.
         place = state.context.cache_place
         with self._ranks.leader_first(place), state.context.cached(self.last_report):
-            if self._asked.opened:  # and nothing of it is read that a launch does not need
+            if self._asked.opened:  # then only the parts of the file that launches need are read
                 first = "update" if state.goal.updates else "lower"
                 return run(between(PASSES, first, "link"), state)
             return fitted(state)
@@ -297,15 +297,15 @@ class Pipeline:
         return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
 
     def _held(self) -> Sequence[Tensor]:
-        """Returns the model's present tensors, as the model holds them."""
+        """Returns the model's present tensors."""
         return self._guard.tensors
 
     def _local(self) -> Sequence[Tensor]:
-        """Returns them as the rank computes with them."""
+        """Returns the same tensors as the rank computes with them: local parts."""
         return self._guard.tensors
 
     def _compile(self, state: RankCompilation) -> list[StageSteps]:
-        """Makes the steps of this rank's stages, and room for the gradients of each."""
+        """Makes the steps of this rank's stages, and the buffers of gradient sums."""
         seed = 1.0 / self._table.num_micro_batches
         for derived in self._derived:
             for source, type_ in derived.trained_types:
@@ -329,7 +329,7 @@ class Pipeline:
         return tensors
 
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
-        """Checks that tensors which several ranks hold start from the same values."""
+        """Checks that tensors which several ranks hold have equal initial values."""
         check_runnable(self._model)
         check_leaves((s.name, s.tensor) for s in self._own_tensors())
         own = {s.name: self._first_value(s) for s in self._own_tensors()}
@@ -341,7 +341,7 @@ class Pipeline:
         self._ranks.check_same_tensors(shared, own)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
-        """Returns what a tensor of the model holds on this rank before the first step."""
+        """Returns the initial value of a tensor of the model on this rank."""
         return source.tensor
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -354,9 +354,9 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's part of the model's state: its parameters and buffers, by name.
 
-        The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
-        hold is in each of theirs), so a run may go on with another number of stages. Tensors are in
-        the model's own memory: what is loaded into them is loaded.
+        The parts of all ranks together are the model's whole ``state_dict`` (a tensor of several
+        ranks is in each of their parts), so a run may continue with another number of stages. The
+        tensors are the model's own, so loading into them loads the model.
 
         Example:
             >>> dcp.save(pipe.state_dict(), checkpoint_id=folder)
@@ -375,7 +375,7 @@ class Pipeline:
     def kept(
         self,
     ) -> tuple[AskedPipeline, Guard, tuple[RankCompilation, ...], StepOptimizer | None]:
-        """Returns its parts that a file holds, with the compiles of this process's ranks."""
+        """The parts that a file holds, with the compiles of this process's ranks."""
         return self._asked, self._guard, self._made, self._optimizer
 
     def _own_tensors(self) -> list[ModelTensor]:
@@ -383,9 +383,9 @@ class Pipeline:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The most bytes that a step holds on this rank by plan: arenas and what travels.
+        """The most bytes that a step holds on this rank by plan: arenas and transferred tensors.
 
-        Parameters, gradient sums and the batch are not in it.
+        Parameters, gradient sums and the batch are not included.
 
         Raises:
             PipelineError: if memory is not planned here (device, kernels).
@@ -400,9 +400,9 @@ class Pipeline:
         return self._runs.arena_bytes
 
     def measured_s(self) -> dict[tuple[int, str], float]:
-        """Returns mean seconds of each kind of action, of all stages; every rank calls it.
+        """Returns the mean seconds of each kind of action per stage; call it on every rank.
 
-        ``plan.simulated(pipe.measured_s())`` says how long a step takes if nothing else costs time.
+        ``plan.simulated(pipe.measured_s())`` predicts the time of a step from them.
         """
         own: dict[tuple[int, str], float] = {}
         for index, counts in self.counts.items():
@@ -412,13 +412,13 @@ class Pipeline:
 
     @property
     def counts(self) -> dict[int, StageCounts]:
-        """For each stage of this rank, how often its steps have run."""
+        """For each stage of this rank, the number of runs and their time."""
         return {s.derived.stage.index: s.counts for s in self._steps}
 
     @door
     @called_without_autocast
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Runs one training step; every rank calls it with the whole batch.
+        """Runs one training step; call it on every rank with the whole batch.
 
         ``.grad`` of this rank's parameters is set to the gradient of the mean loss; hooks on them
         run once per step.
@@ -454,7 +454,7 @@ class Pipeline:
             return torch.stack(losses).mean() if losses else None
 
     def _tensors_of_updates(self) -> list[Tensor]:
-        """Returns the optimizer's state and numbers, as the updates in the program take them."""
+        """Returns the optimizer's state and numbers that the updates in the program take."""
         if self._optimizer is None or not self._updates:
             return []
         present = self._guard.tensors
@@ -463,7 +463,7 @@ class Pipeline:
         if self._guard.token is not self._token:
             why = self._optimizer.hindrance([p for parameters in own for p in parameters], present)
         if not self._optimizer.is_as_compiled():
-            why = "its groups, their options (but for numbers) or hooks are others"
+            why = "its groups, their options (other than numbers) or hooks have changed"
         if why:
             raise PipelineError(
                 f"The optimizer no longer fits this pipeline: {why}. Make a new pipeline."
@@ -480,12 +480,12 @@ class Pipeline:
 
     @door
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the gradients of all ranks to a norm together; every rank calls it.
+        """Clips the total norm of the gradients of all ranks; call it on every rank.
 
-        ``torch.nn.utils.clip_grad_norm_`` would clip those of each rank by themselves.
+        ``torch.nn.utils.clip_grad_norm_`` would clip the gradients of each rank separately.
 
         Returns:
-            Their norm before.
+            The norm before clipping.
         """
         own = list(self._present_parameters().values())
         with torch.no_grad():
@@ -510,7 +510,7 @@ class Pipeline:
             )
 
     def _gradient(self, parameter: Tensor, summed: Tensor) -> Tensor:
-        """Returns what a parameter gets as its gradient."""
+        """Returns the ``.grad`` of a parameter, given its gradient sum."""
         return summed
 
     def _hand_out(self) -> None:
@@ -521,13 +521,13 @@ class Pipeline:
             pass_through_autograd(list(given), list(given.values()))
             return
         for parameter, gradient in given.items():
-            # The sums stay where they are, so after the first step there is nothing to assign.
+            # Every step uses the same sum buffers, so only the first step has to assign them.
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
 
 class PipelineElsewhere(Pipeline):
-    """A pipeline that is compiled for ranks that are not here, for ``save`` to write.
+    """A pipeline that is compiled for ranks on other machines, for ``save`` to write.
 
     Made by :func:`pipeline`.
     """
@@ -544,7 +544,7 @@ class PipelineElsewhere(Pipeline):
             self._made = tuple(map(fitted, ranks))
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Says that its ranks are elsewhere.
+        """Raises an error, because its ranks are elsewhere.
 
         Raises:
             PipelineError: always.
@@ -556,10 +556,10 @@ class PipelineElsewhere(Pipeline):
 
 
 def fitted(state: RankCompilation) -> RankCompilation:
-    """Runs what follows the cut; again, with less to save, until the plan fits the rank.
+    """Runs the passes from recompute to link, again with less memory until the plan fits.
 
     Raises:
-        PipelineError: if it does not.
+        PipelineError: if no plan fits.
     """
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
@@ -567,7 +567,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
         held = made.planned.plan.held_bytes if made.planned is not None else 0
         if limit is None or held <= limit:
             return made
-        # More each time: less to save is more to compute again, which needs scratch of its own.
+        # Increasing steps, because more recompute needs more scratch.
         more = (attempt + 1) * (held - limit)
         state = replace(state, withheld_bytes=state.withheld_bytes + more)
     raise PipelineError(

@@ -1,8 +1,4 @@
-"""Shows a compile: its progress, and then its report as text and as a page.
-
-The report has the nodes held, the seconds of each pass, and why blocks were traced. Progress is a
-bar on a terminal.
-"""
+"""The report of a compile, as text and as a page; and its progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class CompileReport(CompileRecord):
             how = "only parts are compiled" if compiled else "not compiled"
             head = [f"{kind}: {how}, {self.ran_eagerly}"]
             return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
-        # Graphs that turn out equal share a closure even where capture shared none.
+        # Equal graphs share a closure, even if capture shared no block.
         saves = self.num_nodes < self.num_nodes_if_inlined
         why = self.nothing_shared and not saves
         inlined = f", {self.num_nodes_if_inlined} if inlined" if saves else ""
@@ -55,7 +51,7 @@ class CompileReport(CompileRecord):
         return "\n".join([folded("\n".join(lines)), self.details()])
 
     def details(self) -> str:
-        """Returns what is said below the first lines: passes, cache, who shares and why not."""
+        """Returns the text below the first lines: passes, cache, notes, sharing."""
         lines = [f"  {'pass':<12}{'CPU s':>8}{'wall s':>8}{'nodes':>8}"]
         lines += [
             f"  {p.name:<12}{p.cpu_s:>8.2f}{p.wall_s:>8.2f}{p.num_nodes:>8}" for p in self.passes
@@ -74,7 +70,7 @@ class CompileReport(CompileRecord):
         return folded("\n".join(lines))
 
     def describe(self, captured: CapturedModel) -> None:
-        """Notes what was captured."""
+        """Notes the sizes and sharing decisions of a captured model."""
         self.left_out = captured.left_out
         program = captured.program
         self.num_nodes = program.num_nodes()
@@ -89,7 +85,7 @@ class CompileReport(CompileRecord):
         self.decisions = captured.decisions
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: the program, who shares, passes, the arena.
+        """Writes a self-contained page: the program, which blocks share, passes, the arena.
 
         Args:
             path: the file to write.
@@ -102,7 +98,7 @@ class CompileReport(CompileRecord):
 
 def cpu_seconds() -> float:
     """Returns CPU-seconds used so far by this process and its finished children."""
-    # g++ and TorchInductor's workers are children: most seconds of a cold compile are theirs.
+    # The compiler g++ and TorchInductor's workers are children, with most of a cold compile's time.
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
@@ -111,19 +107,19 @@ def cpu_seconds() -> float:
 
 
 class Progress:
-    """Follows the passes of one compiler on a terminal; ``TQDM_DISABLE=1`` turns that off."""
+    """The progress bar of one compiler on a terminal; ``TQDM_DISABLE=1`` turns it off."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     @contextmanager
     def passes(self, names: Sequence[str]) -> Iterator[Callable[[str], Any]]:
-        """Follows a list of passes; yields what to run each in."""
-        if self._bar is not None:  # passes inside a pass belong to that one
+        """Shows the bar for a list of passes; yields a function that makes a context per pass."""
+        if self._bar is not None:  # a pass runs other passes: only the outer one counts
             yield nullcontext
             return
         form = "{desc} |{bar}| {n_fmt}/{total_fmt} passes, {elapsed}{postfix}"
-        # A log file would keep every state of a bar.
+        # Hidden unless on a terminal: a log file would contain every state of the bar.
         hidden: dict[str, Any] = {} if sys.stderr.isatty() else {"disable": True}
         with tqdm(total=len(names), bar_format=form, leave=False, **hidden) as self._bar:
             try:
@@ -133,7 +129,7 @@ class Progress:
 
     @contextmanager
     def parts(self, total: int, unit: str) -> Iterator[Callable[[], None]]:
-        """Follows parts of the running pass; yields a function that counts one."""
+        """Shows the parts of the running pass; yields a function that counts one."""
         bar, done = self._bar, 0
 
         def count() -> None:

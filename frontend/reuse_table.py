@@ -1,4 +1,4 @@
-"""Who shares, in words: a table of traced blocks, and why blocks were traced anew."""
+"""Describes sharing: a table of traced blocks, and why blocks were traced again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HEAD = "block"
 _CALLS = 7
 _INDENT = "  "
 _WIDTH = WIDTH - len(_INDENT)
-"""Of the table: a report indents it."""
+"""The width of the table, which a report indents."""
 
 
 def alike(
     decisions: Iterable[SharingDecision], kind: Callable[[SharingDecision], Hashable]
 ) -> list[list[SharingDecision]]:
-    """Puts decisions of one kind together, in the order of the first of each kind."""
+    """Groups decisions by kind, in the order of the first of each kind."""
     groups: dict[Hashable, list[SharingDecision]] = {}
     for decision in decisions:
         groups.setdefault(kind(decision), []).append(decision)
@@ -32,12 +32,12 @@ def alike(
 
 @dataclass(frozen=True)
 class ReuseRow:
-    """Holds one trace and the instances that call its closure.
+    """One traced block and the instances that call its closure.
 
     Attributes:
-        key: class and constructor arguments; one that differs among them shows its range.
-        num_calls: calls of it that inlining would expand.
-        note: where evidence and key disagree, or an empty text.
+        key: class and constructor arguments; an argument that differs shows its range.
+        num_calls: the number of calls that inlining would expand.
+        note: how evidence and key disagree, or an empty text.
     """
 
     key: str
@@ -67,7 +67,7 @@ def shared_classes(decisions: Sequence[SharingDecision]) -> list[str]:
     for group in alike(decisions, lambda decision: decision.class_name):
         num_calls = sum(_num_runs(d.path, members) for d in group)
         num_graphs = sum(not (d.shared or d.shares) for d in group)
-        # A class of which each instance shares with another class has no graph of its own.
+        # num_graphs is 0 if every instance shares with another class.
         if num_calls > max(num_graphs, 1):
             graphs = "one graph" if num_graphs <= 1 else f"{num_graphs} graphs"
             found.append((num_calls, f"{num_calls} {group[0].class_name} share {graphs}"))
@@ -75,7 +75,7 @@ def shared_classes(decisions: Sequence[SharingDecision]) -> list[str]:
 
 
 def _traced_at(decision: SharingDecision) -> str:
-    """Returns the path of the instance whose trace serves this one."""
+    """Returns the path of the instance whose closure this one calls."""
     return decision.compared_with if decision.shared else decision.path
 
 
@@ -101,9 +101,9 @@ def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
 
 
 def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
-    """Returns a line for each reason why blocks were traced anew: ``layers.0..3: not shared, ...``.
+    """Returns the reasons why blocks were traced again: ``layers.0..3: not shared, ...``.
 
-    Blocks whose paths differ in one number alone share a line: ``layers.0..3``.
+    Blocks with the same reason whose paths differ in one number share a line.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for decision in decisions:
@@ -112,7 +112,7 @@ def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
     lines = []
     for (reason, texts), found in groups.items():
         columns = list(zip(*found, strict=True))
-        # With two numbers that vary a range would name blocks that are not among them.
+        # With two varying numbers, ranges would include blocks that are not in the group.
         varying = [column for column in columns if len(set(column)) > 1]
         rows = [list(map(_range_text, columns))] if len(varying) <= 1 else found
         for numbers in rows:
@@ -122,7 +122,7 @@ def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
 
 
 def _range_text(column: Sequence[str]) -> str:
-    """Writes the numbers of a column: one, ``0..3``, or ``0,2,5``."""
+    """Formats the numbers of a column: ``0``, ``0..3``, or ``0,2,5``."""
     numbers = sorted(set(map(int, column)))
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]}..{numbers[-1]}"
@@ -130,7 +130,7 @@ def _range_text(column: Sequence[str]) -> str:
 
 
 def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse: Reuse) -> str:
-    """Says what repeats in a model that shares nothing, why, and what to do; or nothing."""
+    """Says why a model shares nothing although modules repeat, and what to do; "" if it shares."""
     if reuse == "off" or any(d.shared or d.shares for d in decisions):
         return ""
     apart = next((d for d in decisions if d.reason), None)
@@ -146,8 +146,8 @@ def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse
     name, count = repeated
     if reuse == "auto":
         return (
-            f"nothing is shared: {name} occurs {count} times, and what it runs is too little to "
-            "pay as a block."
+            f"nothing is shared: {name} occurs {count} times, and has too few operators to pay as "
+            "a block."
         )
     return (
         f"nothing is shared: {name} occurs {count} times and is not marked. Use reuse='auto', or "
@@ -156,7 +156,7 @@ def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse
 
 
 def _num_runs(path: str, members: dict[str, list[SharingDecision]]) -> int:
-    """Returns how often an instance runs: as often as the traced block around it."""
+    """Returns how often an instance runs: once per call of the blocks around it."""
     # Blocks inside a shared block were traced in its first instance, and run in every one.
     outer = path.rpartition(".")[0]
     while outer and outer not in members:

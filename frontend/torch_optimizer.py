@@ -1,7 +1,7 @@
-"""Adapter: what a step does with the user's optimizer, inside its program or after it.
+"""Adapter: the user's optimizer in a training step, inside its program or after it.
 
-The numbers of its groups are read before each step, so that schedulers work; its state is PyTorch's
-own, used in place, so that ``state_dict`` and checkpoints stay what they are.
+The numbers of the parameter groups are read before each step, so that schedulers work. The state is
+the optimizer's own, updated in-place, so that ``state_dict`` and checkpoints work as before.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StepOptimizer:
     """The optimizer of a training step.
 
     Args:
-        optimizer: the user's.
-        max_norm: gradients are clipped to this norm, all together, if it is given.
+        optimizer: the user's optimizer.
+        max_norm: clips the total norm of all gradients, if given.
         scaler: scales the loss, and skips updates with gradients that are not finite.
         target: the GPU that programs are compiled for, if it need not be here.
 
@@ -71,10 +71,10 @@ class StepOptimizer:
         self._fixed: list[list[float]] = []  # for a GPU, what programs were first compiled with
         self.why_after = ""
 
-    # ---- in the step's program ---------------------------------------------------------------
+    # ---- updates in the step's program -------------------------------------------------------
 
     def groups(self, why_after: str = "") -> tuple[UpdateGroup, ...]:
-        """Returns the updates that a program is compiled with: none if they come after it."""
+        """Returns the updates to compile into a program; none if they run after it."""
         # Kept from the first compile on: a later change moves the update after the step.
         if self._is_for_gpu() and not self._fixed:
             self._fixed = self._fixed_now()
@@ -85,7 +85,7 @@ class StepOptimizer:
         if self.why_after:
             return ()
         found = tuple(self._groups())
-        if not self._settings:  # programs for other sizes read the same
+        if not self._settings:  # programs for all sizes read the same tensors
             self._written = [[] for _ in found]
             types = [one.settings for one in found]
             self._settings = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in types]
@@ -93,7 +93,7 @@ class StepOptimizer:
         return found
 
     def is_as_compiled(self) -> bool:
-        """Whether programs still fit the optimizer; writes its numbers to where they read them."""
+        """Whether programs still fit the optimizer; copies its numbers to the tensors they read."""
         if self._compiled_for and self._structure() != self._compiled_for:
             return False
         self._write_settings()
@@ -107,7 +107,7 @@ class StepOptimizer:
         there = (t for t in model if not t.is_meta)
         laid_out = [t for t in there if t.layout is torch.strided and not is_lazy(t)]
         spans = sorted((t.data_ptr(), _end_of(t), id(t) in held) for t in laid_out)
-        # One is updated where no program reads it any more, and the other may still be read.
+        # A parameter is updated after its last use, but the other tensor may be used later.
         end, is_held = 0, False
         for start, own_end, is_own in spans:
             if 0 < start < end and (is_held or is_own):
@@ -119,7 +119,7 @@ class StepOptimizer:
         groups = self.optimizer.param_groups if self._settings else ()
         for written, tensor, group in zip(self._written, self._settings, groups, strict=True):
             numbers = _settings_of(group)
-            # Few steps change a number, and the comparison costs less than a copy.
+            # Numbers rarely change, and comparing is faster than copying.
             if numbers != written:
                 written[:] = numbers
                 given = numbers if tensor.dim() else numbers[0]
@@ -130,7 +130,7 @@ class StepOptimizer:
         if kind not in (SGD, Adam, AdamW):
             return f"{kind.__name__} has no fused update that a program can hold"
         if self._max_norm is not None:
-            return "the norm of all gradients is known at the end alone"
+            return "the norm of all gradients is known only at the end"
         if self._scaler is not None:
             return "a GradScaler looks at all gradients before any update"
         if self._have_hooks():
@@ -151,16 +151,16 @@ class StepOptimizer:
         return [_settings_of(group)[1:] for group in self.optimizer.param_groups]
 
     def _structure(self) -> list[Any]:
-        """Returns what programs are compiled for, as far as it changes: asked at each step."""
+        """Returns the facts that programs depend on and that may change; compared at each step."""
         groups = self.optimizer.param_groups
         facts = [tuple(map(group.get, _FLAGS)) for group in groups]
-        # By identity: a program is bound to these parameter objects.
+        # By id, because a program is bound to these parameter objects.
         facts += [(not g.get("momentum"), *map(id, g["params"])) for g in groups]
         return [self._have_hooks(), *facts, *(self._fixed and self._fixed_now())]
 
     def _have_hooks(self) -> bool:
-        """Whether something of the user's runs where gradients arrive, or around an update."""
-        step = vars(self.optimizer).get("step")  # a scheduler puts a wrapper there, which it marks
+        """Whether user code runs when gradients arrive, or around an update."""
+        step = vars(self.optimizer).get("step")  # a scheduler's own wrapper has a mark
         if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
             return True
         if any(getattr(self.optimizer, name) for name in _HOOKS):
@@ -177,7 +177,7 @@ class StepOptimizer:
             settings = TensorType(torch.float64, (len(numbers),), (1,), device)
             fixed: tuple[float, ...] = ()
             if self._fixed:
-                # Fused CUDA kernels take the learning rate as a tensor, and the rest as numbers.
+                # Fused CUDA kernels take only the learning rate as a tensor.
                 settings, fixed = TensorType(torch.float32, (), (), device), tuple(numbers[1:])
             if "betas" in group:
                 is_decoupled = isinstance(self.optimizer, AdamW)
@@ -188,10 +188,10 @@ class StepOptimizer:
                 has_state = group["momentum"] != 0
                 yield UpdateGroup(SGD_UPDATE, flags, settings, members, has_state)
 
-    # ---- after it ----------------------------------------------------------------------------
+    # ---- updates after the program -----------------------------------------------------------
 
     def scaled(self, seed: torch.Tensor) -> torch.Tensor | None:
-        """Returns what a backward begins with in place of a seed, if a scaler scales the loss."""
+        """Returns the seed of a backward times the scaler's scale; None without a scaler."""
         return None if self._scaler is None else self._scaler.scale(seed)
 
     def update(
@@ -202,8 +202,8 @@ class StepOptimizer:
         """Updates the parameters by their ``.grad``, as a training loop does.
 
         Args:
-            total_norm: of the gradients of parameters, and of those that other ranks hold.
-            agree: makes what the scaler found the same on all ranks.
+            total_norm: computes the norm of the gradients, including those on other ranks.
+            agree: makes the scaler's found_inf equal on all ranks.
         """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -217,22 +217,22 @@ class StepOptimizer:
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
-    # ---- what a program is bound to ----------------------------------------------------------
+    # ---- the tensors that a program is bound to ----------------------------------------------
 
     def bound(
         self, updates: Updates, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], StateFacts]:
         """Returns the tensors that a program takes besides the model's, and facts of their state.
 
-        State that is not there yet is made, as PyTorch makes it before the first step.
+        Missing state is created, as PyTorch creates it before the first step.
 
         Raises:
-            PlanError: if a loaded state is laid out in another way than its parameter.
+            PlanError: if a loaded state has other strides or another dtype than its parameter.
         """
         for index in updates.parameters:
-            # The program hands out no gradient: an older one would pass for this step's.
+            # The program sets no gradient, so an older one must not stay.
             parameters[index].grad = None
-        # In the order of PyTorch's tables, where the number of steps is first.
+        # In PyTorch's order, in which the step count comes first.
         for index, name in sorted(updates.state, key=lambda one: one[1] != "step"):
             _make_state(self.optimizer.state[parameters[index]], name, parameters[index])
         tensors = [self.optimizer.state[parameters[i]][name] for i, name in updates.state]
@@ -249,7 +249,7 @@ def step_optimizer(
     """Returns the optimizer of a step, if it has one.
 
     Raises:
-        PlanError: for what is none, or options without an optimizer.
+        PlanError: if ``optimizer`` is none, or there are options without an optimizer.
     """
     if optimizer is not None:
         return StepOptimizer(optimizer, max_norm, scaler, target)
@@ -264,10 +264,10 @@ _SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
 def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
-    """Returns an optimizer without its state, as JSON holds it.
+    """Returns an optimizer without its state, as JSON data.
 
     Raises:
-        FileError: for another than SGD, Adam and AdamW, or where something of the user's is in it.
+        FileError: if its update cannot be part of a program (not SGD, Adam or AdamW, or hooks).
     """
     if optimizer is None:
         return None
@@ -288,9 +288,9 @@ def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: 
     """Returns the optimizer that :func:`optimizer_data` wrote.
 
     Args:
-        data: of it.
-        tensors: by name.
-        trusted: make it as ``copy.copy`` would: its constructor, which checks, imports Dynamo.
+        data: the JSON data.
+        tensors: returns a tensor by name.
+        trusted: makes it without its constructor, whose checks import Dynamo.
     """
     kind, groups, defaults = data
     numbers = {n: decode_value(v) for n, v in defaults.items()}
@@ -319,7 +319,7 @@ def optimizer_state(optimizer: StepOptimizer, names: Mapping[int, str]) -> dict[
 
 
 class StateFacts:
-    """Notes the state of an optimizer when a program was bound to it."""
+    """The state of an optimizer at the time when a program was bound to it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
@@ -329,7 +329,7 @@ class StateFacts:
         )
 
     def hold(self, native: Hold | None) -> bool:
-        """Whether it is made of the same tensors still; asked at each step."""
+        """Whether the state still consists of the same tensors; checked at each step."""
         if self._optimizer.state is not self._state:
             return False
         if native is not None:
@@ -342,7 +342,7 @@ class StateFacts:
 
 
 def _why_not(group: Mapping[str, Any], devices: Collection[str]) -> str:
-    """Says why a group's update is none that a program on devices holds; empty if it is."""
+    """Says why a program on these devices cannot contain a group's update; empty if it can."""
     for name in _REFUSED:
         if group.get(name):
             return f"{name}={group[name]}"

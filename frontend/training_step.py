@@ -116,18 +116,18 @@ def compile_step(
 
 @dataclass(frozen=True)
 class StepStats:
-    """Sizes of a compiled step: its launches and its memory.
+    """The launches and the memory of a compiled step.
 
     Attributes:
         kernels: launches per step.
-        peak_bytes: size of the arena.
-        lower_bound_bytes: largest sum of live bytes, which no plan can go below.
-        saved_bytes: what one micro-batch's forward keeps for its backward.
-        allocations_per_step: results that launches allocate themselves, outside the plan.
-        unplaced_launches: the names of those launches, each once.
-        outside_bytes: most bytes at one time in those results, in scratch that launches allocate,
-            in what cuBLAS works in and in the losses; a recompute budget counts them too (neither
-            counts what oneDNN takes for itself inside a product, which depends on the CPU).
+        peak_bytes: the size of the arena.
+        lower_bound_bytes: the largest sum of live bytes; no plan can need less.
+        saved_bytes: the bytes that one micro-batch's forward saves for its backward.
+        allocations_per_step: the number of results that launches allocate outside the plan.
+        unplaced_launches: the names of these launches.
+        outside_bytes: the most bytes at one time in these results, scratch that launches allocate,
+            cuBLAS workspace and losses. A recompute budget counts them too. (Neither counts memory
+            that oneDNN allocates inside a product, which depends on the CPU.)
         why_no_graph: why a step on a GPU is not one CUDA graph; empty if it is, and on CPU.
     """
 
@@ -167,7 +167,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
 
     @property
     def model(self) -> nn.Module:
-        """The model, whose parameters it trains."""
+        """The model that it trains."""
         return self._model
 
     @property
@@ -182,7 +182,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
 
     @property
     def stats(self) -> StepStats | None:
-        """Returns the sizes of the step used last; None before the first step."""
+        """The launches and memory of the program used last; None before the first step."""
         first = self._entries.first
         return first.stats() if first else None
 
@@ -206,13 +206,13 @@ class TrainingStep(Dispatcher["_StepEntry"]):
     ) -> torch.Tensor:
         """Runs a step as one forward and one backward of a wrapper around the model.
 
-        Like any step it sets gradients: also those that the wrapper gives to what is not used here.
+        It sets all gradients, including those that the wrapper gives to unused parameters.
         """
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             return self._run(args, kwargs, _StepEntry.run_to_graph)
 
-        # Autograd adds to a gradient that is there, and a step sets them.
+        # Autograd would add to an existing gradient, but a step sets gradients.
         for parameter, gradient in self._given:
             if parameter.grad is gradient:
                 parameter.grad = None
@@ -231,7 +231,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         kwargs: dict[str, Any],
         run: Callable[[_StepEntry, Sequence[Any]], torch.Tensor],
     ) -> torch.Tensor:
-        # Two steps at once would set the same gradients: a mistake of the caller's, not a queue.
+        # Two steps at once would set the same gradients: an error of the caller, so do not wait.
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
@@ -256,21 +256,21 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             self._lock.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Makes a copy that compiles anew, at its first call."""
+        """Copies the options only: a copy compiles at its first call."""
         return TrainingStep, self._made_of
 
     def _linked_to(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry | None:
-        """Links for the sizes of a batch what was compiled with symbols; None if nothing fits."""
-        # What a guard accepts but for sizes is asked no more than a step of seen sizes is.
+        """Links a symbolic program for the sizes of a batch; None if none fits."""
+        # A symbolic program's guard checks all but sizes, so no other check is needed.
         if not self._shapes.has_symbols or refusals.watching_input(self._model, leaves):
             return None
         return self._linked_for(self._inputs(leaves, tree))
 
     def _inputs(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
-        """Returns a batch with copies of its first micro-batch."""
+        """Returns the inputs: a copy of the first micro-batch, and the batch as given."""
         count = self._batching.micro_batches
         distinct = {id(leaf): split(_copied(leaf), count)[0] for leaf in leaves}
-        first = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
+        first = [distinct[id(leaf)] for leaf in leaves]  # a tensor passed twice stays one tensor
         return Inputs.of(first, tree, given=leaves)
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
@@ -300,7 +300,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         try:
             goal = step_goal(self._batching, self._optimizer.groups(why))
             entry = self._compile_for(inputs, goal)
-            # Which parameters the program updates is known only now.
+            # Only now is it known which parameters the program updates.
             if why := entry.why_no_update():
                 self._forget()
                 raise NotUpdatedError(why)
@@ -316,19 +316,19 @@ class TrainingStep(Dispatcher["_StepEntry"]):
 
 
 class _StepEntry:
-    """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
+    """One compiled step, bound to its own copy of the batch, the model's tensors, and an arena."""
 
     def __init__(self, made: CompileResult, optimizer: StepOptimizer | None = None) -> None:
         compiled = made.compiled
         assert isinstance(compiled, CompiledStep)
         self._optimizer = optimizer
         self._updates = compiled.step.updates
-        self.is_updating = bool(self._updates.parameters)  # in the program, and not after it
+        self.is_updating = bool(self._updates.parameters)  # inside the program
         self._state: StateFacts | None = None
         self._hold = compiled.hold
         runner = compiled.runner
         native = runner.native
-        # No mode of the caller's changes what is copied outside native launches.
+        # With a native ``move``, no operator runs that the caller's modes could affect.
         self._move = native.move if native and runner.is_native else None
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
         self.compiled = self._compiled = compiled
@@ -340,32 +340,33 @@ class _StepEntry:
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
         self._token: object = None
-        self.handed: HandedGradients | None = None  # by its last step
-        self._handed_before: HandedGradients | None = None  # by another's
-        self._before: _StepEntry | None = None  # which ran last
+        self.handed: HandedGradients | None = None  # of its last step
+        # The entry that ran before this one, and its gradients.
+        self._handed_before: HandedGradients | None = None
+        self._before: _StepEntry | None = None
         self._trained_of = picker(compiled.step.gradients)
         sources = compiled.captured.program.sources
         self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
-        # Each micro-batch's backward begins with its share of the mean: nothing is divided later.
+        # The backward of each micro-batch starts with 1 / count, so that gradients are of the mean.
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
-        # Kept beside it, since a scaled loss overwrites the seed.
+        # A copy, because a GradScaler overwrites the seed.
         self._share = self._seed.clone()
 
     def follow(self, before: _StepEntry, handed: HandedGradients | None) -> None:
-        """Takes back gradients that another variant gave to what this one leaves out."""
+        """Sets to None the gradients of the previous program that this one does not compute."""
         if handed is not None:
             handed.take_back(self._trained_of(self.guard.tensors))
         self._before, self._handed_before = before, handed
 
     def _is_bound_as(self, other: _StepEntry | None) -> bool:
-        """Whether another variant is bound to the tensors of the model now, and updates them."""
+        """Whether another program is bound to the model's present tensors, with the same update."""
         if other is None or other._lease is None or other._token is not self.guard.token:
             return False
         return other._updates is self._updates
 
     def why_no_update(self, before: _StepEntry | None = None) -> str:
-        """Says why the program cannot update its parameters as they are now; empty if it can."""
+        """Says why the program cannot update the present parameters; empty if it can."""
         if not self.is_updating or self._optimizer is None or self.guard.token is self._token:
             return ""
         if self._is_bound_as(before):
@@ -374,12 +375,12 @@ class _StepEntry:
         return self._optimizer.hindrance([present[i] for i in self._updates.parameters], present)
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """Copies the batch in, runs the program, hands out the gradients."""
+        """Copies the batch in, runs the program, and sets the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
     @called_without_autocast
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """Does the same, but a backward of the loss hands out the gradients."""
+        """Does the same, but returns a loss whose backward sets the gradients."""
         with torch.no_grad():
             if not self._batch:
                 self._stage(leaves)
@@ -408,13 +409,13 @@ class _StepEntry:
         return loss
 
     def _set_seed(self) -> None:
-        """Lets the backward begin with the scale of a loss that a GradScaler scales."""
+        """Multiplies the seed of the backward by the scale of a GradScaler."""
         scaled = self._optimizer.scaled(self._share) if self._optimizer is not None else None
         if scaled is not None:
             self._seed.copy_(scaled)
 
     def _stage(self, leaves: Sequence[Any]) -> None:
-        """Makes our own copy of the batch; any that is taken is laid out like this one."""
+        """Makes our own copy of the batch, into which later batches are copied."""
         tensors = {i: _copied(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         self._staging = [(i, _Staging(t, leaves[i], self._move)) for i, t in tensors.items()]
         parts = [split(tensor, self._num_losses) for tensor in tensors.values()]
@@ -430,7 +431,7 @@ class _StepEntry:
             staging.take(leaves[index])
 
     def _computed(self, lease: Lease) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Runs the program; returns the loss for the user, and all outputs."""
+        """Runs the program; returns the mean loss, and all outputs."""
         outputs: Sequence[torch.Tensor] = lease.runners[0]([])
         loss = self._loss_for_user(outputs)
         if self._num_writes:
@@ -440,7 +441,7 @@ class _StepEntry:
     is_small = False
 
     def rest(self) -> None:
-        """See :class:`.guards.guard.Entry`. Gradients stay the user's, on the memory they are."""
+        """See :class:`.guards.guard.Entry`. The user's ``.grad`` tensors keep their memory."""
         self.handed = self._lease = self._token = self._before = self._handed_before = None
         self._staging, self._batch = [], []
         self._compiled.runner.rest()
@@ -454,7 +455,7 @@ class _StepEntry:
         return self._lease if self.handed.are_as_left() else None
 
     def _leased(self) -> Lease:
-        """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
+        """Returns the lease, a new one if the model's tensors or the arena moved."""
         if self.handed is not None and not self.handed.are_unmoved():
             self.handed = None
         if self._lease is not None and not self._lease.has_its_arena():
@@ -473,7 +474,7 @@ class _StepEntry:
         return self._lease
 
     def _updated(self) -> list[torch.Tensor]:
-        """Returns the tensors of the optimizer that the program takes; makes those that lack."""
+        """Returns the optimizer's tensors that the program takes; creates missing state."""
         if self._optimizer is None or not self.is_updating:
             return []
         before = self._before
@@ -486,12 +487,12 @@ class _StepEntry:
         return state
 
     def _handed_of(self, outputs: Sequence[torch.Tensor]) -> HandedGradients:
-        """Returns the gradients; made for as long as the lease and the tensors stay."""
+        """Returns the ``.grad`` tensors, kept as long as the lease and the parameters stay."""
         if self.handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
             parameters = self._trained_of(self.guard.tensors)
             before = self._handed_before
-            # Steps of several shapes may share an arena, with the gradients at the same places.
+            # Steps of several shapes may share an arena, with gradients at the same addresses.
             if before is not None and before.are_of(parameters, gradients):
                 self.handed = before
             else:
@@ -499,7 +500,7 @@ class _StepEntry:
         return self.handed
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean loss as a tensor of the user's own, which no later step changes."""
+        """Returns the mean loss as a new tensor, which no later step changes."""
         # The losses lie in the arena, where the next step writes.
         if self._num_losses > 1:
             return torch.stack(list(outputs[: self._num_losses])).mean()
@@ -510,13 +511,13 @@ class _StepEntry:
         return loss
 
     def _write(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Changes the model's own tensors as its forward does."""
+        """Writes the new values of the model's tensors that its forward changes."""
         states = outputs[len(outputs) - self._num_writes :]
         for index, state in zip(self._compiled.step.writes, states, strict=True):
             self.guard.tensors[index].copy_(state)
 
     def stats(self) -> StepStats:
-        """Numbers of the plan."""
+        """Returns the launches and memory of this program."""
         runner = self._compiled.runner
         return StepStats(
             runner.num_launches,
@@ -531,7 +532,7 @@ class _StepEntry:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns a copy of a tensor of the batch; what is none as it is."""
+    """Returns a copy of a tensor of the batch; anything else unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:
@@ -550,7 +551,7 @@ class _Staging:
         self._move = move if is_plain else None
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Copies a tensor in, past the dispatcher where it may: the guard knows its memory."""
+        """Copies a tensor in, by memory copy if possible: the guard has checked its layout."""
         start = address_in(tensor)
         if self._move:
             self._move(self._address, start, self._num_bytes)

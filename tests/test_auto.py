@@ -238,7 +238,7 @@ def test_a_report_begins_with_what_repeats_where_nothing_is_shared() -> None:
     assert report_of(different, "off").startswith("all is inlined: ")
     small = Stack(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(3)))
     assert report_of(small, "auto").startswith(
-        "nothing is shared: Sequential occurs 3 times, and what it runs is too little to pay as a "
+        "nothing is shared: Sequential occurs 3 times, and has too few operators to pay as a "
         "block. training, backend eager"
     )
     assert report_of(Stack(linear()), "auto").startswith("no block repeats: ")

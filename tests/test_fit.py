@@ -235,7 +235,7 @@ OF_DECODER: Mapping[str, str] = {
     "--mesh fsdp=2,fsdp=2": "each name once",
     "--mesh rows=2": "named ('rows',). Each needs a name that says what it is for: data,",
     "--mesh tp=2,tensor=2": "one of tensor, tp",
-    "--mesh pp=2": "has the dimension 'pp' alone",
+    "--mesh pp=2": "has only the dimension 'pp'",
     "--mesh pp=2,fsdp=2 --micro-batches 1": "number of stages (2)",
     "--mesh pp=8,tp=1 --micro-batches 16": "(8, 64) cannot be split into 16",
     "--mesh pp=2,tp=1 --schedule zbv": "ZBVZeroBubble holds two stage(s) per rank",
