@@ -1,7 +1,7 @@
 """The exceptions a user can meet. Every message says what is wrong, the numbers, and what to do.
 
-It names the line of the user's, too; what lies between that and the function that was called is
-ours, often a hundred lines of a traceback, which therefore ends there.
+It names the user's line, too. The traceback ends at the public function that was called: below that
+are our own frames, often a hundred lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CaptureError(LazyInlineError):
 
 
 class FinalCaptureError(CaptureError):
-    """The model must not run eagerly instead: that would be wrong, or not what was asked for."""
+    """A capture failed, and the model must not run eagerly: that is wrong or was ruled out."""
 
 
 class ReuseError(LazyInlineError):
@@ -29,7 +29,7 @@ class ReuseError(LazyInlineError):
 
 
 class DecompositionError(LazyInlineError):
-    """A rule that takes an operator apart is wrong, or cannot be the operator's."""
+    """A decomposition rule is wrong, or does not fit its operator."""
 
 
 class PlanError(LazyInlineError):
@@ -37,7 +37,7 @@ class PlanError(LazyInlineError):
 
 
 class NotDifferentiatedError(PlanError):
-    """A program's gradients cannot be compiled with a backward; autograd can take them twice."""
+    """A program's gradients cannot be compiled with a backward of their own; eager can do it."""
 
 
 class PipelineError(LazyInlineError):
@@ -53,7 +53,7 @@ class FileError(LazyInlineError):
 
 
 class NoProgramError(FileError):
-    """A file has no program for a call; the message says which sizes and types it has some for."""
+    """A file has no program for a call; the message lists the sizes and types that it has."""
 
 
 class CacheError(LazyInlineError):
@@ -61,7 +61,7 @@ class CacheError(LazyInlineError):
 
 
 class CacheWarning(UserWarning):
-    """An entry of the on-disk cache, or the cache, was not used; what it held is made anew."""
+    """The on-disk cache, or an entry of it, was not used; the result is made anew."""
 
 
 class VerifyError(LazyInlineError):
@@ -103,7 +103,7 @@ INSTEAD: Mapping[str, str] = {
     "compile_step always does",
     "disable": "call the model itself",
 }
-"""Arguments of ``torch.compile``, and what to do here."""
+"""Arguments of ``torch.compile``, and what to do instead."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Error = TypeVar("Error", bound=BaseException)
@@ -115,8 +115,8 @@ def is_debugging() -> bool:
 
 
 def ended_here(error: Error) -> Error:
-    """Returns an error of ours, to be raised anew ``from`` its cause by a public function."""
-    is_bug = isinstance(error, VerifyError)  # whose report needs all of it
+    """Returns an error without its traceback, to be raised again by a public function."""
+    is_bug = isinstance(error, VerifyError)  # a bug report needs the whole traceback
     if is_bug or is_debugging():
         return error
     error.__cause__ = None
@@ -137,7 +137,7 @@ def door(function: Function) -> Function:
 
 
 def without_torchs(function: Function) -> Function:
-    """Says what to do here instead, where an argument of ``torch.compile`` is given."""
+    """Raises TypeError, with what to do instead, for an argument of ``torch.compile``."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

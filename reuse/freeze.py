@@ -6,9 +6,9 @@ compared by content; an object of a Python-defined class by class and attributes
 random number generator is equal to nothing; anything else by identity. Never by ``str()`` or
 ``repr()``.
 
-A snapshot tells whether the same objects hold the same still. Python reads more than attributes:
-``self.config.scale``, ``self.tables[0]``. The objects in between are looked into when they are
-first read, and compared by identity, item by item.
+A snapshot tells whether the same objects still hold the same. Code also reads through objects, as
+in ``self.config.scale`` or ``self.tables[0]``: what the objects in between hold is recorded when
+they are first read, and compared item by item, by identity.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Identity:
 
 
 class Unrepeatable:
-    """Represents an object that gives something else at each use; equal to nothing, not itself."""
+    """An object that gives something else at each use, as an iterator; not even equal to itself."""
 
     __slots__ = ("target",)
     __hash__ = object.__hash__
@@ -105,10 +105,10 @@ class Freezer:
     Args:
         module_paths: ``id(module) -> path`` of the tree; its modules freeze to their path, so
             that the same reference inside another tree compares equal.
-        on_tensor: called with each tensor met and the keys that lead to it; returns what stands
-            for the tensor (its metadata is the caller's to compare). Default: identity.
-        by_identity: further classes whose objects count as they are, whatever they hold.
-        max_items: objects looked into; the others count as they are.
+        on_tensor: called with each tensor met and the keys that lead to it; returns its frozen
+            form. Default: identity.
+        by_identity: further classes whose objects freeze by identity, whatever they hold.
+        max_items: how many objects freeze by content; further ones freeze by identity.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Freezer:
         if kind is types.FunctionType and not _function_state(value):
             return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
         self._items += 1
-        # Past the limits by identity, which is never wrong: it only shares less.
+        # Beyond the limits by identity, which is never wrong: it only shares less.
         if depth >= _MAX_DEPTH or self._items > self._max_items:
             return Identity(value)
         if id(value) in above:
@@ -175,7 +175,7 @@ class Freezer:
         kinds, whole = kinds_of(value), is_whole(kind)
         if kind is object or not (kinds or whole):  # object(): only its identity matters
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
-        # An object with state in C equals only itself, and only while its rows show the same.
+        # An object with more state, in C, equals only itself, and only while these parts are equal.
         parts = [] if whole else [Identity(value)]
         for row in kinds:
             held = row.read(value)
@@ -195,7 +195,7 @@ class Freezer:
 
 
 def is_plain_builtin(value: Any) -> bool:
-    """Whether a value is a function written in C, and no method of an object."""
+    """Whether a value is a function written in C that is not bound to an object."""
     if not isinstance(value, types.BuiltinFunctionType):
         return False
     owner: Any = value.__self__
@@ -213,7 +213,7 @@ def _texts_of(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def annotations_of(function: types.FunctionType) -> Any:
-    """Returns a function's annotations, or what is equal to nothing if reading them fails."""
+    """Returns a function's annotations, or Unrepeatable if reading them fails."""
     try:
         return function.__annotations__
     except Exception:  # since Python 3.14 they are computed now, from names that may be missing
@@ -276,20 +276,20 @@ def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
 
 _ATOMS = frozenset(IMMUTABLE)
 _BY_VALUE = (bool, int, str, bytes, range, torch.device, torch.Size)
-_OF_C = types.BuiltinFunctionType
+_C_FUNCTION = types.BuiltinFunctionType
 _MAX_OBJECTS = 2**20
-_MAX_VOUCHED = 4096
+_MAX_COVERED = 4096
 _attributes_of = operator.attrgetter("__dict__")
-_END = object()  # of what one object holds
+_END = object()  # marks where the contents of one object end
 TELLS_APART = "tells objects apart"
-"""In the reason why a forward runs eagerly that is not to see what a dispatcher puts on modules."""
+"""Part of a reason. A forward with it runs eagerly, without what a dispatcher puts on modules."""
 
 
 class Snapshot:
-    """Keeps what the objects looked into held then.
+    """Records what objects hold, to notice later changes.
 
     Args:
-        functions: the row of functions: what was put on them, or all that they are made of.
+        functions: how functions are read: ``FUNCTION`` (their attributes) or ``WHOLE_FUNCTION``.
         on_holder: called with each class and module when it is met.
 
     Attributes:
@@ -297,7 +297,7 @@ class Snapshot:
             is read by name.
         classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
-        unreadable: what code does that nothing shows: reads an iterator, a memory, uses ``id()``.
+        unreadable: reads that no snapshot can compare: an iterator, raw memory, ``id()``.
         lasting: what was changed and could not be put back, or an empty text.
     """
 
@@ -317,10 +317,10 @@ class Snapshot:
         self._held: list[Any] = []  # by all that was noted, one after another
 
     def look_into(self, value: Any) -> None:
-        """Notes what a value holds, unless that was done before.
+        """Records what a value holds, and the objects in it hold, unless that was done before.
 
         Raises:
-            CaptureError: if that is a million objects.
+            CaptureError: if there are more than a million objects.
         """
         todo = [value]
         while todo:
@@ -338,7 +338,7 @@ class Snapshot:
             todo += self._note(value)
 
     def refuse_use(self, what: str) -> None:
-        """Notes what code uses that tells equal objects apart; an empty text for nothing."""
+        """Records a use by code that tells equal objects apart; an empty text is ignored."""
         if what:
             self.unreadable.append(f"{TELLS_APART} by {what}")
 
@@ -357,7 +357,7 @@ class Snapshot:
         return [value for value in self._seen.values() if isinstance(value, torch.Tensor)]
 
     def _note(self, value: Any) -> list[Any]:
-        """Keeps what a value holds itself; returns what it leads to."""
+        """Records what a value itself holds; returns the objects to look into next."""
         found: list[Any] = []
         kinds = self._kinds_of(value)
         for kind in kinds:
@@ -370,8 +370,8 @@ class Snapshot:
             # transformers keeps all its output classes there, two fifths of a guard's facts, and no
             # model reads them.
             found += [] if is_set_of_outputs(value) else held
-        # Where exec put them, and where `sum` is from, nobody looks for them.
-        if (type(value) is dict and BUILTINS in value) or type(value) is _OF_C:
+        # Not part of what code reads: the builtins that exec adds, and the module of a C function.
+        if (type(value) is dict and BUILTINS in value) or type(value) is _C_FUNCTION:
             found = [part for part in found if part is not builtins and not is_library_scope(part)]
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
@@ -385,7 +385,7 @@ class Snapshot:
             self.unreadable.append(f"reads the modules, or all names, that {of} holds")
         elif is_opaque(value):
             self.unreadable.append(f"reads a {type(value).__qualname__}")
-            del self._seen[id(value)]  # what a library may hold, a model may not
+            del self._seen[id(value)]  # a library may hold one; if a model reads it, note it again
         elif kinds and is_looked_into(type(value)):
             self._meets(type(value))
             self.classes[id(type(value))] = type(value)
@@ -405,7 +405,7 @@ class Snapshot:
         return () if is_library(value.__module__) else (FUNCTION,)
 
     def same(self) -> bool:
-        """Whether all of them hold the same objects still (or equal numbers and texts)."""
+        """Whether all of them still hold the same objects (or equal numbers and strings)."""
         # One list of all contents, so that one loop in C compares them.
         held: list[Any] = []
         for value, kind, _ in self._noted:
@@ -430,7 +430,7 @@ class Snapshot:
             value = todo.pop()
             if id(value) in seen or is_constant(value):
                 continue
-            if len(seen) > _MAX_VOUCHED or not _shows_all(value):
+            if len(seen) > _MAX_COVERED or not _shows_all(value):
                 return False
             seen[id(value)] = value
             if not isinstance(value, BY_IDENTITY):
@@ -453,12 +453,12 @@ class Snapshot:
         return (_name_of(changed[-1][0]) if changed else ""), new
 
     def undo(self) -> None:
-        """Undoes changes."""
+        """Puts back what the objects held."""
         changed = self._changed()
         for value, kind, before, _ in changed:
             _put(value, kind, before)
         for value, kind, before, _ in changed:
-            # What a weak reference led to is gone for others, too: the forward did not do that.
+            # A weak reference whose target died cannot be put back, and need not be.
             if not (isinstance(value, weakref.ReferenceType) or _same(kind.read(value), before)):
                 self.lasting = _name_of(value)
 
@@ -481,7 +481,7 @@ def _put(value: Any, kind: Kind, items: Sequence[Any]) -> None:
 def _name_of(value: Any) -> str:
     if isinstance(value, types.FunctionType):
         return f"an attribute of the function {value.__qualname__}"
-    # The attributes of an object are a dictionary as well, and are met after it.
+    # A dictionary may be an object's ``__dict__``.
     return "a dictionary or object" if type(value) is dict else f"a {type(value).__name__}"
 
 
@@ -497,7 +497,7 @@ def _shows_all(value: Any) -> bool:
 
 def same_value(now: Any, before: Any) -> bool:
     """Whether two values are one object, or of one plain type and hold equal values."""
-    # Equal now may differ later, unlike one object: who goes by the answer asks again.
+    # Two equal objects may differ later, so the answer holds for now only.
     return now is before or _same_plain(now, before, set())
 
 
@@ -535,7 +535,7 @@ def _same_plain(now: Any, before: Any, compared: set[tuple[int, int]]) -> bool:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """Returns what a value that is compared by what it holds consists of, in order; else None."""
+    """Returns the parts of a value that compares by content, in order; None for another."""
     kind, kinds = type(value), kinds_of(value)
     is_named = isinstance(value, tuple) and hasattr(kind, "_fields")
     if not (is_named or any(row.is_whole and kind in row.classes for row in kinds)):

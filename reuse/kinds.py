@@ -1,14 +1,13 @@
-"""The one table of kinds of objects: how what an object holds is read, reached and put back.
+"""The one table of kinds of objects: how the contents of an object are read, reached and put back.
 
-Whoever asks what an object holds goes by this table: freezing, to tell whether another instance
-holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same objects hold it still
-(:class:`.freeze.Snapshot`). A kind that one of them knew and the other had forgotten would be a
-silent wrong result.
+Freezing, which tells whether another instance holds the same (:mod:`.freeze`), and a snapshot,
+which tells whether the same objects still hold it (:class:`.freeze.Snapshot`), both read this
+table: a kind that only one of them knew would be a silent wrong result.
 
-The rows are what the forwards of transformers, diffusers and timm hold. Tensors and modules have
-none, since the structure of a model compares their parts, nor have classes and Python modules,
-which are read by name. An object of any class shows its attributes and slots. What has no row
-beside and is written in C is *opaque*: a forward that finds such an object runs eagerly.
+The rows are the kinds that forwards of transformers, diffusers and timm use. Tensors and modules
+have no row, since the structure of a model compares their parts, nor have classes and Python
+modules, which are read by name. An object of any class shows its attributes and slots. An object
+written in C without a row is *opaque*: a forward that reads one runs eagerly.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ from torch import nn
 
 from .torch_names import OPERATOR_TYPES
 
-# What a name, a slot or a captured variable holds that has no value.
+# The value of a name, a slot or a captured variable that has none.
 ABSENT: Any = object()
 
-# Written in C, and items and attributes are all that they hold.
+# Classes in C that hold nothing but items and attributes.
 TRANSPARENT = (
     *(object, list, tuple, dict, set, frozenset, deque, defaultdict),
     *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
 )
 _POINTER_BYTES = struct.calcsize("P")
-# How objects of these hold their state, a row of the table of kinds says, or nobody sees.
+# Objects of these modules show their state by a row of the table, or not at all.
 _READ_BY_ROWS = frozenset({"builtins", "functools", "weakref", "logging"})
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 
 
 OWN_PATCH = "_lazyinline_patch"
-"""Attribute of what patches somebody else's class or module while a model is captured."""
+"""Marks a function or class that replaces one of PyTorch's or a user's during a capture."""
 
 
 def is_own_patch(value: Any) -> bool:
-    """Whether a value is a function or class of ours, there while a model is captured."""
+    """Whether a value is a function or class that we patched in for a capture."""
     kind: Any = type(value)
     return (kind is types.FunctionType or issubclass(kind, type)) and OWN_PATCH in vars(value)
 
 
 def is_library(module_name: Any) -> bool:
-    """Whether a module is Python's own, PyTorch's or ours, whose globals steer no model."""
+    """Whether a module is Python's own, PyTorch's or ours: models do not depend on its globals."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 
@@ -83,21 +82,21 @@ def is_of_library(owner: Any) -> bool:
 
 
 def is_library_scope(value: Any) -> bool:
-    """Whether a value is what a module of a library holds, or all modules: nothing of a model's."""
+    """Whether a value is the namespace of a library's module, or ``sys.modules``."""
     if type(value) is not dict:
         return False
     return value is sys.modules or ("__spec__" in value and is_of_library(value))
 
 
 def has_plain_class(value: Any) -> bool:
-    """Whether the class of a value is equal to itself only, and has a hash: a metaclass may say."""
+    """Whether no metaclass redefines ``==`` or the hash of a value's class."""
     meta: Any = type(type(value))
     return meta is type or (meta.__eq__ is type.__eq__ and meta.__hash__ is type.__hash__)
 
 
 def is_looked_into(kind: type) -> bool:
-    """Whether attributes and slots of objects of a class are looked into, whosever class it is."""
-    if kind is logging.LoggerAdapter:  # an object like a user's, around one with a row
+    """Whether attributes and slots of a class's objects are looked into."""
+    if kind is logging.LoggerAdapter:  # has no row, unlike the logger that it holds
         return True
     name = kind.__module__
     return not (isinstance(name, str) and name.partition(".")[0] in _READ_BY_ROWS)
@@ -119,9 +118,9 @@ def is_class_statement(kind: type) -> bool:
 
 
 def own_table(value: Any) -> dict[str, Any] | None:
-    """Returns an object's dictionary of attributes, past any code of its class, if it has one."""
+    """Returns an object's ``__dict__``, if it has one, without running code of its class."""
     try:
-        # The present thread's: each has another.
+        # That of this thread: each has its own.
         if isinstance(value, threading.local):
             return value.__dict__
         table = object.__getattribute__(value, "__dict__")
@@ -136,7 +135,7 @@ def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def _own_slots(kind: type) -> list[types.MemberDescriptorType]:
-    """Returns the slots of a class, not by name: a private name is held under another."""
+    """Returns the slots of a class; not by name, since private names are mangled."""
     members = vars(kind).values() if "__slots__" in vars(kind) else ()
     return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 
@@ -158,21 +157,21 @@ def cell_contents(cell: types.CellType) -> Any:
 
 
 Way = tuple[str, Any]
-"""How an item of a container, or an attribute, is reached in another object like it."""
+"""How to reach the same item or attribute in another object of this kind."""
 NO_WAY: Way = ("", None)  # to a member of a set, the key of a dictionary, what a function captured
 
-# What torch.compile notes on a function the first time that it runs, and how that made by
-# functools.singledispatch reaches the cache next to its registry.
+# Attributes that torch.compile adds to a function when it first runs, and the one by which a
+# functools.singledispatch function reaches its cache.
 _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
 # Compared by the structure of a model, or read by name: no row looks into them.
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
-# They lead to all of Python, so nothing is reached through them.
+# These lead to all of Python, so :func:`reachable` stops at them.
 _WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)
-BUILTINS = "__builtins__"  # what a dictionary of globals has
+BUILTINS = "__builtins__"  # a key of each dictionary of globals
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _LRU_CACHE = type(functools.lru_cache(len))
 _METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
-# Each equal to itself alone, but written in C so that nobody can change it.
+# Each is equal to itself alone, but written in C and immutable.
 _NEVER_CHANGED = (
     *(enum.Enum, np.dtype, np.ufunc, types.GenericAlias, types.UnionType, re.Match, re.Pattern),
     *(decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
@@ -181,9 +180,9 @@ _NEVER_CHANGED = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
     *(torch.qscheme, type(...), type(NotImplemented), type(np.mean)),
 )
-# Of PyTorch's own objects in C, these have state that a forward may read.
+# PyTorch's C classes with state that a forward may read.
 _WITH_STATE = (torch.Generator, torch.ScriptObject)
-# Homes of classes in C whose objects show no state, or by calls only (a lock).
+# Modules of C classes whose objects have no state, or show it by calls only (a lock).
 _PURE_MODULES = frozenset(
     ("thread", "collections", "functools", "operator", "struct", "types", "typing")
 )
@@ -194,12 +193,12 @@ class Kind:
     """How objects of some classes are read and put back.
 
     Attributes:
-        classes: theirs; classes derived from one are of this kind, too.
-        read: what an object holds now: items that are compared by identity, or by value if plain.
-        ways: the way to each item, as :func:`follow` takes it; to none of them, if left out.
-        put: makes an object hold items again, as far as that can be done.
-        is_fixed: an object holds these items for good.
-        is_whole: two objects of exactly these classes differ in nothing else.
+        classes: the classes; their subclasses are of this kind, too.
+        read: returns an object's items now; they are compared by identity, or by value if plain.
+        ways: returns the way to each item, for :func:`follow`; None if no item has one.
+        put: puts items back into an object, as far as possible.
+        is_fixed: whether an object's items never change.
+        is_whole: whether objects of exactly these classes have no further state.
     """
 
     classes: tuple[type, ...]
@@ -211,13 +210,13 @@ class Kind:
 
 
 def kinds_of(value: Any) -> Sequence[Kind]:
-    """Returns the rows of the table that an object comes under: none, mostly one, or several."""
+    """Returns the rows of the table for an object: none, mostly one, or several."""
     kind = type(value)
     found = _EXACT.get(kind) if has_plain_class(value) else None
     if found is not None:
         return found
-    # Most objects come under none: ``isinstance`` for each row would ask for ``__class__``, which
-    # runs a configuration's own ``__getattribute__``. A proxy may say it is a list.
+    # Most objects have no row. ``isinstance`` for each row would read ``__class__``, which may run
+    # the object's own ``__getattribute__`` (a configuration); a proxy may say that it is a list.
     is_frank = object.__getattribute__(value, "__class__") is kind
     if is_frank and not issubclass(kind, _CLASSES):
         return ()
@@ -227,7 +226,7 @@ def kinds_of(value: Any) -> Sequence[Kind]:
 
 
 def parts_of(value: Any) -> Sequence[Kind]:
-    """Returns all kinds that an object is watched as: attributes and slots among them."""
+    """Returns all rows for an object, with those for its attributes and slots."""
     found = _EXACT.get(type(value)) if has_plain_class(value) else None
     if found is not None:
         return found
@@ -246,7 +245,7 @@ def parts_of(value: Any) -> Sequence[Kind]:
 
 
 def is_whole(kind: type) -> bool:
-    """Whether rows and attributes show all the state that an object of this class can have."""
+    """Whether rows, attributes and slots show all state of an object of this class."""
     is_number = kind.__module__ == "numpy" and issubclass(kind, np.generic)
     return is_number or all(
         base in _WHOLE or (is_class_statement(base) and is_looked_into(base))
@@ -255,7 +254,7 @@ def is_whole(kind: type) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether an object has state that nothing shows, and that may change unseen."""
+    """Whether an object has state that no row shows, and that may change unnoticed."""
     kind = type(value)
     if isinstance(value, (*_CLOSED, *_NEVER_CHANGED, types.FunctionType)) or kinds_of(value):
         return False
@@ -319,7 +318,7 @@ def _put_cell(cell: types.CellType, items: Sequence[Any]) -> None:
 
 
 def _attribute_names(function: Any) -> list[str]:
-    """Returns the names of a function's attributes, but for what others note there."""
+    """Returns the names of a function's attributes, but for those that libraries add."""
     return [name for name in vars(function) if not name.startswith(_NO_STATE)]
 
 
@@ -340,9 +339,9 @@ def _read_whole_function(function: Any) -> Sequence[Any]:
     return [function.__code__, *defaults, function.__dict__, *(function.__closure__ or ())]
 
 
-# What was put on a function; that another code or default took its place is seen where it runs.
+# The attributes of a function; a new ``__code__`` or default is noticed where the function runs.
 FUNCTION = Kind((types.FunctionType,), _read_function, put=_put_function)
-# All that freezing a function looks at and that can change.
+# Every mutable part of a function that freezing it reads.
 WHOLE_FUNCTION = Kind((types.FunctionType,), _read_whole_function)
 
 
@@ -380,7 +379,7 @@ def _put_entries(value: Any, items: Sequence[Any]) -> None:
 
 
 def put_entries(value: Any, entries: Mapping[Any, Any]) -> None:
-    """Makes a dictionary hold entries; who else reads it finds it emptied only for their order."""
+    """Puts entries into a dictionary, which is emptied on the way only if the order differs."""
     for key in [key for key in value if key not in entries]:
         del value[key]
     if not all(map(operator.is_, value, entries)):
@@ -395,7 +394,7 @@ def _put_factory(value: Any, items: Sequence[Any]) -> None:
 
 
 def _attributes(*names: str) -> Callable[[Any], Sequence[Any]]:
-    """Reads an object's items from attributes that it always has."""
+    """Returns a function that reads an object's items from attributes that it always has."""
     return lambda value: [getattr(value, name) for name in names]
 
 
@@ -410,7 +409,7 @@ def _partial_ways(value: Any) -> Sequence[Way]:
 
 
 def _read_ndarray(value: Any) -> Sequence[Any]:
-    plain = np.asarray(value)  # of a masked array, what is below the mask
+    plain = np.asarray(value)  # of a masked array, the data under the mask
     layout = [value.shape, value.strides, str(value.dtype)]
     # Bytes, since ``==`` finds 0.0 equal to -0.0 and nan unequal to itself.
     return [*layout, *(plain.ravel().tolist() if plain.dtype.hasobject else [plain.tobytes()])]
@@ -422,14 +421,14 @@ def _put_ndarray(value: Any, items: Sequence[Any]) -> None:
         return
     plain = np.asarray(value)
     if plain.dtype.hasobject:
-        # One element more, or numpy would make dimensions of items that are lists.
+        # One more element, or numpy would turn items that are lists into a dimension.
         np.copyto(plain, np.array([*held, None], dtype=object)[:-1].reshape(shape))
     else:
         plain[...] = np.frombuffer(held[0], plain.dtype).reshape(shape)
 
 
 def _put_variable(value: contextvars.ContextVar[Any], items: Sequence[Any]) -> None:
-    if items[0] is not ABSENT:  # only the token of whoever set it could unset it
+    if items[0] is not ABSENT:  # to unset a variable takes the token of the call that set it
         value.set(items[0])
 
 
@@ -446,7 +445,7 @@ def _put_logger(value: logging.Logger, items: Sequence[Any]) -> None:
 
 _TABLES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
-# What is said of these tells all of their value; a class derived from one may hold more beside.
+# These items are the whole value; an object of a subclass may have attributes, too.
 _VALUES = tuple(
     Kind((cls,), read, is_fixed=True, is_whole=True)
     for cls, read in (
@@ -485,7 +484,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 _CLASSES = tuple(dict.fromkeys(cls for kind in KINDS for cls in kind.classes))
-# Of classes without attributes of their own, the rows are known once and for all.
+# For classes whose objects have no ``__dict__``, the rows are looked up once.
 _EXACT: dict[type, tuple[Kind, ...]] = {
     cls: tuple(kind for kind in KINDS if issubclass(cls, kind.classes))
     for cls in _CLASSES
@@ -498,15 +497,15 @@ _WHOLE = (*TRANSPARENT, *(cls for kind in KINDS if kind.is_whole for cls in kind
 
 
 def function_parts(function: types.FunctionType) -> list[Any]:
-    """Returns what a function is made of besides code and names."""
+    """Returns the parts of a function besides code and names."""
     captured = [cell_contents(cell) for cell in function.__closure__ or ()]
     attributes = {name: vars(function)[name] for name in _attribute_names(function)}
     return [*captured, function.__defaults__, function.__kwdefaults__, attributes]
 
 
 def attribute_parts(value: Any) -> list[tuple[str, Way, Any]]:
-    """Returns the name of each attribute that an object itself holds, the way to it, and it."""
-    # The attributes of a class that only rows read (of functools, logging) are the library's own.
+    """Returns the name, the way and the value of each attribute that an object itself holds."""
+    # Attributes of functools' and logging's objects are the library's own: only rows read them.
     if not is_looked_into(type(value)):
         return []
     slots = ((slot.__name__, slot_contents(slot, value)) for slot in slots_of(type(value)))
@@ -518,7 +517,7 @@ def attribute_parts(value: Any) -> list[tuple[str, Way, Any]]:
 
 
 def reachable(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields all that some values lead to, however held: in Python, in C, by a weak reference."""
+    """Yields all that values lead to, whether held in Python, in C or by a weak reference."""
     todo, seen = list(values), set[int]()
     while todo:
         value = todo.pop()
@@ -531,7 +530,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, types.FunctionType):
             todo += function_parts(value)
         elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and BUILTINS in value):
-            # All that C holds, too, which no row of the table says.
+            # What C code holds, too, which no row shows.
             todo += gc.get_referents(value)
             if isinstance(value, weakref.ReferenceType):
                 todo.append(value())
@@ -540,7 +539,7 @@ def reachable(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def follow(value: Any, way: Way) -> Any:
-    """Returns what an object leads to on one of the ways above."""
+    """Returns what a way leads to in an object."""
     sort, name = way
     if sort == "part":
         return getattr(value, name)

@@ -1,8 +1,8 @@
 """The process that lazyinline runs in: its PyTorch and Python, the files of lazyinline, its forks.
 
-The oldest and newest versions agree with pyproject.toml (a test compares them); pip holds to them,
-but not everybody installs with pip, and a name of PyTorch that moved would fail far from its cause.
-The cache goes by what the files of lazyinline hold, and frames of its own are known by their path.
+The oldest and newest versions are those of pyproject.toml (a test compares them). pip checks them,
+but not everybody installs with pip, and a PyTorch name that moved would fail far from its cause.
+Keys of the cache include a digest of lazyinline's files; its own frames are known by their path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEWEST_PYTHON = (3, 14)
 
 
 def check_supported() -> None:
-    """Asks for the interpreter and the PyTorch that run.
+    """Checks the versions of Python and PyTorch; warns where they are newer than tested.
 
     Raises:
         LazyInlineError: for a free-threaded Python, and for a PyTorch that is too old.
@@ -68,8 +68,8 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # at the line that imports lazyinline
 
 
-# Named one by one: in a checkout they lie next to tests, examples and whatever else a user put
-# there, and code that is taken for ours is not watched.
+# Listed by name: a checkout also holds tests, examples and a user's own files, and what code reads
+# is not recorded if it is taken for ours.
 FOLDERS = ("autodiff", "backend", "frontend", "pipeline_parallel", "recompute", "reuse")
 
 
@@ -81,7 +81,7 @@ def package_root() -> Path:
 
 
 def own_places(root: Path | None = None) -> tuple[str, ...]:
-    """Returns how the paths of our files begin: of all of them, and of no others."""
+    """Returns the path prefixes of our files: every file of ours has one, and no other file."""
     root = root or package_root()
     if (root / "__init__.py").is_file():  # installed: the root is the package itself
         return (f"{root}{os.sep}",)
@@ -110,12 +110,12 @@ def code_digest(root: Path) -> str:
 
 @functools.cache
 def package_digest() -> str:
-    """Returns a digest of this package's code: another version makes other results."""
+    """Returns a digest of this package's code, for cache keys: other code may compile otherwise."""
     return code_digest(package_root())
 
 
 class ProcessLock:
-    """One lock in each process: a child has only the thread that forked it.
+    """A lock per process: a forked child gets a free one, as the thread that held it is gone.
 
     Args:
         make: makes the lock of a process.

@@ -1,8 +1,7 @@
 """Adapter: the few private PyTorch names that the core needs, of tensors, operators and graphs.
 
-The Python code of a graph module is written when somebody runs it, which few need. Passes make and
-change dozens of graphs for each one that runs, and to write a graph as Python and compile that
-takes as long as to make it.
+A graph module's Python code is generated when it first runs. Passes make and change dozens of
+graphs for each one that runs, and to generate and compile the code takes as long as to make one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _FEW_BYTES = 64
 OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-"""Views by nature; the schema of the second does not say so."""
+"""Both return views, though the schema of the second does not say so."""
 
 CALL_SLOT = "_compiled_call_impl"
 """Where a module's ``__call__`` looks first for something compiled (``nn.Module.compile``)."""
 
 MARKED_BY_DYNAMO = "___needs_generation_tag_patch"
-"""Attribute that the first ``torch.compile`` of a process leaves in ``nn.Module``."""
+"""Attribute that the first ``torch.compile`` of a process adds to ``nn.Module``."""
 
 
 @functools.cache
@@ -61,41 +60,41 @@ def operator_as_printed(name: str) -> Any:
             return found
         if is_last or not name.startswith(("prims.", "inductor.")):
             return None
-        # Inductor adds some as it is imported, which is dear.
+        # Inductor defines some when it is imported, which is slow.
         importlib.import_module("torch._inductor.inductor_prims")
 
 
 def memory_id(tensor: torch.Tensor) -> int:
-    """Returns a number that two tensors share exactly while they share memory."""
+    """Returns the identity of a tensor's storage: equal for two tensors if they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns what Python put on a tensor; what Dynamo notes on it is no part of a model."""
+    """Returns a tensor's Python attributes, without Dynamo's, which are not the model's."""
     held = vars(tensor)
     return {name: held[name] for name in held if not name.startswith("_dynamo_")} if held else held
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds other numbers than it does, or is none (lazy zeros)."""
+    """Whether a tensor's values differ from its memory: conjugated, negated, or lazy zeros."""
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def bytes_if_known(tensor: torch.Tensor) -> Any:
-    """Returns what a fake tensor knows of its numbers, to be compared; None if it knows nothing."""
+    """Returns a fake tensor's constant value, in a form to compare; None if it has none."""
     constant = getattr(tensor, "constant", None)
     if constant is None:
         return None
     memory = constant.untyped_storage()
     if memory.device.type != "cpu" or memory.nbytes() > _FEW_BYTES:
         return id(constant)
-    return ctypes.string_at(memory.data_ptr(), memory.nbytes())  # no operator, which a trace sees
+    return ctypes.string_at(memory.data_ptr(), memory.nbytes())  # not an operator: a trace sees it
 
 
 def new_cpu_tensor(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns a tensor to be filled in, as Inductor's kernels get theirs: past the dispatcher."""
+    """Returns an uninitialized tensor, allocated as for Inductor's kernels: without dispatch."""
     return torch._C._dynamo.guards._empty_strided_cpu(shape, stride, dtype)  # type: ignore[attr-defined]
 
 
@@ -120,7 +119,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Returns the same for each of some tensors, without Python between them."""
+    """Returns the versions of several tensors, by one loop in C."""
     return list(map(_VERSION, tensors))
 
 
@@ -132,10 +131,10 @@ _NEW_PATCHER = torch.fx._symbolic_trace._new_patcher
 
 @contextmanager
 def modules_left() -> Iterator[None]:
-    """Has the next trace of this thread leave ``nn.Module``'s call: ``make_fx`` sees operators.
+    """Keeps this thread's next trace from patching ``nn.Module``: ``make_fx`` does not need it.
 
-    To exchange a method of a class, Python walks its subclasses, which takes milliseconds where a
-    process has thousands, four times for each trace.
+    To patch a method of a class, Python walks its subclasses, which takes milliseconds where a
+    process has thousands of them, four times for each trace.
     """
     thread = threading.get_ident()
 
@@ -143,7 +142,7 @@ def modules_left() -> Iterator[None]:
     def without_methods() -> Iterator[Any]:
         with _NEW_PATCHER() as patcher:
             if threading.get_ident() == thread:
-                put_back()  # a trace that the traced Python makes is one of modules
+                put_back()  # a trace inside the traced code may need the patches
                 patcher.patch_method = lambda *_, **__: None  # type: ignore[method-assign]
             yield patcher
 
@@ -158,7 +157,7 @@ def modules_left() -> Iterator[None]:
 
 
 def matmul_precision() -> tuple[str, str]:
-    """Returns how exact float32 products are on CUDA and on CPU, however that was set."""
+    """Returns the precision of float32 matmuls on CUDA and on CPU, by whichever setting."""
     # ``torch.get_float32_matmul_precision`` raises after a setting by ``fp32_precision``. Where
     # nothing was set ("none") products are exact ("ieee").
     of = torch._C._get_fp32_precision_getter
@@ -181,28 +180,28 @@ _GLOBAL_HOOKS = {
 
 
 def module_of(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:
-    """Wraps a graph.
+    """Wraps a graph in a module whose code is generated when it first runs.
 
     Args:
-        graph: what it runs.
+        graph: the module's graph.
         root: holds the attributes that the graph reads, if it reads any.
     """
     return _LazyGraphModule(torch.nn.Module() if root is None else root, graph)
 
 
 def lazy_modules() -> AbstractContextManager[None]:
-    """Within it what PyTorch traces is lazy, too, as it is where PyTorch compiles."""
+    """Makes the modules that PyTorch traces inside lazy, too, as in PyTorch's own compiles."""
     return _use_lazy_graph_module(True)
 
 
 @contextmanager
 def wrapped_globals_left() -> Iterator[Callable[[], None]]:
-    """Has a tracer that starts inside leave the globals that ``torch.fx.wrap`` marks.
+    """Keeps a tracer that starts inside from patching the globals that ``torch.fx.wrap`` marks.
 
-    It would exchange them while it runs, so that the traced Python finds others than a later run.
+    Patched, the traced Python would read other globals than a later run.
 
     Yields:
-        What is called once it has started: a trace that the traced Python makes exchanges them.
+        A function to call once the tracer has started: traces inside the traced Python may patch.
     """
     table = _wrapped_fns_to_patch
     held = dict(table)

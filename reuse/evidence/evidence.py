@@ -6,11 +6,11 @@ instance's Python read:
 
 * the structure of its module tree: classes, children, parameters and buffers (layout, dtype,
   requires_grad, and which of them are one tensor), train/eval modes, hooks;
-* which ways to a tensor led to one: a list may hold a parameter of the block;
+* which paths lead to one and the same tensor: a list may hold a parameter of the block;
 * every attribute read on a module of the tree, and on modules outside it;
 * globals and closure cells of every function that ran, and of an object or class found there, the
   attributes that the function names;
-* for a block called inside, that block's own evidence, at the same place.
+* the evidence of each block called inside, at the same path.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ Held = Literal["same", "changed"]
 
 
 class _Own(NamedTuple):
-    """An attribute in the instance's tree.
+    """An attribute that was read in the instance's tree.
 
-    ``settled``: its value freezes to the same while what was looked into is unchanged.
-    ``compared``: the structure says nothing of it. ``tests``: all that was asked of an index.
+    ``is_covered``: while the snapshot is unchanged, its value freezes to the same.
+    ``compared``: it is not part of the structure, so it is compared here. ``tests``: of an index,
+    the comparisons that were made with it.
     """
 
     path: str
@@ -57,19 +58,19 @@ class _Own(NamedTuple):
     frozen: Any
     where: Where
     value: Any
-    settled: bool
+    is_covered: bool
     compared: bool
     tests: tuple[tuple[str, int, bool], ...] | None = None
 
 
 class _Outside(NamedTuple):
-    """A global, an attribute of something outside, or a captured variable."""
+    """A global, an attribute of an object outside the tree, or a captured variable."""
 
     what: str
     now: Callable[[], Any]
     frozen: Any
     value: Any
-    settled: bool
+    is_covered: bool
 
 
 class Evidence:
@@ -86,8 +87,8 @@ class Evidence:
         self._paths = module_paths(places)
         self._structure = structure_of(places)
         self._tensor_paths: dict[int, TensorPath] = {}
-        self._aliases: list[tuple[TensorPath, TensorPath]] = []  # two ways to one tensor
-        # Alive, or another tensor could get the ``id`` of one in the table.
+        self._aliases: list[tuple[TensorPath, TensorPath]] = []  # two paths to one tensor
+        # Kept alive, or another tensor could get the ``id`` of one in the table.
         self._keep: list[torch.Tensor] = []
         self._attributes: list[_Own] = []
         self._held = Snapshot(WHOLE_FUNCTION)
@@ -119,15 +120,15 @@ class Evidence:
                 for inner in evidence.tensor_ways:
                     way = (".".join(p for p in (path, inner[0]) if p), *inner[1:])
                     self._note_way(follow_tensor_path(root, way), way)
-        # A block that reaches itself from outside finds what another instance would not.
+        # A block may find itself outside, in a global list of layers: another instance would not.
         self._seen_outside = self._modules_seen_outside(reads.walked.values())
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
 
     def _known(self, what: str, now: Callable[[], Any], frozen: Any) -> _Outside:
         value = now()
-        return _Outside(what, now, frozen, value, self._settles(value, frozen))
+        return _Outside(what, now, frozen, value, self._is_covered(value, frozen))
 
-    def _settles(self, value: Any, frozen: Any) -> bool:
+    def _is_covered(self, value: Any, frozen: Any) -> bool:
         return isinstance(frozen, Identity) or self._held.covers(value)
 
     def _modules_seen_outside(self, walked: Iterable[nn.Module]) -> dict[int, str]:
@@ -159,11 +160,11 @@ class Evidence:
                 self._external.append((module, name, snapshot(value)))
                 continue
             frozen, is_module = freeze(value, (path, name)), isinstance(value, nn.Module)
-            settled = not is_module and self._settles(value, frozen)
+            is_covered = not is_module and self._is_covered(value, frozen)
             in_tree = where in ("_parameters", "_buffers") or (is_module and where != "")
             index = reads.indexes.get((id(module), name))
             tests = None if index is None else tests_of(index)
-            row = _Own(path, name, frozen, where, value, settled, not in_tree, tests)
+            row = _Own(path, name, frozen, where, value, is_covered, not in_tree, tests)
             self._attributes.append(row)
         # All tensors of the tree, read or not: a list that is read may hold one of them.
         for path, module in walk_modules(root):
@@ -185,7 +186,7 @@ class Evidence:
 
     @property
     def tensor_ways(self) -> Iterable[TensorPath]:
-        """How the traced instance reached its tensors, one way for each."""
+        """How the traced instance reached its tensors, one path for each."""
         return self._tensor_paths.values()
 
     def tensor_path(self, tensor: torch.Tensor) -> TensorPath | None:
@@ -193,7 +194,7 @@ class Evidence:
         return self._tensor_paths.get(id(tensor))
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
-        """Whether the evidence pins this very tensor (a global, or another module's attribute)."""
+        """Whether another instance must find this very tensor: a global, say."""
         pin = Identity(tensor)
         names = [f for _, _, f in self._external] + [f for _, _, f in self._globals]
         return pin in names or any(pin == expected for _, expected, _ in self._cells)
@@ -216,7 +217,7 @@ class Evidence:
     def mismatch_at(self, places: Places) -> str:
         """Does the same for the module tree of an instance of the right class."""
         modules = dict(places)
-        # While nothing looked into has changed, most rows agree by identity.
+        # While the snapshot is unchanged, most rows agree by identity.
         held: Held = "same" if self._held.same() else "changed"
         return (
             structure_mismatch(self._structure, structure_of(places))
@@ -247,7 +248,7 @@ class Evidence:
         return ""
 
     def _alias_mismatch(self, places: Places) -> str:
-        """Says which two ways led to one tensor and do not here: a list may hold a parameter."""
+        """Names two paths that led to one tensor in the traced instance, and do not in this one."""
         root = places[0][1]
         for first, second in self._aliases:
             if follow_tensor_path(root, first) is not follow_tensor_path(root, second):
@@ -263,7 +264,7 @@ class Evidence:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
         for row in self._outside:
             now = row.now()
-            known = held == "same" and row.settled and now is row.value
+            known = held == "same" and row.is_covered and now is row.value
             if not (known or same_shallow(now, row.frozen)):
                 return f"{row.what} changed between the calls"
         return ""
@@ -288,18 +289,18 @@ class Evidence:
 
 
 def _frozen_tensor(tensor: torch.Tensor, keys: TensorPath) -> Any:
-    """Returns what another instance's tensor must agree in; itself, where no way leads to it."""
+    """Returns the facts that another tensor must match; the tensor if no path leads to it."""
     return Identity(tensor) if NO_WAY in keys else tensor_facts(tensor)
 
 
 def _surely_agrees(row: _Own, module: nn.Module) -> bool:
-    """Whether an instance's attribute agrees at a glance, while nothing looked into changed."""
+    """Whether an attribute agrees without freezing it, while the snapshot is unchanged."""
     where, value = find_attribute(module, row.name)
     if where != row.where:
         return False
-    if value is row.value and row.settled:
+    if value is row.value and row.is_covered:
         return True
-    # The structure has compared it, unless it is what the class has.
+    # The structure has compared it, unless it is a class attribute.
     is_in_structure = not row.compared and (where != "class" or value is row.value)
     return is_in_structure or (type(value) in _NUMBERS and same_value(value, row.value))
 

@@ -5,9 +5,9 @@ of its own. After it returns, ``gc.get_referents(frame)`` shows the function (Py
 later), so frames are held until then. On 3.10 functions are searched for by their code. A function
 that is gone when the run ends, such as a comprehension, does not matter: nobody can call it again.
 
-An address, a hash, a weak reference or a function that remembers its results gives another answer
-for each object, which no comparison of what they hold can see. A forward that goes such a way runs
-eagerly.
+``id``, ``hash``, a weak reference or a function that caches its results gives another result for
+each object, even for equal ones, so no comparison of contents can stand for it. A forward that uses
+one runs eagerly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def globals_read(code: types.CodeType) -> tuple[str, ...]:
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names that a function reads or sets among its globals."""
     used = _arguments(code, _LOADS | _STORES)
-    return tuple(name for name in used if name[0] != "@")  # as pytest writes into an ``assert``
+    return tuple(name for name in used if name[0] != "@")  # pytest adds such to an ``assert``
 
 
 def modules_imported(code: types.CodeType) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def modules_imported(code: types.CodeType) -> tuple[str, ...]:
 def captured_set(code: types.CodeType) -> frozenset[str]:
     """Returns the captured variables that a function, or one that it makes, sets (``nonlocal``).
 
-    By ``cell_contents`` it sets those of any function.
+    An assignment to ``cell_contents`` may set those of any function.
     """
     names = set(_arguments(code, _CAPTURED_STORES))
     for inner in code.co_consts:
@@ -66,7 +66,7 @@ def captured_set(code: types.CodeType) -> frozenset[str]:
 
 
 def texts_of(code: types.CodeType) -> list[str]:
-    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like."""
+    """Returns the strings in a function: names for ``getattr``, ``globals()[...]`` and the like."""
     return list(_texts_in(code.co_consts))
 
 
@@ -74,8 +74,8 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
     for constant in constants:
         if type(constant) is str:
             yield constant
-        # Versions of Python differ in what they put into tuples: a loop's texts, a dictionary's
-        # keys.
+        # Versions of Python differ in which strings they put into tuples: of a loop, say, or the
+        # keys of a dictionary.
         elif type(constant) in (tuple, frozenset):
             yield from _texts_in(constant)
 
@@ -86,9 +86,9 @@ def _arguments(code: types.CodeType, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-# What tells equal objects apart, or shows attributes past the read of one.
+# Builtins that tell equal objects apart, or show attributes without reading them one by one.
 _BUILTINS = ("id", "hash", "dir")
-# ``type`` itself, or what has it, by any name: of a traced tensor it tells another class.
+# ``type`` under any name, or a module that has it: it shows the class of a traced tensor.
 _LEAKS = {
     **dict.fromkeys((id(type), id(builtins)), "type() under another name, or builtins"),
     **{id(getattr(builtins, name)): f"{name}()" for name in _BUILTINS},
@@ -104,23 +104,24 @@ _LRU_CACHE = type(functools.lru_cache(len))
 
 
 def leaks_by_call(frame: types.FrameType) -> bool:
-    """Whether it is for who calls, and with what, to say if a function tells objects apart."""
+    """Whether a function tells objects apart only for some callers and arguments."""
     return frame.f_globals.get("__name__") in (*_WEAK, "copy")
 
 
 def identity_leak_of(frame: types.FrameType, owner: Any) -> str:
-    """Names what a function that begins uses, and that differs between equal objects, or "".
+    """Names what a starting function uses that differs between equal objects; "" if nothing.
 
     Args:
         frame: the function's.
         owner: its first argument.
     """
     code, scope = frame.f_code, frame.f_globals
-    if scope.get("__name__") == "copy":  # addresses only say what it has copied already
+    if scope.get("__name__") == "copy":  # it uses addresses only as keys of what it has copied
         is_whole = any(isinstance(value, nn.Module) for value in frame.f_locals.values())
         return "a copy of a module" if is_whole else ""
     if leaks_by_call(frame) and code.co_varnames[:1] == ("self",):
-        # No callback of one that died, which runs anywhere; nor what finds a function by a class.
+        # Neither the callback of a dead reference, which runs at any time, nor singledispatch,
+        # which finds a function by a class.
         is_dispatch = frame.f_back is not None and frame.f_back.f_code is _DISPATCH
         return "" if is_dispatch else "weak references"
     names = _leaks_in(code)
@@ -163,7 +164,7 @@ def _leads_to_model(keys: Iterable[Any]) -> bool:
     )
 
 
-# Frames hold their variables, tensors among them, so only so many wait for their end.
+# A frame keeps its variables alive, tensors among them, so only so many are held.
 _MAX_FRAMES = 64
 
 
@@ -180,7 +181,7 @@ class Closures:
         self._frames.append(frame)
         if len(self._frames) > _MAX_FRAMES:
             self.release()
-        if len(self._frames) > _MAX_FRAMES:  # they tell nothing, so their code has to do
+        if len(self._frames) > _MAX_FRAMES:  # all still run: keep their code instead
             self._codes.update(_codes_of(self._frames))
             self._frames = []
 
@@ -197,7 +198,7 @@ class Closures:
         return [function for found in self._found.values() if (function := found()) is not None]
 
     def absorb(self, later: Closures) -> None:
-        """Takes over what ran since the last frame noted here."""
+        """Adds what another record noted later."""
         later.release()
         self._frames += later._frames
         self._codes.update(later._codes)
@@ -205,7 +206,7 @@ class Closures:
         self.release()
 
     def release(self) -> None:
-        """Lets go of the frames that have ended, which hold all that was in their variables."""
+        """Drops the frames that have ended, which keep their variables alive."""
         running = []
         for frame in self._frames:
             function = _function_of(frame)
@@ -216,8 +217,8 @@ class Closures:
         self._frames = running
 
     def _find_by_code(self, wanted: dict[int, types.CodeType]) -> None:
-        """Takes all functions of the code of frames that do not tell: running ones, generators."""
-        # It looks at every object of the process: once for all codes, and only for these frames.
+        """Finds functions by their code, for frames that still run, as those of generators."""
+        # This searches every object of the process: once for all codes, and only for these frames.
         for function in gc.get_referrers(*wanted.values()):
             if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
                 self._found[id(function)] = weakref.ref(function)
@@ -237,7 +238,7 @@ def _codes_of(frames: Iterable[types.FrameType]) -> dict[int, types.CodeType]:
 
 
 def _function_of(frame: types.FrameType) -> types.FunctionType | None:
-    """Returns what an ended frame ran; what else it refers to may be any function."""
+    """Returns the function that an ended frame ran: the frame may refer to others, too."""
     for found in gc.get_referents(frame):
         if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
             return found

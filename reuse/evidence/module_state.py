@@ -66,18 +66,18 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def has_hooks(module: nn.Module, kind: HookKind) -> bool:
-    """Whether hooks run in a module's ``"forward"``, or ``"backward"``: its own, or everybody's."""
+    """Whether a module's ``"forward"`` or ``"backward"`` runs hooks, its own or global ones."""
     return has_own_hooks(module, kind) or any(global_hook_tables(kind))
 
 
 def has_own_hooks(module: nn.Module, kind: HookKind) -> bool:
-    """Whether hooks were put on this very module."""
+    """Whether a module has hooks of its own."""
     state = module_state(module)
     return any(kind in table and state.get(table) for table in HOOK_TABLES)
 
 
 def own_hooks(module: nn.Module, kind: HookKind) -> list[int]:
-    """Returns the numbers under which PyTorch keeps the hooks on this very module."""
+    """Returns the numbers under which PyTorch keeps a module's own hooks."""
     state = module_state(module)
     return [number for table in HOOK_TABLES if kind in table for number in state.get(table, ())]
 
@@ -86,13 +86,13 @@ TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the a
 
 
 def tensor_facts(tensor: torch.Tensor) -> Any:
-    """Returns what a trace sees of a tensor, but its values."""
+    """Returns all that a trace can see of a tensor, except its values."""
     facts = (type(tensor), TensorType.of(tensor), tensor.requires_grad)
     return (*facts, _attributes_of(tensor) if tensor.__dict__ else ())
 
 
 def _attributes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what Python put on a tensor: ``weight.scale = 2.0``."""
+    """Returns the Python attributes of a tensor, as of ``weight.scale = 2.0``, frozen."""
     freeze = Freezer(on_tensor=lambda inner, keys: Identity(inner)).freeze
     return tuple((name, freeze(value)) for name, value in sorted(tensor.__dict__.items()))
 
@@ -136,7 +136,7 @@ def structure_of(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
 
 
 def structure_mismatch(expected: list[tuple[Any, ...]], found: list[tuple[Any, ...]]) -> str:
-    """Says where two descriptions differ, or nothing."""
+    """Says where two descriptions differ; empty if they are equal."""
     if expected == found:
         return ""
     labels = (
@@ -168,7 +168,7 @@ def _name_tensor(label: str, expected: Any, found: Any) -> str:
 
 
 def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
-    """Returns the tensor that another instance reaches in the same way."""
+    """Returns the tensor at a path in another instance."""
     module = root
     for name in path[0].split(".") if path[0] else ():
         module = module_state(module)["_modules"][name]

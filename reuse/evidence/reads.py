@@ -40,18 +40,18 @@ from .functions import (
 from .module_state import Where, find_attribute, module_state
 from .slots import OpenIndex, SlotReads
 
-# State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
-# and what it runs at each call.
+# State of nn.Module itself, which the structure of a tree and the guard compare where it matters,
+# and the methods that run at each call.
 NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_call_impl",
     "_compiled_call_impl",
     "_slow_forward",
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
-# What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
+# The functions that a read of os.environ runs. They capture the encoding, which never changes.
 _CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
 _ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
-# What a look-up in os.environb runs, by a name that is no text.
+# The functions that a read of os.environb runs, whose names are bytes.
 _BYTES_CODES = frozenset(
     [os.environb.encodekey.__code__] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
 )
@@ -62,21 +62,21 @@ _PLAIN = (*_DATA, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
 _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
 _GETTERS_IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
-# Data outside may be a library's whole registry: past so many objects, identity has to do.
+# Data outside may be a library's whole registry: more objects than this compare by identity.
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=256)
 
 
-_Seen = dict[int, tuple[int, Any]]  # how deep a walk has come to an object, and the object
+_Seen = dict[int, tuple[int, Any]]  # the least depth at which a walk met an object, and the object
 
 
 class AttributeRead(NamedTuple):
     """An attribute of a module when it was first read.
 
     Attributes:
-        module: whose.
-        table: the dictionary of the module's that holds it, or would.
-        value: what that held, or ABSENT.
-        frozen: what the module and its class held, for another instance.
+        module: the module.
+        table: the module's dictionary that holds it, or would.
+        value: what the dictionary held, or ABSENT.
+        frozen: the frozen value, of the module or its class, to compare another instance with.
     """
 
     module: nn.Module
@@ -100,13 +100,13 @@ class Reads:
     """Holds what the Python of an instance, or of the whole model, reads while it runs.
 
     Attributes:
-        contents: what the attributes of modules held then, in the whole run.
-        seen: called with each value outside, once.
-        functions: the code and scope of those that ran.
-        owners: of what was found outside, by ``id``, in the whole run.
+        contents: a snapshot of what the modules' attributes held, in the whole run.
+        seen: called once with each value that is read outside the model.
+        functions: the code and scope of the functions that ran.
+        owners: ``id`` of each object outside whose attribute was read, in the whole run.
         walked: the modules whose children or tensors were looked through.
-        slots: what it did to objects among its arguments, if there are any.
-        indexes: numbers of modules that it was handed as indexes.
+        slots: what was read and written of objects among the arguments, if there are any.
+        indexes: attributes of modules that were read as an :class:`OpenIndex`.
         is_root: whether these are the whole model's, which no other instance is compared with.
     """
 
@@ -122,15 +122,15 @@ class Reads:
     nested: list[tuple[nn.Module, _BlockEvidence]] = field(default_factory=list)
     walked: dict[int, nn.Module] = field(default_factory=dict)
     closures: Closures = field(default_factory=Closures)
-    _held: Snapshot = field(default_factory=Snapshot)  # by a block's attributes
+    _held: Snapshot = field(default_factory=Snapshot)  # what a block's attributes hold
 
     def of_block(self) -> Reads:
-        """Returns what a block inside will have read."""
+        """Returns an empty record, for a block that is called inside."""
         return Reads(self.contents, self.seen, self.owners)
 
     def absorb(self, inner: Reads) -> None:
-        """Takes over what a block read that ran inside: what was read here before came first."""
-        # The first read of a place counts, and stays first.
+        """Adds the reads of a block that ran inside."""
+        # Where both read one place, the earlier read, of ``self``, counts and stays first.
         self.attributes = {**self.attributes, **inner.attributes, **self.attributes}
         self.functions |= inner.functions
         self.globals = {**self.globals, **inner.globals, **self.globals}
@@ -139,7 +139,7 @@ class Reads:
         self.closures.absorb(inner.closures)
 
     def knows(self, module: nn.Module, name: str) -> bool:
-        """Whether there is nothing to note where an attribute of a module is read."""
+        """Whether a read of a module's attribute needs no note: known, or never noted."""
         if name in NOT_NOTED:
             if name in _CHILDREN:
                 self.walked[id(module)] = module
@@ -157,7 +157,7 @@ class Reads:
     def like(
         self, reads: Iterable[tuple[str, str, Where]], modules: Mapping[str, nn.Module]
     ) -> None:
-        """Notes what an instance would have read that is like a traced one."""
+        """Notes what an instance that shares a closure would have read: its Python does not run."""
         for path, name, where in reads:
             module = modules[path]
             if (id(module), name) not in self.attributes:
@@ -175,20 +175,20 @@ class Reads:
         self.attributes[id(module), name] = AttributeRead(module, table, own, frozen)
 
     def _look_for_holders(self, value: Any) -> None:
-        """Notes what classes and modules hold that an attribute of a block leads to."""
+        """Notes attributes of the classes and modules that an attribute of a block leads to."""
         known = len(self._held.holders)
         self._held.look_into(value)
         for holder in [*self._held.holders.values()][known:]:
             self._holder(holder, self.names())
 
     def _holder(self, holder: Any, names: Iterable[str]) -> None:
-        """Notes names of a class or module; of a class that objects have, plain data alone."""
+        """Notes attributes of a class or module by name; of an object's class, plain data alone."""
         if id(holder) in self._held.classes:
             names = [name for name in names if type(look_up(holder, name)) in _PLAIN]
         self._named_attributes(holder, tuple(names), _MAX_OUTSIDE_DEPTH - 1)
 
     def _found(self, value: Any) -> None:
-        """Refuses a value that code has found and by which it may tell equal objects apart."""
+        """Refuses a value by which code may tell equal objects apart, such as ``id``."""
         self.contents.refuse_use(identity_leak_through(value))
 
     def function(self, frame: types.FrameType) -> None:
@@ -202,7 +202,7 @@ class Reads:
             self.contents.unreadable.append("reads os.environb")
         if code.co_freevars and code not in _ENVIRONMENT_CODES:
             self.closures.ran(frame)
-        # Code that ran before reads the same names; its object and variables were noted above.
+        # Code that ran before reads the same names; its new object and variables are noted above.
         if (code, id(scope)) in self.functions:
             return
         self.contents.refuse_use(identity_leak_of(frame, owner))
@@ -226,8 +226,8 @@ class Reads:
             self._found(sys.modules.get(name))
             self._named_attributes(sys.modules.get(name), code.co_names, 0, seen)
         for value in captured:
-            # A cache to which nothing outside has led is given, or made in the run: a part of a
-            # method of its own captures it, as in ``any(x.is_full for x in self.layers)``.
+            # A cache that was not found outside is an argument, or made in the run; a generator in
+            # one of its own methods captures it: ``any(x.is_full for x in self.layers)``.
             is_known = id(value) in self.owners or self.contents.has_met(value)
             if is_container(value) and not is_known:
                 continue
@@ -235,7 +235,10 @@ class Reads:
             self._named_attributes(value, code.co_names, 0, seen)
 
     def _modules_named(self, code: types.CodeType, scope: Any, owner: Any) -> list[str]:
-        """Returns the modules that a function may import, or find among all; refuses others."""
+        """Returns modules that a function may import or find in ``sys.modules``.
+
+        Refuses a function that computes their names.
+        """
         own = [scope.get("__name__")] * ("__name__" in code.co_names)
         if "__module__" in code.co_names:
             own += [kind.__module__ for kind in type(owner).__mro__]
@@ -249,21 +252,21 @@ class Reads:
         return [(owner, name) for (_, name), (owner, _) in self.globals.items()]
 
     def names(self) -> set[str]:
-        """Returns every name that the functions which ran may look up, written out or as a text."""
+        """Returns every name that the functions which ran may look up, as code or as a string."""
         found: set[str] = set()
         for code, _ in self.functions:
             found.update(code.co_names, filter(str.isidentifier, texts_of(code)))
         return found
 
     def environment(self) -> list[str]:
-        """Returns the texts that may name environment variables, if any variable was read."""
+        """Returns the strings that may name environment variables, if any variable was read."""
         if all(code not in _ENVIRONMENT_CODES for code, _ in self.functions):
             return []
         return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
-        # This method, whatever its code is called, may be an operator of its object's.
+        # The method may be one of the object's operators, whatever name its code has.
         operators = tuple(operators_of(type(owner)))
         self._named_attributes(type(owner), operators, _MAX_OUTSIDE_DEPTH - 1)
         if isinstance(owner, nn.Module):
@@ -275,8 +278,8 @@ class Reads:
         self, owner: Any, name: str, names: tuple[str, ...], depth: int, seen: _Seen
     ) -> None:
         value = look_up(owner, name)
-        # PyTorch's modules enter classes there as they are imported, a compile imports some, and
-        # ``copy.copy`` looks up the one class that it copies.
+        # Modules of PyTorch add classes to ``dispatch_table`` when they are imported, a compile
+        # imports some, and ``copy.copy`` looks up only the class that it copies.
         if is_own_patch(value) or value is copyreg.dispatch_table:
             return
         if (id(owner), name) not in self.globals:
@@ -302,7 +305,7 @@ class Reads:
     def _named_attributes(
         self, owner: Any, names: tuple[str, ...], depth: int, seen: _Seen | None = None
     ) -> None:
-        # Members of an enumeration lead to their class, and that to them, by ever more ways.
+        # Enum members lead to their class and back, so a walk could go in circles.
         seen = {} if seen is None else seen
         if seen.get(id(owner), (_MAX_OUTSIDE_DEPTH + 1, owner))[0] <= depth:
             return
@@ -316,7 +319,7 @@ class Reads:
 
 
 def _value_at(module: nn.Module, name: str, where: Where) -> Any:
-    """Returns what a module holds at a place that is known; nothing of its class."""
+    """Returns what a module holds at a known place; ABSENT for an attribute of its class."""
     state = module_state(module)
     return ABSENT if where == "class" else (state[where] if where else state).get(name, ABSENT)
 
@@ -334,19 +337,19 @@ def look_up(owner: Any, name: str) -> Any:
     for kind in type(owner).__mro__:  # of a class, its metaclass
         if kind is not type and name in kind.__dict__:
             value = kind.__dict__[name]
-            # A getter in C shows state of the object; any other entry of a class is state as it is.
+            # A getter in C shows state of the object; any other entry of a class is itself state.
             is_state = isinstance(value, _GETTERS_IN_C) and not name.startswith("__")
             return getattr(owner, name, ABSENT) if is_state else value
     return ABSENT
 
 
 def snapshot(value: Any) -> Any:
-    """Freezes a value without regard to where it sits, to notice that it changed meanwhile."""
+    """Freezes a value, wherever it is held, to notice a later change."""
     return Freezer(on_tensor=lambda t, keys: Identity(t)).freeze(value)
 
 
 def shallow_snapshot(value: Any) -> Any:
-    """Freezes data by content, as far as it is small; functions and the like by identity."""
+    """Freezes small data by content; functions and all other objects by identity."""
     if isinstance(value, contextvars.ContextVar):
         return ("context variable", shallow_snapshot(value.get(ABSENT)))
     if type(value) in _PLAIN or _is_data(value):
@@ -358,14 +361,14 @@ def shallow_snapshot(value: Any) -> Any:
 
 
 def same_shallow(value: Any, expected: Any) -> bool:
-    """Whether a value is what :func:`shallow_snapshot` saw."""
+    """Whether a value still equals its :func:`shallow_snapshot`."""
     if isinstance(expected, Identity):
         return expected.target is value
     return bool(shallow_snapshot(value) == expected)
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is an object of a user's class, or of the library's for plain data."""
+    """Whether a value is an object of a user's class, or of a standard class for plain data."""
     kind = type(value)
     if kind in (types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial):
         return True
@@ -404,7 +407,7 @@ def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionTy
 
 
 def _first_of(code: types.CodeType, variables: Mapping[str, Any]) -> Any:
-    """Returns what a function was called with first, which may be the object of a method."""
+    """Returns a function's first argument, which may be the object of a method."""
     if code.co_argcount:
         return variables.get(code.co_varnames[0])
     if code.co_flags & inspect.CO_VARARGS:  # as a wrapper takes it
@@ -413,7 +416,7 @@ def _first_of(code: types.CodeType, variables: Mapping[str, Any]) -> Any:
 
 
 def operators_of(kind: type) -> set[str]:
-    """Returns methods of a class that Python calls though no code names them: ``__len__``."""
+    """Returns the methods of a class that Python calls without naming them, as ``__len__``."""
     return {
         name
         for base in kind.__mro__

@@ -1,11 +1,11 @@
 """Compares what the whole model's Python read with what the same objects hold at a call.
 
-The reads are those that tell blocks apart. Here each is a place (a dictionary and a name, a slot, a
-variable captured by a function) and the object found there; a snapshot has what that held. A model
-of a hundred modules has a thousand such facts, so they are compared together (`IdentityChecks`):
-the native library takes some ten nanoseconds for each; loops over columns do where it is not at
-hand. Everything is looked at each time, and no changes are watched (``PyDict_Watch``): that exists
-from Python 3.12 on only, for eight users per process and for dictionaries alone, and saves little.
+These reads also decide which blocks share. A fact is a place (a dictionary and a name, a slot, a
+variable captured by a function) and the object found there; a snapshot records what the object
+held. A model of a hundred modules has a thousand facts, so they are compared together
+(`IdentityChecks`): by the native library, in some ten nanoseconds each, or else by loops in C over
+columns of facts. Every call compares them all. To be told of changes instead (``PyDict_Watch``)
+needs Python 3.12, works for dictionaries and eight users per process only, and saves little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state, op
 
 Check = Callable[[], bool]
 CompareFacts = Callable[..., bool]
-"""``compare(*facts)``: as the native library has it; one flat tuple for each :data:`Kind`."""
+"""The native library's comparison, which takes one flat tuple of facts for each :data:`Kind`."""
 Kind = Literal["entry", "absent", "values", "attribute", "own attribute", "class"]
 
 
@@ -47,8 +47,8 @@ class IdentityChecks:
     """
 
     def __init__(self) -> None:
-        # Of each kind the owner, name and expected object of every fact, one after another: the
-        # native library is handed these as they are.
+        # For each kind a flat list: owner, name and expected object of the first fact, of the
+        # second, and so on, as the native library takes them.
         self._facts: dict[Kind, list[Any]] = {kind: [] for kind in get_args(Kind)}
         self._others: list[Check] = []
 
@@ -81,7 +81,7 @@ class IdentityChecks:
         """Checks that a dictionary holds what it holds now, in this order."""
         fact = (table, None, tuple(_values_of(table)))
         if isinstance(table, OrderedDict) and table:
-            # Its order is its own, and no function of Python.h tells it.
+            # It keeps an order of its own, which Python's C API does not show.
             self._others.append(partial(_holds_values, table, fact[2]))
         else:
             self._facts["values"] += fact
@@ -91,12 +91,12 @@ class IdentityChecks:
         self._others.append(check)
 
     def still_like(self, value: Any, before: Any) -> None:
-        """Checks that a value which took another's place still equals it."""
+        """Checks that a value that replaced another still equals it."""
         if value is not before and not is_constant(value):
             self.holds(partial(same_value, value, before))
 
     def function(self, native: CompareFacts | None = None) -> Check:
-        """Returns what tells whether all checks hold; what raises an error does not.
+        """Returns a function that says whether all checks hold; one that raises does not hold.
 
         Args:
             native: the comparison of the native library, if it is at hand.
@@ -115,7 +115,7 @@ class IdentityChecks:
 
 
 def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
-    """Returns what compares facts as the native library does."""
+    """Returns a function that compares facts as the native library does."""
     # Loops in C over columns of facts: a function in Python for each would take five times as long.
     checks: list[Check] = []
 
@@ -129,7 +129,7 @@ def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
 
     absent = ((table, name, ABSENT) for table, name, _ in _rows(facts["absent"]))
     entries = [*_rows(facts["entry"]), *absent]
-    # Past the methods of a class of the user's, which may say anything.
+    # By dict's own method: a user's subclass may override it.
     add((row for row in entries if isinstance(row[0], dict)), dict.get, repeat(ABSENT))
     add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
     add(_rows(facts["attribute"]), getattr)
@@ -146,7 +146,7 @@ def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
 
 
 def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
-    # Past the methods of a class of the user's, which may say anything.
+    # By dict's own method: a user's subclass may override it.
     return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
 
 
@@ -157,7 +157,7 @@ def _rows(flat: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
 def _all_hold(checks: Sequence[Check]) -> bool:
     try:
         return all(check() for check in checks)
-    # What cannot be looked at any more is no longer what it was.
+    # A place that can no longer be read has changed.
     except Exception:
         return False
 
@@ -172,23 +172,23 @@ def _values_of(table: Any) -> list[Any]:
     return list(table.values() if is_ordered else dict.values(table))
 
 
-# What can be replaced in a function or class while it stays who it is, and shows in no table of it.
-_OF_RUNNING = ("__code__", "__defaults__", "__kwdefaults__")
-_OF_FUNCTIONS = (*_OF_RUNNING, "__doc__", "__module__", "__name__", "__qualname__")
-_OF_CLASSES = ("__name__", "__qualname__")
+# Parts of a function or class that can be replaced in place, and are in no dictionary of it.
+_RUNNING_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+_FUNCTION_PARTS = (*_RUNNING_PARTS, "__doc__", "__module__", "__name__", "__qualname__")
+_CLASS_PARTS = ("__name__", "__qualname__")
 _WITH_METHODS = (torch.Tensor, nn.Module)
 
-# Pickling an object, asking for its annotations, or a first torch.compile leaves these in a class.
-_NOTED = ("__slotnames__", "__annotations__", "__annotations_cache__", MARKED_BY_DYNAMO)
+# Names that pickling, a read of annotations or the first torch.compile adds to a class.
+_ADDED_NAMES = ("__slotnames__", "__annotations__", "__annotations_cache__", MARKED_BY_DYNAMO)
 
 
 class _Fact(NamedTuple):
-    """Holds what was found in one place.
+    """What was found in one place.
 
     Attributes:
-        look: finds it again, given the two below.
-        owner: a table, a class, or what has a part.
-        name: under which it was found, if under one.
+        look: reads the place again, given owner and name.
+        owner: a dictionary, a class, or an object with a part of this name.
+        name: the name that was looked up, if there was one.
         value: what was found; ABSENT where there was nothing.
     """
 
@@ -202,24 +202,24 @@ class _Fact(NamedTuple):
         return self.look(self.owner, self.name)
 
     def holds(self) -> bool:
-        """Whether that is what it was, or equal to it."""
+        """Whether the place holds the same as before, or something equal."""
         return same_value(self.now(), self.value)
 
 
 class RootEvidence:
     """Holds what a run of the model read, inside and outside, and says whether it is still so.
 
-    All of it are dictionary entries (of modules, classes and objects), slots, variables captured by
-    functions, and what functions and classes are made of.
+    The facts are dictionary entries (of modules, classes and objects), slots, variables captured by
+    functions, and parts of functions and classes.
 
     Args:
         reads: of the whole run.
-        modules: ``id`` of those at whose class, mode, children and hooks the guard looks itself.
+        modules: ``id`` of the modules whose class, mode, children and hooks the guard compares.
         placed: ``id`` of each tensor whose place the guard looks up itself.
 
     Attributes:
-        contents: what the objects among them held.
-        tensors: the others that code was handed: it may have asked for a shape, or may next time.
+        contents: what the objects found there held.
+        tensors: the other tensors that code reached: it may ask for their shapes.
     """
 
     def __init__(self, reads: Reads, modules: Collection[int], placed: Collection[int]) -> None:
@@ -228,7 +228,7 @@ class RootEvidence:
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         for (number, name), read in reads.attributes.items():
             if number in modules and read.table is not module_state(read.module):
-                self._add_fact(_entry_of, module_state(read.module), name)  # would hide that
+                self._add_fact(_entry_of, module_state(read.module), name)  # an entry would hide it
             if number in modules and id(read.value) not in placed:
                 self._add_attribute(name, read)
         for owner, name in reads.places():
@@ -250,7 +250,7 @@ class RootEvidence:
     def _add_attribute(self, name: str, read: AttributeRead) -> None:
         in_own_table = read.table is module_state(read.module)
         if read.value is ABSENT:
-            if name != "forward":  # nobody has one of its own: the guard sees to that
+            if name != "forward":  # the guard checks that no module has a forward of its own
                 self._add_fact(_entry_of, read.table, name)
         elif in_own_table or not isinstance(read.value, nn.Module):
             self._add_fact(_entry_of, read.table, name, read.value)
@@ -258,7 +258,7 @@ class RootEvidence:
     def _add_fact(
         self, look: Callable[[Any, Any], Any], owner: Any, name: Any = None, value: Any = ABSENT
     ) -> None:
-        """Notes what is found somewhere: what the run read there, or what is there now."""
+        """Adds a fact: the value that the run read there, or else the value there now."""
         value = look(owner, name) if value is ABSENT else value
         self._facts.setdefault((look, id(owner), name), _Fact(look, owner, name, value))
 
@@ -275,7 +275,7 @@ class RootEvidence:
         # A further base could hide the name.
         self._add_fact(_bases_of, kind)
         if not isinstance(owner, (dict, type, types.ModuleType)):
-            # Another class or ``__dict__`` of an object shows in no entry of a table.
+            # A new class or ``__dict__`` of an object changes no entry of a dictionary.
             self._objects[id(owner)] = (owner, type(owner), own_table(owner))
         for table in _tables(owner):
             value = table.get(name, ABSENT)
@@ -290,7 +290,7 @@ class RootEvidence:
                 return
 
     def _add_holders(self, names: set[str], known: Collection[tuple[int, str]]) -> None:
-        """Adds what classes and modules met on the way hold under the names that code uses."""
+        """Adds attributes of the classes and modules that were met, by the names that code uses."""
         done: set[int] = set()
         todo = list(self.contents.holders.values())
         while todo:
@@ -310,8 +310,8 @@ class RootEvidence:
             todo += [h for key, h in self.contents.holders.items() if key not in done]
 
     def _add_methods(self, names: Collection[str]) -> None:
-        """Adds the methods of tensors and modules, which are found on them without any look-up."""
-        # Those of tensors are in C: one in Python that hides it makes the class larger by one.
+        """Adds the methods of tensors and modules, whose look-ups are not noted."""
+        # Methods of tensors are in C: one in Python that hides one is a new name in the class.
         for kind in _WITH_METHODS:
             self._add_fact(_size_of, vars(kind))
             for name in vars(kind).keys() & names:
@@ -319,26 +319,26 @@ class RootEvidence:
                     self._add_fact(_entry_of, vars(kind), name)
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
-        """Adds what can be replaced in functions and classes, while they stay who they are."""
-        # Code that ran stands for each function that has it: of blocks that share, one ran for all.
-        # Of other functions, code sees only what it mentions.
+        """Adds the parts of functions and classes that can be replaced in place."""
+        # If code ran, every function with this code counts: of blocks that share, only one ran. Of
+        # other functions, code can read only the parts that it names.
         ran = {code for code, _ in reads.functions}
-        names = {*names, *(("__closure__", *_OF_FUNCTIONS) if _uses_inspect(reads) else ())}
-        spoken = [name for name in _OF_FUNCTIONS if name in names]
+        names = {*names, *(("__closure__", *_FUNCTION_PARTS) if _uses_inspect(reads) else ())}
+        named = [name for name in _FUNCTION_PARTS if name in names]
         done: set[int] = set()
         while todo := [f for i, f in self.contents.functions.items() if i not in done]:
             for function in todo:
                 done.add(id(function))
-                own = () if is_library(function.__module__) else spoken
+                own = () if is_library(function.__module__) else named
                 has_run = function.__code__ in ran
-                for name in {*own, *(_OF_RUNNING if has_run else ())}:
+                for name in {*own, *(_RUNNING_PARTS if has_run else ())}:
                     self._add_part(function, name)
                 if has_run or ("__closure__" in names and not is_library(function.__module__)):
                     for cell in function.__closure__ or ():
                         self._add_cell(cell)
         for kind in list(self.contents.holders.values()):
             if isinstance(kind, type) and not is_library(kind.__module__):
-                for name in _OF_CLASSES:
+                for name in _CLASS_PARTS:
                     if name in names:
                         self._add_part(kind, name)
 
@@ -348,22 +348,22 @@ class RootEvidence:
             return
         for text in texts:
             name = os.environ.encodekey(text)  # type: ignore[attr-defined]
-            # A text in capitals that names no variable yet may name one later.
+            # A string in capitals that names no variable yet may name one later.
             if name in table or text.isupper():
                 self._add_fact(_entry_of, table, name)
 
     def release(self) -> None:
-        """Holds no tensor that is not where it was any more; what held it is another for good."""
+        """Drops tensors that were replaced where they were found: those facts never hold again."""
         for key, fact in list(self._facts.items()):
             if isinstance(fact.value, torch.Tensor) and fact.now() is not fact.value:
                 self.tensors = [t for t in self.tensors if t is not fact.value]
-                # An object that nothing equals: this program never fits again.
+                # An object that nothing else is equal to: this program never fits again.
                 self._facts[key] = _Fact(*fact[:3], object())
 
-    # ---- is it still so? ---------------------------------------------------------------------
+    # ---- comparing ---------------------------------------------------------------------------
 
     def add_identity_checks(self, checks: IdentityChecks) -> None:
-        """Adds that each of them is still the same object, if that is as good."""
+        """Adds checks that each place still holds the object that it holds now."""
         for fact in self._facts.values():
             look, owner, name, before = fact
             now = fact.now()
@@ -386,7 +386,7 @@ class RootEvidence:
                 checks.held_in(owner, kind, own)
 
     def still_holds(self) -> bool:
-        """Whether all of them are what they were, or equal to it."""
+        """Whether each place holds the same as in the run, or something equal."""
         return all(fact.holds() for fact in self._facts.values()) and all(
             type(owner) is kind and own_table(owner) is table
             for owner, kind, table in self._objects.values()
@@ -400,7 +400,7 @@ class RootEvidence:
 
 
 def _part_of(owner: Any, name: str) -> Any:
-    """Returns what a function, class, cell or slot holds, past any code of the user's."""
+    """Returns what a function, class, cell or slot holds, without running code of the user's."""
     if isinstance(owner, types.CellType):
         return cell_contents(owner)
     if isinstance(owner, (types.FunctionType, type)):
@@ -443,5 +443,5 @@ def _bases_of(kind: type, _: None) -> tuple[type, ...]:
 
 
 def _size_of(table: Mapping[str, Any], _: None) -> int:
-    """Returns how many names a class has, but for those that Python and Dynamo note there."""
-    return len(table) - sum(name in table for name in _NOTED)
+    """Returns how many names a class has, without those that Python and Dynamo add."""
+    return len(table) - sum(name in table for name in _ADDED_NAMES)

@@ -3,7 +3,7 @@
 A *way* leads from an argument to a place: ``cache``, its ``layers``, the item at the block's own
 ``layer_idx``, that one's ``keys``. What a block finds at the end of its ways is its input, and what
 it leaves there is its result, as if they were passed and returned. Another instance shares if its
-own ways, which may lead to other places, find the same there and run together at the same places.
+own ways, which may lead to other places, find equal values there and meet in the same objects.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from .module_state import raw_attribute
 class OpenIndex:
     """Represents a whole number that differs from one instance of a block to another.
 
-    Comparisons are noted with their answers: another instance may share if its number answers the
-    same. Anything else asked of it reveals its value; a watched list or dictionary does not need
-    to ask, it takes the index as a key.
+    Comparisons are noted with their results: another instance may share if its number compares the
+    same. Any other use reveals the value, except as a key of a watched list or dictionary.
     """
 
     __slots__ = ("_tests", "_value", "_was_asked")
@@ -47,12 +46,12 @@ class OpenIndex:
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is the stand-in of a layer's index."""
+    """Whether a value represents a layer's index."""
     return type(value) is OpenIndex
 
 
 def reveal(value: Any) -> Any:
-    """Returns the number of an index, which counts as read then; other values as they are."""
+    """Returns the number of an index and marks it as read; returns other values unchanged."""
     if type(value) is not OpenIndex:
         return value
     value._was_asked = True
@@ -60,20 +59,20 @@ def reveal(value: Any) -> Any:
 
 
 def peek(index: Any) -> int:
-    """Returns the number of an index without revealing it: to find an item with."""
+    """Returns the number of an index without marking it as read: to look up an item."""
     value: int = index._value
     return value
 
 
 def tests_of(index: Any) -> tuple[tuple[str, int, bool], ...] | None:
-    """Returns what an index was compared with, and the answers; None if it was revealed."""
+    """Returns the comparisons made with an index, and their results; None if it was revealed."""
     if index._was_asked:
         return None
     return tuple((name, other, answer) for (name, other), answer in index._tests.items())
 
 
 def answers_alike(value: Any, tests: Sequence[tuple[str, int, bool]]) -> bool:
-    """Whether another whole number answers as an index did."""
+    """Whether another whole number compares as an index did."""
     return type(value) is int and all(
         getattr(operator, name)(value, other) is answer for name, other, answer in tests
     )
@@ -121,9 +120,9 @@ _WHOLE = (torch.SymInt, type)
 
 
 class Index(NamedTuple):
-    """Stands in a way for a whole number that a module of the block has as an attribute."""
+    """A key in a way: the whole number that a module of the block has as an attribute."""
 
-    module: Any  # in what was noted the module, in what is compared its path in the block
+    module: Any  # the module itself in SlotReads, its path in the block in SlotEvidence
     name: str
 
 
@@ -135,17 +134,17 @@ Way = tuple[Any, ...]
 
 @dataclass(eq=False)
 class SlotReads:
-    """Holds what the Python of a traced block does to objects among its arguments.
+    """Records what a traced block reads and writes of objects among its arguments.
 
     Args:
         given: the objects, by their numbers among the flat arguments.
-        holders: these, and all that is in them and can be changed.
+        holders: these objects, and every mutable object in them.
 
     Attributes:
         found: what was read at each place, before anything was written there.
-        tensors: those among it, and their layouts when they were read.
+        tensors: the tensors that were read, with their layouts at that time.
         written: places in the order in which they were first written.
-        unseen: why that is not all.
+        unseen: why the record is incomplete; empty if it is complete.
     """
 
     given: Mapping[int, Any]
@@ -164,13 +163,13 @@ class SlotReads:
             self._reach((number,), value)
 
     def _reach(self, way: Way, value: Any) -> None:
-        # Several ways may lead to one object; a step from it is then one from each.
+        # Several ways may lead to one object; a step from it extends each of them.
         if way not in self.objects:
             self.objects[way] = value
             self._ways.setdefault(id(value), []).append(way)
 
     def read(self, holder: Any, step: Step, value: Any, is_object: bool) -> None:
-        """Notes what was found at one place: ``is_object`` if more is read inside of it."""
+        """Notes the value read at one place; ``is_object`` if reads inside it are noted, too."""
         ways = self._ways.get(id(holder), ())
         if not ways or (id(holder), place_of(step, holder)) in self.written:
             return
@@ -203,12 +202,12 @@ class SlotReads:
         return id(holder) in self._ways
 
     def tensors_in_holders(self) -> list[torch.Tensor]:
-        """Returns the tensors that there were at first."""
+        """Returns the tensors that the objects held before the block ran."""
         held = (value for _, before in self._before for value in before.values())
         return [value for value in held if isinstance(value, torch.Tensor)]
 
     def results(self) -> list[Any]:
-        """Returns what was left at the places that were written; notes what was not seen."""
+        """Returns the final values of the written places; refuses changes that were not seen."""
         for holder, before in self._before:
             now = _contents(holder)
             for key in {**before, **now}:
@@ -222,7 +221,7 @@ class SlotReads:
         return found
 
     def refuse(self, why: str) -> None:
-        """Notes why what is known is not all."""
+        """Notes why the record is incomplete; the first reason stays."""
         self.unseen = self.unseen or why
 
 
@@ -234,12 +233,12 @@ class Written(NamedTuple):
 
 
 class SlotEvidence:
-    """Holds what another instance must find in the objects that it is given.
+    """Holds what another instance must find in the objects among its arguments.
 
     Args:
-        reads: what the traced instance found there.
-        paths: of the modules in its tree, by ``id``.
-        arguments: its flat arguments.
+        reads: what the traced instance found in its own.
+        paths: of the modules in the traced instance's tree, by ``id``.
+        arguments: the traced instance's flat arguments.
         is_own: whether a tensor is one of the model's.
     """
 
@@ -250,21 +249,21 @@ class SlotEvidence:
         arguments: Sequence[Any],
         is_own: Callable[[torch.Tensor], bool],
     ) -> None:
-        def settled(way: Way) -> Way:
-            return tuple(_settled(step, paths) for step in way)
+        def portable(way: Way) -> Way:
+            return tuple(_portable(step, paths) for step in way)
 
         self.unseen = reads.unseen
         self.tensors = [tensor for tensor, _ in reads.tensors.values()]
-        self._objects = [settled(way) for way in reads.objects]
+        self._objects = [portable(way) for way in reads.objects]
         self._partition = _partition(reads.objects.values())
-        self._found = {settled(way): frozen for way, frozen in reads.found.items()}
-        self._layouts = {settled(way): layout for way, (_, layout) in reads.tensors.items()}
+        self._found = {portable(way): frozen for way, frozen in reads.found.items()}
+        self._layouts = {portable(way): layout for way, (_, layout) in reads.tensors.items()}
         self._memory = _memory(arguments, self.tensors)
         self._is_own = is_own
         # Reversed, so that the first of several ways to an object stays.
-        first = {id(value): settled(way) for way, value in reversed(reads.objects.items())}
+        first = {id(value): portable(way) for way, value in reversed(reads.objects.items())}
         self.written = [
-            Written(first[id(holder)], _settled(step, paths))
+            Written(first[id(holder)], _portable(step, paths))
             for holder, step in reads.written.values()
         ]
         ways = (*self._objects, *self._found, *((*w.holder, w.step) for w in self.written))
@@ -276,7 +275,7 @@ class SlotEvidence:
     def found_by(
         self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]
     ) -> FoundSlots | str:
-        """Follows the ways of another instance; returns where they led, or why it cannot share."""
+        """Follows the ways of another instance; returns what is there, or why it cannot share."""
         found = FoundSlots(arguments, modules)
         objects = [found.at(way) for way in self._objects]
         for way, frozen in self._found.items():
@@ -307,10 +306,10 @@ class SlotEvidence:
 
 
 class FoundSlots:
-    """Where the ways of one instance lead.
+    """What one instance finds at the end of its ways.
 
     Attributes:
-        tensors: what it reads, in the order of the traced instance's.
+        tensors: the tensors that it reads, in the order of the traced instance's.
     """
 
     def __init__(self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
@@ -323,7 +322,7 @@ class FoundSlots:
         """Returns what a way leads to, or ABSENT."""
         if len(way) == 1:
             return self._arguments[way[0]]
-        # Kept, since one way is the beginning of many.
+        # Cached, since many ways begin with the same steps.
         if way not in self._at:
             self._at[way] = held_at(self.at(way[:-1]), self.step(way[-1]))
         return self._at[way]
@@ -336,7 +335,7 @@ class FoundSlots:
 
 
 def place_of(step: Step, holder: Any) -> Any:
-    """Returns which place of a holder a step leads to; the same for all steps that do."""
+    """Returns a key for the place that a step leads to, equal for all steps to that place."""
     kind, key = step
     if kind == "index":
         key = _number(key)
@@ -389,7 +388,7 @@ def _number(index: Index) -> Any:
     return value if type(value) is int else ABSENT
 
 
-def _settled(step: Any, paths: Mapping[int, str]) -> Any:
+def _portable(step: Any, paths: Mapping[int, str]) -> Any:
     # Modules differ from instance to instance; the paths to them do not.
     if type(step) is tuple and step[0] == "index":
         return "index", Index(paths.get(id(step[1].module)), step[1].name)
@@ -412,7 +411,7 @@ def _partition(objects: Any) -> list[int]:
 
 
 def _memory(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Says which tensors are one, or share memory, counting arguments and what was read."""
+    """Describes which tensors, arguments and reads alike, are identical or share memory."""
     if not tensors:
         return []
     found = [*(x for x in arguments if isinstance(x, torch.Tensor)), *tensors]

@@ -1,8 +1,8 @@
 """Control flow: leaves whose one operator chooses between closures, or repeats one.
 
-What is chosen or repeated is a closure like any other: differentiated, lowered and planned once,
-however often it runs. An operator is called with tensors by the interpreter alone, and where
-PyTorch runs a program; a planned program has the bodies' launches in the native loop.
+A body is a closure like any other: differentiated, lowered and planned once, however often it runs.
+Only the interpreter, and PyTorch where it runs a program, call the operator itself; a planned
+program runs the bodies' launches in the native loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .types import TensorType, Type
 
 @dataclass(frozen=True, eq=False)
 class _Operator(Control):
-    """An operator on bodies; equal to another that does the same with equal bodies."""
+    """A control-flow operator; equal to one of its class with equal settings and bodies."""
 
     bodies: tuple[Composite, ...]
 
@@ -35,11 +35,11 @@ class _Operator(Control):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The numbers that it is told besides its bodies, by name."""
+        """The operator's integer settings, such as the number of steps, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "bodies"}
 
     def __call__(self, *operands: torch.Tensor) -> tuple[Any, ...]:
-        """Runs it by the interpreter."""
+        """Runs the operator, its bodies by the interpreter."""
         programs = [body.program for body in self.bodies]
         return tuple(self.run([partial(interpret, program) for program in programs], operands))
 
@@ -56,9 +56,9 @@ class _Operator(Control):
 
 @dataclass(frozen=True, eq=False)
 class Choose(_Operator):
-    """Runs the first of two bodies where its first operand is true, else the second.
+    """Runs the first of two bodies if the first operand is true, else the second.
 
-    The bodies take the other operands; what they return is of the same types.
+    The bodies take the other operands and return results of the same types.
     """
 
     word = "choose"
@@ -73,16 +73,16 @@ class Choose(_Operator):
 class Repeat(_Operator):
     """Runs a body a number of times, as ``scan`` and ``map`` do.
 
-    Operands are first values of what is carried from step to step, then tensors with a row for
-    each step, then what is the same in each step. The body takes what is carried, the rows of its
-    step and what is the same; it returns what is carried on, then rows of results. Results are
-    what is carried after the last step, then the rows, stacked.
+    Operands are the initial carried values, then scanned tensors with a row for each step, then
+    operands that are the same in each step. The body takes the carried values, the rows of its step
+    and the operands that stay the same; it returns the next carried values, then rows of results.
+    Results are the last carried values, then the rows, stacked.
 
     Attributes:
         num_steps: at least one.
         num_carried: leading operands that are carried.
         num_scanned: operands after them with a row for each step.
-        is_reversed: 1 if the last rows come first, else 0.
+        is_reversed: 1 if the steps go from the last row to the first, else 0.
     """
 
     word = "repeat"
@@ -93,7 +93,7 @@ class Repeat(_Operator):
     is_reversed: int = 0
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns what belongs to operands that are carried, scanned, and the same in each step."""
+        """Splits a list like the operands: carried, scanned, and the same in each step."""
         first, second = self.num_carried, self.num_carried + self.num_scanned
         return list(operands[:first]), list(operands[first:second]), list(operands[second:])
 
@@ -112,7 +112,7 @@ class Repeat(_Operator):
 class RepeatWhile(_Operator):
     """Runs the second body as long as the first returns true, as ``while_loop`` does.
 
-    Both take all operands; the second returns those that are carried, which come first.
+    Both bodies take all operands; the second returns the next carried values.
 
     Attributes:
         num_carried: leading operands that are carried.
@@ -123,7 +123,7 @@ class RepeatWhile(_Operator):
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the bodies in turn."""
-        # Copies: a result is no operand, also where the body never runs.
+        # Copies: no result may alias an operand, even if the body never runs.
         carried: Sequence[Any] = [x.clone() for x in operands[: self.num_carried]]
         same, (test, body) = operands[self.num_carried :], bodies
         while test([*carried, *same])[0]:
@@ -136,7 +136,7 @@ OPERATORS = {kind.word: kind for kind in (Choose, Repeat, RepeatWhile)}
 
 
 def stacked_type(row: TensorType, num_steps: int) -> TensorType:
-    """Returns the type of a row of all steps; one without gaps."""
+    """Returns the type of the stacked rows of all steps; a row has no gaps."""
     return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
 
 
@@ -164,7 +164,7 @@ def control_leaf(
 def checked(
     control: Control, inputs: Sequence[Type], outputs: Sequence[Type]
 ) -> tuple[list[TensorType], list[TensorType]]:
-    """Returns the types if an operator's bodies take these operands, and give what it returns.
+    """Returns the flat types, checked against those of an operator's bodies.
 
     Raises:
         ValueError: says what does not fit.
@@ -193,7 +193,7 @@ def checked(
 
 
 def row_of(type_: Any) -> TensorType:
-    """Returns the type of one row of a tensor, in which rows are stacked."""
+    """Returns the type of one row of a tensor of stacked rows."""
     return replace(type_, shape=type_.shape[1:], stride=type_.stride[1:])
 
 
@@ -203,7 +203,7 @@ def with_bodies(leaf: Leaf, bodies: Sequence[Composite]) -> Leaf:
     assert isinstance(control, _Operator)
     if tuple(bodies) == control.bodies:
         return leaf
-    # A copy: whoever has the leaf as it was goes on with its graph.
+    # A copy: other programs may hold the leaf and its graph.
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(leaf.module.graph, {}))
     changed = next(node for node in graph.nodes if isinstance(node.target, Control))
@@ -216,7 +216,7 @@ def program_key(program: Program, of_call: Callable[[Call], Any]) -> Any:
 
     Args:
         program: the program.
-        of_call: returns what counts of a call, besides its operands and results.
+        of_call: returns the key of a call, without its operands and results.
     """
     number: dict[Value, int] = {}
 

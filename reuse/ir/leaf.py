@@ -1,11 +1,11 @@
-"""Leaf bodies: building ATen graphs, comparing them exactly, and running them, programs too.
+"""Leaf bodies: ATen graphs built, compared exactly and run; the reference interpreter of programs.
 
 A node carries a :class:`Stamp` in ``meta["stamp"]``: the grad mode and autocast state that the
 user's code ran it under, and the user's source line. The stamp replaces the mode-switching nodes
 a trace would hold, so a graph can be cut anywhere without losing the mode.
 
-The reference interpreter runs a program call by call on real tensors, nothing clever: tests compare
-every other way of running a program with it.
+The reference interpreter runs a program call by call on real tensors and optimizes nothing: tests
+compare every other way of running a program with it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def current_autocast(devices: Iterable[str]) -> tuple[Autocast, ...]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Runs as if the caller had no autocast: a graph names all its own casts."""
+    """Switches autocast off inside: a graph has its casts as nodes."""
     active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     if not active:
         yield
@@ -72,7 +72,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def called_without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a function that each step calls run so; without autocast it costs no context."""
+    """Decorates a function to run :func:`without_autocast`; costs nothing where autocast is off."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -85,28 +85,28 @@ def called_without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 LaidOut = Callable[[Any, torch.fx.Node], Any]
-"""Gives the result of an operator the layout that its node has seen."""
+"""Returns an operator's result, with the layout that the trace of its node recorded."""
 
 
 def as_it_is(result: Any, node: torch.fx.Node) -> Any:
-    """Leaves a result laid out as it is."""
+    """Returns the result with the layout that it has."""
     return result
 
 
 class ModalInterpreter(SizedInterpreter):
     """Runs a leaf body node by node under the modes in the nodes' stamps.
 
-    Autocast is entered anew for each run of nodes with one state, and grad mode can only be
-    switched off (``grad_enabled=False`` in a stamp), never on.
+    Consecutive nodes with equal modes share one autocast context. A stamp can only switch grad mode
+    off (``grad_enabled=False``), never on.
 
     Args:
         module: the body.
-        laid_out: gives the result of an operator the layout that the node has seen.
+        laid_out: called with each result and its node; returns the result in the node's layout.
     """
 
     def __init__(self, module: torch.fx.GraphModule, laid_out: LaidOut = as_it_is) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self.extra_traceback = False  # it would go into messages of ours, which name the line
+        self.extra_traceback = False  # our error messages name the user's line already
         self._laid_out = laid_out
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
@@ -126,7 +126,7 @@ class ModalInterpreter(SizedInterpreter):
         return self._laid_out(super().run_node(n), n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator, or the replacement of one whose checks a trace would lose."""
+        """Calls an operator, or a replacement that checks its indices when traced, too."""
         return super().call_function(_CHECKED.get(target, target), args, kwargs)
 
     def _switch(self, stamp: Stamp) -> None:
@@ -140,15 +140,16 @@ class ModalInterpreter(SizedInterpreter):
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Takes it apart so that a class out of range remains an error."""
+    """Decomposes ``one_hot`` so that a class out of range stays an error."""
     zeros, places = index.new_zeros((*index.shape, num_classes)), index.unsqueeze(-1)
     return zeros.scatter(-1, places, torch.ones_like(places))
 
 
 def _scattered(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Writes a number by an operator that writes a tensor."""
+    """Scatters a number by the overload that scatters a tensor."""
 
-    # A number in a constant tensor becomes a comparison with the index, which no index fails.
+    # TorchInductor makes a number scattered into a constant tensor a comparison with the index,
+    # for which no index is out of range.
     def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
         return operator(x, dim, index, x.new_full(index.shape, value))
 
@@ -175,8 +176,7 @@ def cut_leaf(
     Args:
         name: hint for the closure's printed name.
         nodes: the operators, in order.
-        inputs: the nodes outside that become placeholders; may be fewer than are used only if
-            nothing else is used.
+        inputs: the nodes outside that become placeholders: at least those that are used.
         outputs: nodes inside (or inputs) that are returned.
         cloned_inputs: positions of inputs that the body changes in place. The body works on a
             copy, and the copy's final state is returned after ``outputs``, so the leaf is pure.
@@ -213,7 +213,7 @@ def node_type(node: torch.fx.Node) -> TensorType:
 
 
 class FullKey:
-    """A dictionary's key of parts that need not be hashable: hashed by little, compared in full."""
+    """A dictionary key of unhashable parts: the hash covers little, a comparison all of them."""
 
     __slots__ = ("_parts",)
 
@@ -235,7 +235,7 @@ def leaf_key(leaf: Leaf, numbers: Mapping[torch.fx.Node, Any] | None = None) -> 
 
     Args:
         leaf: the leaf.
-        numbers: for some operators, what counts instead of their second argument, a number.
+        numbers: by node, what replaces its second argument (a Python number) in the key.
     """
     number: dict[torch.fx.Node, int] = {}
     rows: list[Any] = [leaf.input_types, leaf.output_types]
@@ -253,13 +253,13 @@ def leaf_key(leaf: Leaf, numbers: Mapping[torch.fx.Node, Any] | None = None) -> 
 
 
 def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
-    """Freezes what an operator is given: constants with their types, nodes by their number.
+    """Freezes the arguments of an operator: constants with their types, nodes by their number.
 
-    What ``torch.fx`` looks into for nodes is taken apart here, as there is one for each operator:
-    to freeze it like an object of a user's takes ten times as long.
+    The containers that ``torch.fx`` searches for nodes are handled here, since each operator has
+    some, and :class:`Freezer` takes ten times as long for them.
 
     Args:
-        operands: as a node holds them.
+        operands: the node's ``args`` or ``kwargs``, or a part of them.
         number: of each node that may be among them.
     """
     if isinstance(operands, torch.fx.Node):
@@ -283,8 +283,8 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[object], bool]:
-    """Returns what says of a node whether it can; see :func:`is_active`."""
-    active: set[Any] = set()  # nodes, and memory that something active was written to
+    """Returns a predicate of nodes: whether one carries a gradient; see :func:`is_active`."""
+    active: set[Any] = set()  # nodes, and storages that something active was written to
     placeholders = leaf.entries
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
 
@@ -293,7 +293,7 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
 
     for node in leaf.nodes:
         if any(map(carries, mutated_args(node))):
-            active.add(node)  # it returns what it changed; no_grad leaves the earlier history
+            active.add(node)  # it returns the operand that it changed, whose history no_grad keeps
         if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
             active.add(node)
             if node.target not in WRITES_STATISTICS:
@@ -302,7 +302,7 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
 
 
 def memory_of(node: torch.fx.Node) -> Any:
-    """Returns what a node's value shares with its views; the node itself if it has no memory."""
+    """Returns a key of a node's storage, equal for its views; the node if it has no storage."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return node
@@ -337,7 +337,7 @@ def interpret(
     Args:
         program: what is run.
         args: tensors for tensor inputs, nested tuples for struct inputs.
-        values: the number of each symbol, where sizes are symbols.
+        values: the value of each symbol, where sizes are symbols.
     """
     env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
     for call in program.calls:
@@ -366,7 +366,7 @@ def flatten_value(value: Any) -> list[Any]:
 
 
 def as_values(types: Iterable[Type], tensors: Iterable[Any]) -> list[Any]:
-    """Returns values of types, of flat tensors."""
+    """Groups flat tensors into values of some types: a tuple for a struct."""
     rest = iter(tensors)
     return [_unflatten(type_, rest) for type_ in types]
 

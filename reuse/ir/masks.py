@@ -1,13 +1,12 @@
-"""Attention whose mask is a constant that says "causal", or nothing, is told so and takes no mask.
+"""Removes constant attention masks that hide nothing, or exactly what ``is_causal`` hides.
 
-A library that may look at the numbers of a tensor leaves a mask out where attention has a word for
-it. While a model is captured a tensor has no numbers, so it makes a mask of all tokens by all
-tokens, and no kernel of attention skips what that hides. Here such a mask is recognised by its
-numbers: what depends on no input is computed, once, and compared with the triangle. No name counts,
-and any other mask stays.
+In eager, a library looks at a mask's values and passes ``is_causal`` instead where it can. Fake
+tensors have no values, so in a capture it builds the whole mask (tokens by tokens), for which no
+attention kernel skips blocks. This pass evaluates a mask that depends on no input, once, and
+compares its values with the triangle. Names do not matter, and any other mask stays.
 
 A mask may be made in one closure and used in another. A block whose calls get different masks
-becomes one closure for each kind of them; what made a mask that nothing uses any more goes.
+becomes one closure per kind of mask; operators that computed a removed mask are removed, too.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _MOST_BYTES = 2**30  # of a tensor that is computed on the way to a mask
 
 Node = torch.fx.Node
 Kind: TypeAlias = Literal["causal", "open", ""]
-"""A mask that ``is_causal`` stands for, one that hides nothing, or another."""
+"""A mask equal to ``is_causal``, one that hides nothing, or any other."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Constant:
-    """A value that depends on no input: a node, and what the entries of its graph are."""
+    """A value that depends on no input: a node, and the constants passed to its graph."""
 
     node: Node
     given: Mapping[object, _Constant]
 
     def numbers(self) -> torch.Tensor:
-        """Computes it, on the CPU."""
+        """Computes the value, on the CPU."""
         found, left = {self.node}, [self.node]
         while left:
             new = set(left.pop().all_input_nodes) - found
@@ -65,7 +64,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _constants(leaf: Leaf, given: _Given) -> dict[object, _Constant]:
-    """Returns the nodes of a leaf that depend on no input, in one of its calls."""
+    """Returns the nodes of a leaf that depend on constants only, for one call's operands."""
     entries: dict[object, _Constant] = {
         n: c for n, c in zip(leaf.entries, given, strict=True) if c is not None
     }
@@ -79,7 +78,7 @@ def _constants(leaf: Leaf, given: _Given) -> dict[object, _Constant]:
 
 
 def _computes_alike(node: Node) -> bool:
-    """Whether an operator gives the same numbers each time, and not too many."""
+    """Whether an operator gives the same values each time, and a small tensor."""
     schema, value = schema_of(node.target), node.meta.get("val")
     if schema is None or may_draw(node.target) or not isinstance(value, torch.Tensor):
         return False
@@ -90,7 +89,7 @@ def _computes_alike(node: Node) -> bool:
 
 _Given: TypeAlias = Sequence[_Constant | None]
 _Taken: TypeAlias = tuple[Closure, Sequence[int]]
-"""A closure in place of another, and which of its operands it takes."""
+"""The closure that replaces another, and the positions of the operands that it keeps."""
 
 
 def has_masks(program: Program) -> bool:
@@ -100,10 +99,10 @@ def has_masks(program: Program) -> bool:
 
 
 class Masks:
-    """Tells attentions what their masks are, in each different closure once.
+    """Removes masks from attentions, once per different closure.
 
     Attributes:
-        told: how many attentions of which closures were told.
+        told: how many attentions lost their masks, by name of closure.
     """
 
     def __init__(self) -> None:
@@ -113,7 +112,7 @@ class Masks:
         self._kinds: dict[Any, Kind] = {}
 
     def program(self, program: Program) -> Program:
-        """Returns a program whose attentions are told; the same if none can be."""
+        """Returns the program without such masks; the same program if it has none."""
         return self._walked(program, [None] * len(program.inputs))[0]
 
     def _walked(self, program: Program, given: _Given) -> tuple[Program, _Given]:
@@ -121,7 +120,7 @@ class Masks:
         calls = []
         for call in program.calls:
             operands = [known[v] for v in call.args]
-            key = (call.closure, *operands)  # equal for most calls: they cost a look
+            key = (call.closure, *operands)  # most calls have an equal one: a look-up each
             if key not in self._found:
                 self._found[key] = self._new(call.closure, operands)
             (closure, kept), results = self._found[key]
@@ -170,7 +169,7 @@ class Masks:
         return self._made[key]
 
     def _without_unused(self, before: Program, calls: Sequence[Call]) -> tuple[Call, ...]:
-        """Takes out of leaves what no call uses any more."""
+        """Removes results of leaves that no call uses any more, with their operators."""
         used, uses = _uses(before.calls, before.outputs), _uses(calls, before.outputs)
         left: list[Call] = []
         for call in reversed(calls):
@@ -198,7 +197,7 @@ def _picked(items: Sequence[Any], positions: Iterable[int]) -> tuple[Any, ...]:
 
 
 def _on(call: Call, closure: Closure, kept: Sequence[int], results: Sequence[int]) -> Call:
-    """Returns a call with some of its operands and results, of a closure that takes no others."""
+    """Returns a call of another closure, with some of the operands and results."""
     args, values = _picked(call.args, kept), _picked(call.results, results)
     return replace(call, closure=closure, args=args, results=values)
 
@@ -212,7 +211,7 @@ def _is_masked(node: Node) -> bool:
 
 
 def _kind_of(mask: torch.Tensor, attention: Node) -> Kind:
-    """Says by its numbers what a mask is."""
+    """Returns the kind of a mask by its values."""
     shown = mask if mask.dtype is torch.bool else mask == 0
     if shown is not mask and not (shown | (mask == -torch.inf)).all():
         return ""
@@ -225,8 +224,10 @@ def _kind_of(mask: torch.Tensor, attention: Node) -> Kind:
     return kind if _keeps_layout(attention, kind) else ""
 
 
-def _told(graph: torch.fx.Graph, attention: Node, kind: Kind, copies: Mapping[Node, Node]) -> Node:
-    """Adds an attention to a graph, told what its mask is."""
+def _without_mask(
+    graph: torch.fx.Graph, attention: Node, kind: Kind, copies: Mapping[Node, Node]
+) -> Node:
+    """Adds an attention to a graph, with ``is_causal`` in place of its mask."""
     query, key, value, _, *options = attention.args
     given = (query, key, value, None, options[0] if options else 0.0, kind == "causal")
     made = graph.call_function(ATTENTION, *map_arg((given, attention.kwargs), copies.__getitem__))  # type: ignore[misc]
@@ -235,22 +236,22 @@ def _told(graph: torch.fx.Graph, attention: Node, kind: Kind, copies: Mapping[No
 
 
 def _keeps_layout(attention: Node, kind: Kind) -> bool:
-    """Whether the result lies as it did: what follows was traced on that."""
+    """Whether the result keeps its layout, which later operators were traced with."""
     graph = torch.fx.Graph()
     operands = attention.args[:3]
     copies = {n: graph.placeholder("x") for n in attention.all_input_nodes if n in operands}
-    graph.output((_told(graph, attention, kind, copies),))
+    graph.output((_without_mask(graph, attention, kind, copies),))
     with torch.no_grad():
         results = ModalInterpreter(module_of(graph)).run_flat([n.meta["val"] for n in copies])
     return TensorType.of(results[0]) == node_type(attention)
 
 
 def _rewritten(leaf: Leaf, results: Sequence[int], kinds: Mapping[Node, Kind]) -> _Taken:
-    """Returns a leaf with some of its results, and attentions that are told."""
+    """Returns a leaf with some of its results, and without the masks of some attentions."""
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
     for node in (*leaf.entries, *leaf.nodes):
         if node in kinds:
-            copies[node] = _told(graph, node, kinds[node], copies)
+            copies[node] = _without_mask(graph, node, kinds[node], copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in _picked(outputs_of(leaf.module), results)))

@@ -1,11 +1,11 @@
 """Kinds of operators, by PyTorch's schema and tags: view, in place, random, primitive.
 
-Each fact is asked here and nowhere else. An operator whose schema and tags are right needs no row
-of ours; what they hide has one.
+Nothing else asks for schemas and tags. Operators whose schema or tags hide something are listed
+here by name.
 
-Primitives are what every program can be reduced to: core ATen, which PyTorch tags as such
-(``torch.Tag.core``), and what it lacks. It has no random draws but two, no derivatives of half of
-its own operators, no linear algebra and few complex numbers; these are named here.
+Primitives are the operators that every program can be reduced to: core ATen, which PyTorch tags
+(``torch.Tag.core``), and what core ATen lacks: all random draws but two, derivatives of half of its
+own operators, linear algebra and most of complex numbers. Those are named here.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """Whether an operator returns its operand's memory, unchanged, under another shape."""
+    """Whether an operator returns a view of an operand, and changes nothing."""
     return returns_operand(node.target) and not is_mutable(node.target)
 
 
 def changed_operand(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns the operand that an operator changes in place and returns, as it is."""
+    """Returns the operand that an operator changes in place and returns with the same layout."""
     operands = mutated_args(node)
     if len(operands) != 1 or len(operator_schema(node).returns) != 1:
         return None
@@ -103,7 +103,7 @@ def is_draw(node: torch.fx.Node) -> bool:
             return bool(given != 0.0)
         if argument.name in ("train", "training") and given is False:
             return False
-        # Of nothing or everything: these two need no numbers, unlike ``native_dropout``.
+        # Dropping nothing or everything draws no numbers, except in ``native_dropout``.
         if argument.name == "p" and given in (0, 1) and node.target in _DROPOUTS:
             return False
     return True
@@ -123,8 +123,8 @@ class Primitive:
     """One operator of the set.
 
     Attributes:
-        name: as PyTorch's, with the overload: ``torch.ops.`` before it gives the operator.
-        group: what it belongs to; ``"core ATen"`` for most.
+        name: PyTorch's, with the overload; the operator is ``torch.ops.<name>``.
+        group: ``"core ATen"`` for most, else the kind of operator that core ATen lacks.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Primitive:
         return self.name
 
 
-_BESIDE: Mapping[str, str] = {
+_BEYOND_CORE: Mapping[str, str] = {
     "random draws": """
         bernoulli exponential multinomial normal_functional rand_like randint.low randn_like uniform
     """,
@@ -162,7 +162,7 @@ _BESIDE: Mapping[str, str] = {
 }
 _NAMED = {
     f"aten.{name}" if "." in name else f"aten.{name}.default": group
-    for group, names in _BESIDE.items()
+    for group, names in _BEYOND_CORE.items()
     for name in names.split()
 }
 
@@ -179,7 +179,7 @@ def primitives() -> tuple[Primitive, ...]:
 
 
 def is_primitive(target: object) -> bool:
-    """Whether what a node calls is of the set; so is taking one of several results."""
+    """Whether a node's target is a primitive, or takes one of an operator's results."""
     if takes_one_of_several(target):
         return True
     is_core = isinstance(target, OPERATOR_TYPES) and torch.Tag.core in getattr(target, "tags", ())

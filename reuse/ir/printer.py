@@ -11,8 +11,8 @@
       return %h1
     }
 
-``parser.py`` reads the text: all but comments (``//``) is part of the program. What a text does not
-hold is the numbers of the model's tensors, the Python containers of the output, and source lines.
+``parser.py`` reads the text back, without comments (``//``). A text does not hold the values of the
+model's tensors, the Python containers of the output, or source lines.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .torch_symbols import SizeLiteral
 from .types import StructType, TensorType, Type, contiguous_stride, dtype_name, flatten_type
 
 WIDTH = 100
-"""Columns of all that is printed; a word that is longer by itself stays whole."""
+"""Columns of printed text; a longer word is not broken."""
 
 _FURTHER_IN = 4
 
 
 def folded(text: str, *, width: int = WIDTH, indent: int | None = None) -> str:
-    """Returns a text whose lines fit: one that is too long goes on below.
+    """Wraps the lines of a text that are too long.
 
     Args:
         text: of any number of lines.
         width: columns that there are.
-        indent: where a line goes on; None: further in than it begins.
+        indent: of continuation lines; None: a little more than their line's own.
     """
     return "\n".join(
         piece for line in text.split("\n") for piece in _folded_line(line, width, indent)
@@ -90,7 +90,7 @@ Shown: TypeAlias = Literal["show", "hide"]
 
 _INDENT = " " * 6  # of what continues a line
 _COMMENT = "  // "
-_ODD = re.compile(r"[^\w.]", re.ASCII)  # characters that stand in no printed name
+_ODD = re.compile(r"[^\w.]", re.ASCII)  # characters that a printed name must not have
 
 
 class UniqueNames:
@@ -119,7 +119,7 @@ def closure_names(program: ir.Program) -> dict[ir.Closure, str]:
 
 
 def format_program(program: ir.Program, *, source: Shown = "hide", width: int = WIDTH) -> str:
-    """Returns the text of a program, for people: it fits a screen.
+    """Returns the text of a program, wrapped to fit a screen.
 
     Args:
         program: the program.
@@ -131,7 +131,7 @@ def format_program(program: ir.Program, *, source: Shown = "hide", width: int = 
 
 
 def text_to_compare(program: ir.Program) -> str:
-    """Returns the text of a program, a line for each call: a name's length breaks none."""
+    """Returns the text of a program, not wrapped: a longer name moves no line break."""
     return _text(program, "hide")
 
 
@@ -181,13 +181,13 @@ def counted(number: int, noun: str) -> str:
 
 
 class _Structs:
-    """Names struct types: one of hundreds of tensors stands in many headers."""
+    """Names struct types: one may have hundreds of tensors and be in many headers."""
 
     def __init__(self) -> None:
         self._names: dict[StructType, str] = {}
 
     def text(self, type_: Type) -> str:
-        """Returns a type as it stands in a header."""
+        """Returns a type as printed in a header."""
         if isinstance(type_, TensorType):
             return tensor_type_text(type_)
         if type_ not in self._names:
@@ -207,7 +207,7 @@ class _Structs:
 
 
 def tensor_type_text(type_: TensorType, *, device: Shown = "show") -> str:
-    """Returns all of a tensor type; it has no blank, so that no line is broken inside it.
+    """Returns the text of a tensor type, without blanks: no line is broken inside it.
 
     A dimension is its size, with its stride (``3:1``) where the tensor is not contiguous. The CPU
     is not named.
@@ -231,7 +231,7 @@ def _plain(name: str) -> str:
 
 
 def _in_quotes(text: str) -> str:
-    """Returns a text in quotes, with no blank where a line may be broken."""
+    """Returns a text in quotes, with its blanks escaped where a line could be broken."""
     return repr(text).replace(", ", ",\\x20")
 
 
@@ -266,7 +266,7 @@ def _format_body(
 
 
 def _source_text(source: ir.Source | None, printed: str) -> str:
-    """Returns what an input of the entry program is bound to; the name, if it is another."""
+    """Returns what an entry input is bound to, with its name if printed under another."""
     if source is None:
         return ""
     if isinstance(source, ir.UserInput):
@@ -308,7 +308,7 @@ def _format_leaf(
 ) -> str:
     values: dict[torch.fx.Node, str] = {}
     header = list(_input_texts(leaf, values, structs))
-    values.update(dict.fromkeys(leaf.entries[len(values) :], "%undefined"))  # of a broken leaf
+    values.update(dict.fromkeys(leaf.entries[len(values) :], "%undefined"))  # in a malformed leaf
     names = UniqueNames()
     for taken in values.values():
         names.take(taken[1:])
@@ -364,14 +364,14 @@ def _format_node(
 
 
 def _modes(node: torch.fx.Node) -> list[str]:
-    """Returns the modes a node ran under, where they are not what is usual."""
+    """Returns the modes that a node ran under and that are not the default."""
     stamp = stamp_of(node)
     notes = [] if stamp.grad_enabled else ["no_grad"]
     return notes + [f"autocast_{kind}_{dtype_name(dtype)}" for kind, _, dtype in stamp.autocast]
 
 
 def _shared_modes(leaf: ir.Leaf) -> list[str]:
-    """Returns the modes of all nodes, which the header then says once; none if they differ."""
+    """Returns the modes of all nodes, for the header; none if they differ."""
     found = {tuple(_modes(node)) for node in leaf.nodes}
     return list(found.pop()) if len(found) == 1 else []
 
@@ -381,9 +381,9 @@ def _with_comment(text: str, comment: str) -> str:
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """Yields a line in pieces that fit; a comment follows the last, or has a line of its own.
+    """Yields a line in pieces that fit, broken between operands only.
 
-    It is broken between operands only.
+    A comment follows the last piece, or has a line of its own.
     """
     if len(line) <= width:
         yield line
@@ -404,7 +404,7 @@ def _pieces(line: str, width: int) -> Iterator[str]:
 
 
 def operator_name(node: torch.fx.Node) -> str:
-    """Returns the operator of a node as printed: of ATen without ``aten`` and ``default``."""
+    """Returns the operator of a node as printed: without ``aten.`` and ``.default``."""
     if not isinstance(node.target, OPERATOR_TYPES):
         return getattr(node.target, "__name__", str(node.target))
     name = str(node.target)
@@ -413,7 +413,7 @@ def operator_name(node: torch.fx.Node) -> str:
 
 
 def node_type(node: torch.fx.Node) -> str:
-    """Returns the type of a node's value as printed; ``...`` for what is no tensor."""
+    """Returns the type of a node's value as printed; ``...`` if it is not a tensor."""
     return _value_type(node.meta.get("val"))
 
 

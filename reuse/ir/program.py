@@ -1,8 +1,7 @@
 """The program: closures, calls on them, and the values that flow between.
 
-Everything here is immutable and compared by identity; names are hints that only the printer
-turns into text. A derived form (a derivative, a kernel, a plan) is made once per closure, by
-keying on the closure itself.
+Everything here is immutable and compared by identity; names are hints for the printer. A derived
+form (a derivative, a kernel, a plan) is made once per closure and cached under the closure.
 
     Value       one result of a call, or one input
     Closure     a pure graph with explicit inputs and outputs; one of
@@ -36,7 +35,7 @@ def input_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def outputs_of(module: torch.fx.GraphModule) -> list[Any]:
-    """Returns what a graph returns, flat."""
+    """Returns a graph's outputs, flat."""
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, (tuple, list))
     return list(outputs)
@@ -44,7 +43,7 @@ def outputs_of(module: torch.fx.GraphModule) -> list[Any]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """One value. ``hint`` is a wish for its printed name."""
+    """One value. ``hint`` is its preferred printed name."""
 
     type: Type
     hint: str = ""
@@ -54,19 +53,19 @@ Level: TypeAlias = Literal["composite", "aten"]
 TensorKind: TypeAlias = Literal["parameter", "buffer", "attribute", "constant"]
 RecomputeMark: TypeAlias = Literal["", "save", "full", "selective"]
 Kernels: TypeAlias = Literal["backend", "compiled", "eager"]
-"""Whose kernels a leaf gets: the backend's, which may leave a small one to PyTorch; the backend's,
-however small it is; or PyTorch's."""
+"""Which kernels a leaf gets: those that the backend chooses, which may run a small leaf eagerly;
+compiled ones, however small it is; or PyTorch's own."""
 
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
-"""Runs a closure on its operands."""
+"""A function that runs a closure on its operands."""
 
 
 class Control:
-    """The operator of a leaf that runs other closures: it chooses between them, or repeats one.
+    """A control-flow operator: chooses between closures, or repeats one.
 
     Attributes:
-        bodies: those closures.
+        bodies: the closures that it runs.
     """
 
     bodies: tuple[Composite, ...]
@@ -75,11 +74,11 @@ class Control:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The numbers that it is told besides its bodies, by name."""
+        """The operator's integer settings, such as the number of steps, by name."""
         return {}
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
-        """Runs it on operands; ``bodies`` are functions of the bodies."""
+        """Runs the operator; ``bodies`` are functions that run its bodies."""
         raise NotImplementedError
 
 
@@ -89,8 +88,8 @@ class Leaf:
 
     The graph's placeholders are the inputs, flattened (a struct input gives one placeholder per
     tensor inside it); its output is a flat tuple, grouped by ``output_types`` in the same way.
-    ``level`` is ``"composite"`` as captured (operators whole, modes in the nodes' stamps)
-    and ``"aten"`` once differentiated or decomposed (plain ATen, ready for a backend).
+    ``level`` is ``"composite"`` as captured (composite operators are whole, each node's stamp has
+    its modes) and ``"aten"`` once differentiated or decomposed (plain ATen, ready for a backend).
     """
 
     name: str
@@ -123,7 +122,7 @@ class Leaf:
 
     @cached_property
     def is_sum(self) -> bool:
-        """Whether all that it does is to add its two inputs."""
+        """Whether the leaf only adds its two inputs."""
         if self.num_nodes != 1 or self.first_target is not torch.ops.aten.add.Tensor:
             return False
         (node,) = self.nodes
@@ -131,12 +130,12 @@ class Leaf:
 
     @property
     def control(self) -> Control | None:
-        """The operator, if it is one that runs other closures."""
+        """The leaf's control-flow operator; None if it has none."""
         return self.first_target if isinstance(self.first_target, Control) else None
 
     @property
     def bodies(self) -> tuple[Composite, ...]:
-        """The closures that its operator runs, if it is control flow."""
+        """The closures that its control-flow operator runs, if it has one."""
         return () if self.control is None else self.control.bodies
 
     def retyped(self, inputs: tuple[Type, ...], outputs: tuple[Type, ...]) -> Leaf:
@@ -228,8 +227,8 @@ class Call:
 class UserInput:
     """A program input that the caller passes: a leaf of the flattened arguments.
 
-    It may want a gradient since the forward itself switches that on (``is_switched``), and off
-    again at its end (``is_switched_back``).
+    ``is_switched``: the forward itself sets ``requires_grad`` of this input.
+    ``is_switched_back``: the forward also resets it before it returns.
     """
 
     index: int
@@ -251,8 +250,8 @@ class ModelTensor:
     kind: TensorKind = "constant"
 
     def forgotten(self) -> ModelTensor:
-        """Returns the same without the tensor, but for whether it wants a gradient."""
-        # On no device: whoever keeps it holds no memory of the model's.
+        """Returns a copy that keeps nothing of the tensor but ``requires_grad``."""
+        # A meta tensor has no memory: who keeps the copy does not keep the model's memory alive.
         stand_in = torch.empty(0, device="meta", requires_grad=self.tensor.requires_grad)
         return ModelTensor(self.name, stand_in, self.kind)
 
@@ -261,7 +260,7 @@ Source = Union[UserInput, ModelTensor]  # noqa: UP007
 
 
 def wants_gradient(source: Source) -> bool:
-    """Whether an input wants a gradient: a parameter, or what the user asks for one of."""
+    """Whether an input requires a gradient."""
     return source.tensor.requires_grad if isinstance(source, ModelTensor) else source.requires_grad
 
 
@@ -269,9 +268,9 @@ def wants_gradient(source: Source) -> bool:
 class Program:
     """Calls in execution order, between inputs and outputs.
 
-    ``sources`` says, for the entry program of a captured model, where each input comes from.
-    ``writes`` pairs an output with the input whose tensor it must be copied into after a run (a
-    buffer that the model's forward changes in place).
+    ``sources`` says where each input of a captured model's entry program comes from. ``writes``
+    pairs an output with the input whose tensor it is copied into after a run (a buffer that the
+    model's forward changes in place).
     """
 
     inputs: tuple[Value, ...]
@@ -287,11 +286,11 @@ class Program:
         return tuple(count_calls(self))
 
     def num_nodes(self) -> int:
-        """Graph nodes held: each closure's body counted once."""
+        """Counts graph nodes, each closure's body once."""
         return len(self.calls) + sum(c.num_nodes for c in self.closures)
 
     def num_nodes_if_inlined(self) -> int:
-        """Graph nodes there would be if every call were replaced by its callee's operators."""
+        """Counts graph nodes as if every call were inlined."""
         sizes = inlined_sizes(self)
         return sum(sizes[call.closure] for call in self.calls)
 
@@ -303,11 +302,11 @@ class Program:
     def to_fx(self) -> torch.fx.GraphModule:
         """Returns the program as a module that runs by itself.
 
-        Each closure is a submodule, called once per instance; the model's tensors are the module's
-        own. It takes the tensors among the model's arguments, and returns what the model returns.
+        Each closure is a submodule, called once per instance; the module owns the model's tensors.
+        It takes the tensors among the model's arguments, and returns what the model returns.
 
         Raises:
-            ExportError: if a size that varies is no size of an input.
+            ExportError: if a symbolic size is not the size of an input.
         """
         from .fx_form import to_fx
 
@@ -315,10 +314,10 @@ class Program:
 
     @staticmethod
     def from_fx(module: torch.fx.GraphModule) -> Program:
-        """Returns the program that :meth:`to_fx` made a module of, bound to the module's tensors.
+        """Returns the program of a module from :meth:`to_fx`, bound to the module's tensors.
 
         Raises:
-            ExportError: if it is no such module, or its graphs have changed: capture it then.
+            ExportError: if the module is another, or its graphs have changed: capture it then.
         """
         from .fx_form import from_fx
 
@@ -327,7 +326,7 @@ class Program:
     def to_networkx(self) -> networkx.MultiDiGraph[Any]:
         """Returns the program's calls as a graph; ``graph.graph["closures"]`` has each closure's.
 
-        A node is an input, or a line: a call (``closure``, ``path``) or an operator, with its
+        A node is an input, a call (``closure``, ``path``) or an operator, each with its printed
         ``text``. An edge is an operand (``value``, ``type``, ``position``).
         """
         from .fx_form import to_networkx
@@ -336,7 +335,7 @@ class Program:
 
     @staticmethod
     def from_networkx(graph: networkx.MultiDiGraph[Any]) -> Program:
-        """Returns the program of a graph that :meth:`to_networkx` made: what its texts say.
+        """Returns the program of a graph from :meth:`to_networkx`, parsed from its texts.
 
         Raises:
             ParseError: names the line that is wrong.
@@ -346,7 +345,7 @@ class Program:
         return from_networkx(graph)
 
     def to_exported(self) -> torch.export.ExportedProgram:
-        """Returns a captured program as ``torch.export`` has it: flat, to be saved and loaded.
+        """Returns a captured program as a flat ``ExportedProgram``, which can be saved.
 
         It takes the tensors among the model's arguments; its state is the model's own tensors.
         ``lazyinline.from_exported`` gives the program back as it was.
@@ -383,7 +382,7 @@ def walk_closures(program: Program) -> Iterator[Closure]:
 
 def count_calls(program: Program) -> Counter[Closure]:
     """Counts the call sites of each closure over all closure bodies, callees first."""
-    # Zeros first: the order of the walk stays, callees before callers.
+    # Zeros first, to keep the order of the walk: callees before callers.
     counts: Counter[Closure] = Counter(dict.fromkeys(walk_closures(program), 0))
     bodies = [program] + [c.program for c in counts if isinstance(c, Composite)]
     for body in bodies:
@@ -395,7 +394,7 @@ def count_calls(program: Program) -> Counter[Closure]:
 
 
 def inlined_sizes(program: Program) -> dict[Closure, int]:
-    """Returns the operators of each closure with every call in it expanded."""
+    """Counts the operators of each closure, with every call in it inlined."""
     # Callees come first, so that each body is counted once, however often it is called.
     sizes: dict[Closure, int] = {}
     for closure in walk_closures(program):

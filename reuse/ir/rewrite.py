@@ -1,7 +1,7 @@
-"""Programs rewritten: each different leaf once, or structs taken apart.
+"""Rewrites programs: each different leaf once, or structs into the tensors in them.
 
-A derivative saves into a struct, which is opaque. Where that derivative is differentiated in its
-turn, gradients flow through what is saved, one for each tensor, so it is passed tensor by tensor.
+A derivative saves its tensors in one opaque struct. When that derivative is differentiated again,
+gradients flow through each saved tensor, so the tensors are then passed one by one.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ T = TypeVar("T")
 
 
 def grouped(values: Iterable[T], types: Iterable[Type]) -> Iterator[list[T]]:
-    """Yields flat values by the type that they are of: one of a tensor, several of a struct."""
+    """Yields flat values grouped by type: one for a tensor, several for a struct."""
     rest = iter(values)
     for type_ in types:
         yield [next(rest) for _ in flatten_type(type_)]
 
 
 def packed(values: Iterable[Value], hint: str = "saved") -> Call:
-    """Returns the call that makes one struct of values."""
+    """Returns the call that packs values into one struct."""
     fields = tuple(values)
     struct = StructType(tuple(value.type for value in fields))
     return Call(Pack(struct), fields, (Value(struct, hint),))
 
 
 def unpacked(struct: Value, fields: Iterable[Value] | None = None) -> Call:
-    """Returns the call that takes a struct apart, into values that are there or new ones."""
+    """Returns the call that unpacks a struct into ``fields``, or into new values."""
     assert isinstance(struct.type, StructType)
     made = tuple(map(Value, struct.type.fields) if fields is None else fields)
     return Call(Unpack(struct.type), (struct,), made)
 
 
 class FlatStructs:
-    """Takes structs apart, once per closure."""
+    """Replaces structs by the values in them, once per closure."""
 
     def __init__(self) -> None:
         self._closures: dict[Closure, Closure] = {}
 
     def program(self, program: Program) -> Program:
-        """Returns the program with each struct value as the values in it."""
+        """Returns the program with each struct replaced by the values in it."""
         parts: dict[Value, tuple[Value, ...]] = {}
 
         def taken(values: Sequence[Value]) -> tuple[Value, ...]:
@@ -111,14 +111,14 @@ class FlatStructs:
         if isinstance(closure, Composite):
             return Composite(closure.name, self.program(closure.program))
         assert isinstance(closure, Leaf)
-        if closure.bodies:  # its own operands are single tensors
+        if closure.bodies:  # operands of control flow are tensors already
             return with_bodies(closure, [self.closure(body) for body in closure.bodies])  # type: ignore[misc]
         if not any(
             isinstance(t, StructType) for t in (*closure.input_types, *closure.output_types)
         ):
             return closure
         inputs, outputs = flat_types(closure.input_types), flat_types(closure.output_types)
-        # Its graph takes and gives single tensors as it is.
+        # The graph of a leaf takes and returns single tensors already.
         return replace(
             closure, input_types=tuple(inputs), output_types=tuple(outputs), input_names=()
         )

@@ -23,11 +23,11 @@ _IS_ACTIVE: ContextVar[bool] = ContextVar("lazyinline_fake_rules", default=False
 
 @contextmanager
 def kernels_own_rules() -> Iterator[None]:
-    """Has PyTorch use the rule inside, where it has none of its own."""
+    """Makes fake tensors use our rule inside, unless PyTorch's table has one of its own."""
     operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
     if operator is not None and operator not in op_implementations_dict:
-        # It stays, for PyTorch's table is shared by all threads: one that left while another traces
-        # would take the rule away from it. Elsewhere it says that PyTorch's own way is to be taken.
+        # Never removed: all threads share PyTorch's table, and another may be tracing. Outside of
+        # this context the rule returns NotImplemented, and PyTorch uses its own.
         op_implementations_dict[operator] = _grouped_mm
     token = _IS_ACTIVE.set(True)
     try:
@@ -37,7 +37,7 @@ def kernels_own_rules() -> Iterator[None]:
 
 
 def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Product by groups of rows: PyTorch's rule knows bfloat16 only, and no padding of rows."""
+    """The rule of ``_grouped_mm``: PyTorch's takes bfloat16 only and does not pad rows."""
     if not _IS_ACTIVE.get():
         return NotImplemented
     a, b = args[:2]

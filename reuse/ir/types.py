@@ -1,11 +1,11 @@
-"""Types of program values: tensors with a layout, structs of them, and how one tensor travels.
+"""Types of program values, tensors with a layout and structs of them; how a tensor is sent.
 
 A type says everything a kernel was compiled for, so equal types mean that a kernel compiled
 for one value may be launched on another.
 
-A transfer takes contiguous memory only. A dense tensor in another order of dimensions travels as
-its memory stands; dimensions that repeat one element travel once. A tensor on a part of a larger
-memory gets a storage that is that part alone.
+Only contiguous memory can be sent to another process. A dense tensor with permuted dimensions is
+sent as it lies in memory, an expanded dimension (stride 0) once. A tensor on part of a larger
+storage gets a storage of that part alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = {dtype_name(d): d for d in vars(torch).values() if isinstance(d, torch.
 
 
 def strides_that_matter(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides along which there is a second element; none if there is no element."""
+    """Returns the strides of dimensions larger than 1; none if the tensor is empty."""
     if 0 in shape:
         return ()
     return tuple(st for st, size in zip(stride, shape, strict=True) if size != 1)
@@ -66,7 +66,7 @@ def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements follow one another in order; a dimension of one needs no stride."""
+    """Whether the elements follow one another in order, whatever strides size 1 has."""
     axes = zip(shape, stride, contiguous_stride(shape), strict=True)
     return all(size == 1 or step == expected for size, step, expected in axes)
 
@@ -75,7 +75,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill one block of memory without overlap, in any order."""
     expected = 1
     axes = [(st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1]
-    while axes:  # by equality alone: expressions have no order
+    while axes:  # by equality alone: symbolic strides cannot be sorted
         innermost = next((axis for axis in axes if axis[0] == expected), None)
         if innermost is None:
             return False
@@ -103,7 +103,7 @@ class TensorType:
     def of(cls, tensor: torch.Tensor) -> TensorType:
         """Returns the type of a tensor (real or fake)."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        for size in (*shape, *stride):  # one position of a row, in a batch of unknown length
+        for size in (*shape, *stride):  # one may be a SymInt
             if type(size) is not int:
                 shape, stride = tuple(map(_plain, shape)), tuple(map(_plain, stride))
                 return cls(tensor.dtype, shape, stride, tensor.device)
@@ -145,7 +145,7 @@ class TensorType:
 
 
 def _plain(size: Any) -> Any:
-    """Returns a size as a number, or as an expression if it is none."""
+    """Returns a size as an int, or as a sympy expression if it is symbolic."""
     if type(size) is int:
         return size
     expression = size.node.expr
@@ -154,20 +154,20 @@ def _plain(size: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _one_of(*facts: Any) -> TensorType:
-    """Returns one object for equal types, which are made and compared for every tensor."""
+    """Returns one object for equal types: they are made and compared for every tensor."""
     return TensorType(*facts)
 
 
 HOST = torch.device("cpu", 1)
-"""The host's memory in the types of a program for a GPU, whose own tensors may be typed ``cpu``.
+"""Host memory, as the device of offloaded tensors in a GPU program.
 
-To PyTorch it is the one CPU that there is.
+The index tells it from the ``cpu`` that the program's other tensors may have; PyTorch ignores it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StructType:
-    """A tuple of values that travels as one, such as what a call saves for its backward."""
+    """A tuple of values passed as one, such as what a call saves for its backward."""
 
     fields: tuple[Type, ...]
 
@@ -192,18 +192,18 @@ def flatten_type(type_: Type) -> Iterator[TensorType]:
         yield from flatten_type(field)
 
 
-# ---- how a tensor travels ------------------------------------------------------------------------
+# ---- how a tensor is sent ------------------------------------------------------------------------
 
 
 class Wire:
-    """The form in which values of one type travel.
+    """The form in which values of one type are sent.
 
     Args:
         type_: the type at both ends.
 
     Attributes:
-        once: its shape, where dimensions that repeat one element have size 1.
-        as_it_stands: whether the memory of a value travels without being copied first.
+        once: its shape, where expanded dimensions (stride 0) have size 1.
+        as_it_stands: whether the memory of a value is sent without being copied first.
     """
 
     def __init__(self, type_: TensorType) -> None:
@@ -216,20 +216,20 @@ class Wire:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes that are sent."""
         return self._num_elements * self.type.dtype.itemsize
 
 
 def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the same memory, the storage of which has this tensor's bytes only."""
-    # ``torch.save``, ``deepcopy`` and sending to another process take the whole storage: of this
-    # one, the tensor's bytes alone. It keeps the whole memory alive and cannot be resized.
+    """Returns an alias of a tensor whose storage holds this tensor's bytes only."""
+    # ``torch.save``, ``deepcopy`` and sending to another process copy the whole storage, here just
+    # these bytes. The alias keeps the original storage alive and cannot be resized.
     num_elements = reach(tensor.shape, tensor.stride()) if tensor.numel() else 0
     num_bytes = num_elements * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
-        # A capsule: the tensor itself would be asked for its device, which may be a user's own.
+        # A capsule: ``from_dlpack`` would ask the tensor for its device, maybe a custom one.
         part = from_dlpack(to_dlpack(whole[start : start + num_bytes])).view(tensor.dtype)
         return part.as_strided(tensor.shape, tensor.stride()).detach()

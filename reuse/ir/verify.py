@@ -3,9 +3,9 @@
 Levels, from capture to link:
 
 * ``shared``: closures, calls, and struct values made by autodiff; leaf bodies are pure.
-* ``aten``: besides, every leaf is taken apart into operators that kernels are made of.
+* ``aten``: also, every leaf is decomposed into the operators that backends have kernels for.
 * ``flat``: every call is on a leaf (what early inlining gives, and what link lays out).
-* ``primitive``: every leaf holds only primitives (to be looked at and counted).
+* ``primitive``: every leaf holds only primitives (for people who read or count them).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def operators_of(program: Program) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class NotPrimitive:
-    """An operator that is no primitive, in a leaf of a program.
+    """An operator that is not a primitive, in a leaf of a program.
 
     Attributes:
         operator: its name.
@@ -70,7 +70,7 @@ class NotPrimitive:
 
 
 def not_primitive(program: Program) -> list[NotPrimitive]:
-    """Returns the operators of a program that are no primitives, each place once."""
+    """Returns the operators of a program that are not primitives, each place once."""
     found = (
         NotPrimitive(name_of(node), leaf.name, stamp_of(node).source)
         for leaf, node in _nodes(program)
@@ -114,7 +114,7 @@ def _check(program: Program, level: ProgramLevel) -> None:
     foreign = not_primitive(program) if level == "primitive" else []
     if foreign:
         raise _BrokenRuleError(f"operators that are no primitives: {', '.join(map(str, foreign))}")
-    # A write is a copy: another type would make the user's tensor another.
+    # A write copies into the user's tensor, whose type stays.
     for output, target in program.writes:
         if program.outputs[output].type != program.inputs[target].type:
             raise _BrokenRuleError(f"write of output {output} into input {target} changes the type")
@@ -171,7 +171,7 @@ def _check_leaf(leaf: Leaf) -> None:
     outputs = leaf.module.graph.output_node().args[0]
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(flat_types(leaf.output_types)):
         raise _BrokenRuleError(f"{where}: outputs do not match its output types")
-    # Callers may use an operand again after the call.
+    # A leaf must not change its inputs: the caller may use an operand again after the call.
     own = {memory_of(n) for n in placeholders if not _is_only_copied(n)}
     for node in leaf.nodes:
         if node.op != "call_function":
@@ -184,5 +184,5 @@ def _check_leaf(leaf: Leaf) -> None:
 
 
 def _is_only_copied(placeholder: torch.fx.Node) -> bool:
-    """Whether a leaf works on a copy of an input, which it may change."""
+    """Whether a leaf only clones an input: it may change the clone in place."""
     return all(user.target is torch.ops.aten.clone.default for user in placeholder.users)
