@@ -1,10 +1,10 @@
 """``vjp``: the derivative of a closure as a pair of closures, made once per closure.
 
-The forward closure returns the primal's results and one struct value with what it saves. The
-backward closure takes that struct, the inputs and results it needs again (handed over, not saved),
-and cotangents; it returns gradients. A *choice* says which of a call's forward values are saved and
-which its backward computes again. It belongs to one call; equal choices of one closure give one
-derivative, compiled once.
+The forward closure returns the primal's results and a struct of saved values. The backward closure
+takes that struct, the inputs and results that it needs (handed over, not saved), and cotangents; it
+returns gradients. A *choice* says which forward values are saved and which are recomputed in the
+backward. Each call has its own; calls of one closure with equal choices share one derivative, which
+is compiled once.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Says how leaf closures are differentiated, as their backend wants it.
+    """Says how leaf closures are differentiated for a backend.
 
     Attributes:
-        decompositions: how composite operators are taken apart, after differentiation.
+        decompositions: of composite operators, used after differentiation.
         policy: how a joint graph splits into forward and backward (see ``partition``).
         joint_pass: a backend's rewrite of the joint graph before it is split.
-        kernels: which kernels the results get, ``"backend"`` or ``"eager"``.
-        rewrite: a backend's choice between forms of composite operators, before anything else.
-        gradients: ``"differentiated"`` makes halves that have a derivative in their turn.
+        kernels: which kernels the two halves get, ``"backend"`` or ``"eager"``.
+        rewrite: a backend's rewrite of composite operators, before differentiation.
+        gradients: ``"differentiated"`` makes halves that can be differentiated again.
     """
 
     decompositions: Decompositions = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Recipe:
 
 
 class Differentiator:
-    """Makes derivatives and remembers them by closure.
+    """Makes derivatives and caches them by closure.
 
     Args:
-        recipe_for: the recipe for a leaf closure.
-        remember: given a request for a leaf and what makes its derivative, returns it; a cache.
+        recipe_for: returns the recipe for a leaf closure.
+        remember: a cache: takes a request for a leaf and a function that makes its derivative.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Differentiator:
         if request in self._derivatives:
             return self._derivatives[request]
         leaf, made = request.closure, None
-        # Nothing to differentiate is common: a block behind frozen layers, a result no loss reads.
+        # Often no gradient flows: a block behind frozen layers, a result that no loss reads.
         if not request.inputs or not request.outputs:
             pass
-        # Before leaves and composites: what is called again may be either, taken as it is.
+        # Checked first, since leaves and composites alike can be recomputed whole.
         elif isinstance(request.choice, Whole):
             made = self._called_again(request)
         elif isinstance(leaf, ir.Composite):
@@ -127,7 +127,7 @@ class Differentiator:
         return made
 
     def sites(self, request: Request) -> tuple[Request | None, ...]:
-        """Returns what a composite's derivative asks of each of its calls, in their order."""
+        """Returns the request that a composite's derivative makes for each of its calls."""
         self.of(request)
         return self._sites.get(request, ())
 
@@ -140,14 +140,14 @@ class Differentiator:
         return joint if joint.tangent_outputs and joint.grad_inputs else None
 
     def _traced(self, request: Request) -> tuple[JointTrace, Recipe]:
-        """Traces a leaf's joint graph once, whatever is chosen later."""
-        # Tracing is the expensive part, and a choice only cuts what was traced: a solver that tries
-        # many choices traces a leaf once.
+        """Traces a leaf's joint graph, once for all choices."""
+        # Tracing is expensive, and a choice only cuts the traced graph: a solver that tries many
+        # choices traces a leaf once.
         leaf, plain = request.closure, replace(request, choice=None)
         assert isinstance(leaf, ir.Leaf)
         if plain not in self._joints:
             types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
-            # First of all: the form that the backend prefers is the one to differentiate.
+            # Before the trace: the form that the backend prefers is the one to differentiate.
             module = recipe.rewrite(leaf.module)
             joint = JointTrace(
                 module,
@@ -171,7 +171,7 @@ class Differentiator:
         if isinstance(request.choice, Cut):
             forward, backward = cut_joint(graph, number, request.choice.saved)
         else:
-            # A copy, since PyTorch's partitioners change the graph that they are given.
+            # A copy, since PyTorch's partitioners change their argument.
             forward, backward = partition(copy_graph(graph), number, recipe.policy)
             if recipe.policy == "save" and recipe.gradients == "final":
                 save_memory_once(forward, backward)
@@ -184,7 +184,7 @@ class Differentiator:
                 pair, offloaded=tuple(i for i, name in enumerate(names) if name in offloaded)
             )
         pair = make_pair(leaf, forward, backward, joint, recipe.kernels, "composite")
-        # The next derivative must not ask autograd for gradients of, say, a norm's statistics.
+        # Autograd has no gradient for, say, a norm's statistics: the next derivative asks for none.
         stop_what_has_no_gradient(forward, flat_types(leaf.input_types), request.inputs)
         return pair
 
@@ -195,12 +195,12 @@ class Differentiator:
         return Rerunner()
 
     def _called_again(self, request: Request) -> Derivative | None:
-        """Returns the derivative whose backward first calls the forward again."""
+        """Returns the derivative whose backward first recomputes the forward."""
         plain = self.of(replace(request, choice=None))
         return None if plain is None else run_again(request.closure, plain, self._rerunner)
 
     def active_outputs(self, closure: ir.Closure, active: Sequence[bool]) -> tuple[bool, ...]:
-        """Says which results of a closure may depend on the active operands, differentiably."""
+        """Says which results of a closure may carry a gradient back to the active operands."""
         key = (closure, tuple(active))
         if key not in self._activity:
             if isinstance(closure, ir.Leaf):
@@ -212,7 +212,7 @@ class Differentiator:
         return self._activity[key]
 
     def adder(self, type_: TensorType, added: TensorType | None = None) -> ir.Leaf:
-        """Returns the closure that adds to a value of a type one of its own type, or of another."""
+        """Returns the closure that adds two values, of one type or (``added``) of two."""
         types = (type_, added or type_)
         if types not in self._adders:
             sized = self._sized() if type_.is_symbolic else None
@@ -222,12 +222,12 @@ class Differentiator:
         return self._adders[types]
 
     def _sized(self) -> torch.fx.GraphModule | None:
-        """Returns the graph of a leaf whose sizes are symbols: all are of one environment."""
+        """Returns the graph of a leaf with symbolic sizes: all have the same shape environment."""
         leaves = (r.closure.module for r in self._derivatives if isinstance(r.closure, ir.Leaf))
         return next((module for module in leaves if environment_of(module) is not None), None)
 
     def copier(self, type_: TensorType, copied: TensorType) -> ir.Leaf:
-        """Returns the closure that copies a value to another device, or in another precision."""
+        """Returns the closure that copies a value to another device or dtype."""
         if (type_, copied) not in self._copiers:
             name = "offload" if copied.device == HOST else "reload"
             name = "cast" if copied.device == type_.device else name
@@ -253,7 +253,7 @@ def active_values(
 
 
 def passed_through(program: ir.Program) -> dict[ir.Value, ir.Value]:
-    """Maps each result that is really an operand, returned as it came, to that operand."""
+    """Maps each result that is an unchanged operand to that operand."""
     same: dict[ir.Value, ir.Value] = {}
     for call in program.calls:
         if isinstance(call.closure, ir.Composite):
@@ -289,7 +289,7 @@ class _Reversal:
         self._backward: list[ir.Call] = []
         self._derivatives: dict[ir.Call, tuple[Derivative, ir.Value]] = {}
         self._offloads: dict[ir.Call, list[ir.Call]] = {}
-        # Of each forward value its stand-in in the backward program.
+        # For each forward value that the backward reads, the value of the backward program.
         self._kept: dict[ir.Value, ir.Value] = {}
         self._same = passed_through(self._program)
         self._seeds: list[tuple[int, ir.Value]] = []
@@ -301,8 +301,8 @@ class _Reversal:
                 self._add_cotangent(value, seed)
 
     def _add_cotangent(self, value: ir.Value, cotangent: ir.Value) -> None:
-        """Sums cotangents where a value fans out."""
-        # The first one is the sum so far: added to zeros, it would cost a kernel.
+        """Adds a cotangent to the sum of a value's cotangents: it may have several uses."""
+        # The first one is the sum itself: adding it to zeros would cost a kernel.
         present = self._cotangents.get(value)
         if present is None:
             self._cotangents[value] = cotangent
@@ -332,12 +332,12 @@ class _Reversal:
         return self._assemble(forward_calls, gradients)
 
     def sites(self) -> tuple[Request | None, ...]:
-        """Returns what was asked of each call, where a gradient flows."""
+        """Returns the request for each call; None where no gradient flows."""
         return tuple(self._asked.get(call) for call in self._program.calls)
 
     def _request(self, call: ir.Call) -> Request:
-        # Calls of one closure may differ in their active operands: each pattern is a request of its
-        # own, and equal patterns share a derivative.
+        # Calls of one closure may differ in their active operands: equal patterns share a
+        # derivative, others are a request of their own.
         wanted = [i for i, v in enumerate(call.args) if v in self._active]
         seeded = [i for i, v in enumerate(call.results) if v in self._cotangents]
         return Request(call.closure, tuple(wanted), tuple(seeded), self._choices.get(call))
@@ -356,10 +356,10 @@ class _Reversal:
             self._add_cotangent(target, result)
 
     def _held(self, call: ir.Call, saved: ir.Value, offloaded: Sequence[int]) -> ir.Value:
-        """Returns what a call saved, for its backward; some of it has been on the host."""
+        """Returns a call's saved struct for its backward; reloads what was offloaded."""
         if not offloaded:
             return self._keep(saved)
-        # To the host as soon as the forward has made it, and back right before the backward.
+        # Copied to the host right after the forward call, and back right before the backward call.
         type_ = saved.type
         assert isinstance(type_, StructType)
         home = {i: field.device for i, field in enumerate(type_.fields)}  # type: ignore[union-attr]
@@ -385,7 +385,7 @@ class _Reversal:
         return calls, calls[-1].results[0]
 
     def _keep(self, value: ir.Value) -> ir.Value:
-        # A result that is an operand, passed through, would else be saved a second time.
+        # Else a result that is an unchanged operand would be saved a second time.
         value = self._same.get(value, value)
         if value not in self._kept:
             self._kept[value] = ir.Value(value.type, value.hint)
@@ -406,7 +406,7 @@ class _Reversal:
             if value in self._kept and value not in seen:
                 kept_outputs.append(index)
                 seen.add(value)
-        # Inputs and results are the caller's anyway; only the rest is memory that a forward holds.
+        # The caller holds inputs and results anyway; only the rest is saved.
         held = [v for v in self._kept if v not in seen]
         pack = packed(held)
         forward = ir.Program(

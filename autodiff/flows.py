@@ -1,6 +1,6 @@
-"""Flows through programs: where draws, memory, numbers and gradients come from.
+"""Data flow in programs: where random draws, shared memory, values and gradients come from.
 
-Each different closure is looked at once.
+Each different closure is analysed once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..reuse.torch_names import operator_schema
 
 Inputs = frozenset[int]
 Flows = list[Inputs]
-"""For each output the positions of inputs from which something flows to it."""
+"""For each output, the positions of the inputs that flow into it."""
 T = TypeVar("T")
 Through = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
-"""Of an operator the operands from which something flows to its result."""
+"""Returns the operands of an operator that flow into its result."""
 
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "train")
@@ -34,8 +34,8 @@ _TRAINING = ("training", "train")
 def saved_inputs(forward: ir.Program) -> tuple[int, ...]:
     """Returns the inputs that share memory with the last output (the saved struct).
 
-    Autograd refuses a backward whose saved tensors were changed since the forward. It can do that
-    for what lazyinline saves only if it knows which inputs are inside.
+    Autograd raises an error in a backward whose saved tensors were changed since the forward. For
+    our saved struct it can do so only if it knows which inputs are inside.
     """
     return tuple(sorted(_flows(forward, partial(_in_graph, _shares_with))[-1]))
 
@@ -46,10 +46,10 @@ def _shares_with(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
 
 
 def view_roots(program: ir.Program) -> list[object]:
-    """Returns for each output what it is a view of by PyTorch's own operators: the same, equal.
+    """Returns for each output a key of what it is a view of; equal for views of one value.
 
-    An input is its position. An output that is no view is the only one of its root. What a
-    ``torch.autograd.Function`` returns is no view here, for its gradient may be another one.
+    The key of an input is its position. An output that is no view has a key of its own. Only ATen's
+    own views count: a ``torch.autograd.Function`` may return a view with another gradient.
     """
     return _folded(
         program, _program_roots, _leaf_roots, lambda types: [object() for _ in types.output_types]
@@ -62,7 +62,7 @@ def _folded(
     of_leaf: Callable[[ir.Leaf], list[T]],
     of_struct: Callable[[ir.Pack | ir.Unpack], list[T]],
 ) -> list[T]:
-    """Returns something of each output of a program, by that of each different closure."""
+    """Returns a property of each output of a program, computed once per different closure."""
     found: dict[ir.Closure, list[T]] = {}
     for closure in ir.walk_closures(program):
         if isinstance(closure, ir.Leaf):
@@ -103,7 +103,7 @@ Moment = tuple[int, ...]
 
 
 def output_order(program: ir.Program) -> list[int]:
-    """Returns the outputs as they are computed: none is computed from a later one."""
+    """Returns the outputs in the order of computation: none depends on a later one."""
 
     def begins(made: ir.Pack | ir.Unpack) -> list[Moment]:
         return [()] * len(made.output_types)
@@ -127,11 +127,11 @@ def _moments(program: ir.Program, closures: Mapping[ir.Closure, list[Moment]]) -
 
 
 def used_inputs(program: ir.Program) -> Inputs:
-    """Returns the positions of inputs that some output is computed from.
+    """Returns the positions of the inputs that some output is computed from.
 
-    All, where an operator changes a value in place: that may be seen under other names. An operator
-    uses all of its operands, but batch norm in training mode: it takes running statistics to update
-    them, and neither its result nor its gradients are computed from what they were.
+    These are all inputs if an operator changes a value in place, which aliases may see. An operator
+    uses all of its operands, except batch norm in training mode: it only updates the running
+    statistics, and neither result nor gradients depend on their old values.
     """
     leaves = (closure for closure in ir.walk_closures(program) if isinstance(closure, ir.Leaf))
     if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
@@ -143,7 +143,7 @@ def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     schema = operator_schema(node)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    # In eval mode a norm computes with its running statistics, so then they are operands as any.
+    # In eval mode a norm computes with its running statistics: then they count.
     if not any(given.get(name) is True for name in _TRAINING):
         return node.all_input_nodes
     unused = [given.get(name) for name in _STATISTICS]
@@ -152,17 +152,17 @@ def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
 
 
 def trained_inputs(program: ir.Program) -> Flows:
-    """Returns the inputs to which a gradient of each output may come back.
+    """Returns for each output the inputs that its gradient may flow back to.
 
-    Autograd leaves ``.grad`` alone where no path leads, and an optimizer then skips that parameter;
-    a zero gradient would make it decay. So a backward has to know which zeros are no gradients.
+    Where no path leads to a parameter, autograd leaves its ``.grad`` None and an optimizer skips
+    it; with a gradient of zeros it would decay. So a backward has to tell zeros from no gradient.
     """
     return _flows(program, _carries_back)
 
 
 def _carries_back(leaf: ir.Leaf) -> Flows:
     number = len(flat_types(leaf.input_types))
-    # One input at a time: with several active no output would tell from which its gradient is.
+    # One input at a time: with several active, nothing tells which one an output depends on.
     flags = [is_active(leaf, [i == index for i in range(number)]) for index in range(number)]
     outputs = range(len(flat_types(leaf.output_types)))
     return [frozenset(i for i, carries in enumerate(flags) if carries[o]) for o in outputs]
@@ -173,7 +173,7 @@ def _flows(program: ir.Program, of_leaf: Callable[[ir.Leaf], Flows]) -> Flows:
 
 
 def _all_to_all(made: ir.Pack | ir.Unpack) -> Flows:
-    # A struct is opaque, so all of it flows to all of it, which is on the safe side.
+    # A struct is opaque, so every operand counts as flowing into every result: the safe answer.
     return [frozenset(range(len(made.input_types)))] * len(made.output_types)
 
 
@@ -199,7 +199,7 @@ def _union(parts: Iterable[Inputs]) -> Inputs:
 
 
 def needed_calls(calls: Sequence[ir.Call], outputs: Iterable[ir.Value]) -> list[ir.Call]:
-    """Returns the calls that some outputs are computed from, in their order."""
+    """Returns the calls that outputs are computed from, in their order."""
     needed, kept = set(outputs), []
     for call in reversed(calls):
         if not needed.isdisjoint(call.results):
@@ -211,7 +211,7 @@ def needed_calls(calls: Sequence[ir.Call], outputs: Iterable[ir.Value]) -> list[
 def in_closure(
     name: str, calls: Sequence[ir.Call], later: Collection[ir.Value], path: str = ""
 ) -> ir.Call:
-    """Returns the call of a closure that makes calls; it gives those of its values in ``later``."""
+    """Returns the call of a closure that makes calls; its results are the values in ``later``."""
     made = dict.fromkeys(v for call in calls for v in call.results)
     taken = tuple(dict.fromkeys(v for c in calls for v in c.args if v not in made))
     given = tuple(v for v in made if v in later)
@@ -219,14 +219,14 @@ def in_closure(
 
 
 def with_operands(call: ir.Call, new: Mapping[ir.Value, ir.Value]) -> ir.Call:
-    """Returns a call that takes other values in place of some."""
+    """Returns a call with some of its operands replaced."""
     return replace(call, args=tuple(new.get(value, value) for value in call.args))
 
 
 def inlined(
     program: ir.Program, args: Sequence[ir.Value], path: str = ""
 ) -> tuple[list[ir.Call], list[ir.Value]]:
-    """Returns the calls of a program that is called with ``args``, and its results there."""
+    """Inlines a call of a program with ``args``; returns the calls and the results."""
     env, calls = dict(zip(program.inputs, args, strict=True)), []
     for call in program.calls:
         results = tuple(ir.Value(v.type, v.hint) for v in call.results)
@@ -238,20 +238,20 @@ def inlined(
 
 
 class Draws:
-    """Counts how often closures draw random numbers, by device; each different one once."""
+    """Counts the random operators of closures by device, once per different closure."""
 
     def __init__(self) -> None:
         self._closures: dict[ir.Closure, Counter[str]] = {}
 
     def of(self, calls: Iterable[ir.Call]) -> Counter[str]:
-        """Returns how often some calls do."""
+        """Returns the random operators that some calls run, by device."""
         total: Counter[str] = Counter()
         for call in calls:
             total.update(self.of_closure(call.closure))
         return total
 
     def of_closure(self, closure: ir.Closure) -> Counter[str]:
-        """Returns how often one call of a closure does."""
+        """Returns the random operators that one call of a closure runs, by device."""
         if closure not in self._closures:
             nodes = closure.nodes if isinstance(closure, ir.Leaf) else ()
             inside = closure.program.calls if isinstance(closure, ir.Composite) else ()

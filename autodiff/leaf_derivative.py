@@ -1,7 +1,7 @@
-"""A derivative: what is asked for, its two halves of a leaf, and the boundary between them.
+"""Derivatives: a request for one, the two halves of a leaf's, and the boundary between them.
 
-What the backward needs again is *handed over* where it is an input or a result (or a view of one),
-and saved in one struct value otherwise.
+A value that the backward needs is *handed over* if it is an input or a result of the forward (or a
+view of one), and saved in one struct value otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Cut:
     """Splits a leaf's joint graph so that just these forward values are saved.
 
     Attributes:
-        saved: names of nodes of the joint graph; the backward computes all else again.
-        offloaded: those of them that wait on the host meanwhile.
+        saved: names of nodes of the joint graph; the backward recomputes all others.
+        offloaded: those of them that are kept in host memory until the backward.
     """
 
     saved: frozenset[str]
@@ -35,7 +35,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Calls the closure again in the backward, whole; only what it drew at random is saved."""
+    """Recomputes the whole closure in the backward; only random draws are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside 
 
 @dataclass(frozen=True)
 class Request:
-    """Names a derivative: of which closure, by which inputs, with what saved.
+    """Names a derivative: of which closure, with respect to which inputs, with what saved.
 
     Attributes:
         closure: the primal.
@@ -73,7 +73,7 @@ class Derivative:
         forward: results are the primal's results, then the saved struct.
         backward: operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent
             for each of ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
-        offloaded: positions in the saved struct of what waits on the host between the two.
+        offloaded: positions in the saved struct of what is in host memory between the two.
     """
 
     forward: Closure
@@ -100,14 +100,13 @@ def make_pair(
     kernels: Kernels,
     level: Level = "aten",
 ) -> Derivative:
-    """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
+    """Makes a derivative of the two halves of a partitioned leaf."""
     primals = [n.name for n in input_nodes(forward)]
     results = [o.name if isinstance(o, torch.fx.Node) else "" for o in outputs_of(forward)]
     primal_results = results[: joint.num_outputs]
     needed = [n.name for n in input_nodes(backward)]
     tangents = [n for n in needed if n.startswith("tangents_")]
-    # Both halves were cut from one graph, where each name is one value: so names tell what
-    # crosses the boundary.
+    # Both halves were cut from one graph, so equal names are one value that crosses the boundary.
     kept_inputs = [primals.index(n) for n in needed if n in primals]
     kept_outputs = [
         primal_results.index(n) for n in needed if n in primal_results and n not in primals
@@ -168,7 +167,7 @@ def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
     """Puts placeholders into the given order; all of them are named."""
     by_name = {n.name: n for n in input_nodes(module)}
     assert set(names) == set(by_name), (names, list(by_name))
-    # Placeholders define the order of arguments, so they are moved and not made anew.
+    # The order of placeholders is the order of arguments, so the nodes themselves are moved.
     anchor = next(iter(module.graph.nodes))
     for name in names:
         node = by_name[name]
@@ -180,10 +179,10 @@ def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
 
 
 def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
-    """Lets the backward take its views of inputs itself, so that the inputs are handed over.
+    """Moves views of inputs into the backward, so that the inputs are handed over.
 
-    A saved view of a parameter would hide from autograd that the parameter is needed again, and a
-    change between forward and backward would go unnoticed.
+    With a saved view of a parameter, autograd would not know that the backward reads the parameter,
+    and a change between forward and backward would go unnoticed.
     """
     chains = _view_chains(forward, backward)
     _take_views(backward, {n: c for n, c in chains.items() if c and _is_input(_source_of(c))})
@@ -192,21 +191,21 @@ def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
 def _view_chains(
     forward: torch.fx.GraphModule, backward: torch.fx.GraphModule
 ) -> dict[str, list[torch.fx.Node]]:
-    """Returns the views that lead to each value of the forward that the backward takes."""
+    """Returns, for each forward value that the backward takes, the views that lead to it."""
     by_name = {n.name: n for n in forward.graph.nodes}
     needed = (n.name for n in input_nodes(backward) if n.name in by_name)
     return {name: _view_chain(by_name[name]) for name in needed}
 
 
 def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
-    """Saves a value in place of several views of it, which the backward takes itself."""
+    """Saves one value in place of several views of it; the backward then makes the views."""
     by_name, chains = {n.name: n for n in forward.graph.nodes}, _view_chains(forward, backward)
     groups: dict[torch.fx.Node, list[str]] = {}
     for name, chain in chains.items():
         groups.setdefault(_source_of(chain) if chain else by_name[name], []).append(name)
     own = {n.name for n in backward.graph.nodes if n.op != "placeholder"}
     for source, names in groups.items():
-        # An input is handed over and costs nothing; a name that the backward has itself is taken.
+        # An input is handed over at no cost; a name that the backward uses cannot be added.
         if len(names) == 1 or _is_input(source) or source.name in own:
             continue
         views = [node_type(by_name[n]).num_bytes for n in names]
@@ -215,10 +214,10 @@ def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModu
 
 
 def _are_fewer(num_bytes: int, others: Sequence[int]) -> bool:
-    """Returns whether bytes are fewer than several others together, for all sizes.
+    """Returns whether a number of bytes is less than the sum of others, for all symbolic sizes.
 
-    A comparison of symbols is often left open, even of one number with its double; that another is
-    as large is seen without one.
+    A comparison of symbols is often undecided, even of ``n`` with ``2 * n``. That one of the others
+    is equal, which is enough, shows without a comparison.
     """
     return num_bytes in others or is_certain(num_bytes < sum(others))
 
@@ -226,7 +225,7 @@ def _are_fewer(num_bytes: int, others: Sequence[int]) -> bool:
 def _take_views(
     backward: torch.fx.GraphModule, chains: Mapping[str, Sequence[torch.fx.Node]]
 ) -> None:
-    """Lets a backward take some of its operands itself, each by views of a forward's value."""
+    """Replaces operands of a backward by views that it takes of a value of the forward."""
     entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
     for name, chain in chains.items():
@@ -234,7 +233,7 @@ def _take_views(
         if source.name not in entry:
             with backward.graph.inserting_before(placeholder):
                 entry[source.name] = backward.graph.placeholder(source.name)
-            # Values are known by their names in the joint graph; a fresh one would get another.
+            # Values are matched by their names in the joint graph, so the name is set by hand.
             entry[source.name].name = entry[source.name].target = source.name
             entry[source.name].meta.update(source.meta)
         value = entry[source.name]
@@ -248,7 +247,7 @@ def _take_views(
 
 
 def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Returns the views that lead to a node from what is no view itself."""
+    """Returns the chain of views that ends in a node; it starts at a value that is no view."""
     chain: list[torch.fx.Node] = []
     while is_view(node) and len(node.all_input_nodes) == 1:
         chain.append(node)

@@ -1,8 +1,8 @@
-"""A forward that can be run again in the backward without drawing random numbers again.
+"""Recompute of whole closures, without drawing random numbers a second time.
 
-A closure is taken apart into a *first* run, which returns its results and what it drew, and a run
-*again*, which takes what was drawn and returns only what is still needed. This works on leaves and
-on whole programs, so a sub-program of any size is a unit of recompute.
+A closure is split into a *first* run, which returns its results and its random draws, and a run
+*again*, which takes the draws and returns only what the backward needs. This works on leaves and on
+whole programs, so a sub-program of any size is a unit of recompute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rerun:
     Attributes:
         first: takes the closure's inputs; returns its leading results, then the draws.
         again: takes the draws, then ``used_inputs``; returns the outputs asked for. None if
-            nothing has to be computed again.
+            nothing has to be recomputed.
         used_inputs: positions of the closure's inputs that ``again`` takes.
     """
 
@@ -39,14 +39,14 @@ class Rerun:
 
     @property
     def draws(self) -> StructType:
-        """Returns the type of what the first run drew."""
+        """Returns the type of the draws of the first run."""
         drawn = self.first.output_types[-1]
         assert isinstance(drawn, StructType)
         return drawn
 
 
 class Rerunner:
-    """Makes reruns and remembers them by closure."""
+    """Makes reruns and caches them by closure."""
 
     def __init__(self) -> None:
         self._draws = Draws()
@@ -70,7 +70,7 @@ class Rerunner:
         return self._made[key]
 
     def draws(self, closure: ir.Closure) -> bool:
-        """Returns whether running a closure moves a random generator on."""
+        """Returns whether running a closure advances a random generator."""
         return bool(self._draws.of_closure(closure))
 
 
@@ -89,8 +89,8 @@ def _rerun_leaf(leaf: ir.Leaf, needed: tuple[int, ...]) -> Rerun:
     entries = leaf.entries
     drawn = _drawn_values([n for n in wanted if isinstance(n, torch.fx.Node)])
     results = [n for group in groups[:count] for n in group]
-    # The first run draws whatever it drew before, or the next layer would draw other numbers.
-    moving = [n for n in leaf.nodes if is_draw(n)]  # the generator, read or not
+    # The first run keeps all draws, used or not, or the next layer would draw other numbers.
+    moving = [n for n in leaf.nodes if is_draw(n)]
     first = extract(leaf.module, entries, [*results, *drawn], also=moving)
     struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
     types: tuple[Type, ...] = (*leaf.output_types[:count], struct)
@@ -113,9 +113,9 @@ def _rerun_leaf(leaf: ir.Leaf, needed: tuple[int, ...]) -> Rerun:
 
 
 def _drawn_values(outputs: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    """Returns the values that hold what was drawn, in the fewest bytes that a step or two give.
+    """Returns the values to save for the draws: where smaller, what is computed from them alone.
 
-    ``rand(...) > p`` is kept as the mask of one byte per element, not as the numbers.
+    Of ``rand(...) > p`` the mask is saved, with one byte per element, not the random numbers.
     """
     reached = ancestors(outputs)
     found: dict[torch.fx.Node, None] = {}
@@ -147,7 +147,7 @@ def _smallest(node: torch.fx.Node, reached: set[torch.fx.Node]) -> torch.fx.Node
 
 
 class _ProgramRerun:
-    """Reruns a program call by call; calls whose results nobody needs again are left out."""
+    """Reruns a program call by call, without the calls whose results are not needed again."""
 
     def __init__(self, rerunner: Rerunner, closure: ir.Composite, needed: tuple[int, ...]) -> None:
         self._rerunner = rerunner
@@ -156,13 +156,13 @@ class _ProgramRerun:
         self._needed = needed
         self._kept: list[ir.Value] = []  # values of the first run that the run again gets
         self._again: list[ir.Call] = []
-        self._stand_in: dict[ir.Value, ir.Value] = {}
+        self._values_again: dict[ir.Value, ir.Value] = {}
 
     def rerun(self) -> Rerun:
         program = self._program
         wanted = {program.outputs[i] for i in self._needed}
         plans: list[Rerun | None] = []
-        # From the last call to the first: what a call needs again is known once its readers are.
+        # From the last call to the first: the readers of a call's results say which are needed.
         for call in reversed(program.calls):
             plans.append(self._plan(call, wanted))
         plans.reverse()
@@ -174,15 +174,15 @@ class _ProgramRerun:
         return self._assemble(first_calls, wanted)
 
     def _plan(self, call: ir.Call, wanted: set[ir.Value]) -> Rerun | None:
-        """Decides how a call is run again, and adds what that needs; None: as it is."""
+        """Returns the rerun of a call, or None to repeat it; adds what it needs to ``wanted``."""
         closure = call.closure
         positions = tuple(i for i, v in enumerate(call.results) if v in wanted)
         if isinstance(closure, (ir.Pack, ir.Unpack)):
             if positions:
                 wanted.update(call.args)
             return None
-        # What no gradient flows through has one form only: it runs again as it is, unless it draws.
-        if num_results(closure) == len(call.results):  # not differentiated
+        # A call that was not differentiated runs again as it is, unless it draws.
+        if num_results(closure) == len(call.results):
             if positions and not self._rerunner.draws(closure):
                 wanted.update(call.args)
             return None
@@ -202,40 +202,42 @@ class _ProgramRerun:
             if needed and self._rerunner.draws(closure):
                 self._kept.extend(needed)
                 for value in needed:
-                    self._stand(value)
+                    self._value_again(value)
             elif needed:
                 self._repeat(call)
             return call
         draws = ir.Value(rerun.draws, "draws")
         if rerun.again is not None:
             self._kept.append(draws)
-            args = [self._stand(draws)] + [self._stand(call.args[i]) for i in rerun.used_inputs]
-            results = tuple(self._stand(v) for v in needed)
+            args = [self._value_again(draws)] + [
+                self._value_again(call.args[i]) for i in rerun.used_inputs
+            ]
+            results = tuple(self._value_again(v) for v in needed)
             self._again.append(ir.Call(rerun.again, tuple(args), results, call.path))
         count = num_results(closure)
         return ir.Call(rerun.first, call.args, (*call.results[:count], draws), call.path)
 
     def _repeat(self, call: ir.Call) -> None:
-        args = tuple(self._stand(v) for v in call.args)
-        results = tuple(self._stand(v) for v in call.results)
+        args = tuple(self._value_again(v) for v in call.args)
+        results = tuple(self._value_again(v) for v in call.results)
         self._again.append(ir.Call(call.closure, args, results, call.path))
 
-    def _stand(self, value: ir.Value) -> ir.Value:
-        if value not in self._stand_in:
-            self._stand_in[value] = ir.Value(value.type, value.hint)
-        return self._stand_in[value]
+    def _value_again(self, value: ir.Value) -> ir.Value:
+        if value not in self._values_again:
+            self._values_again[value] = ir.Value(value.type, value.hint)
+        return self._values_again[value]
 
     def _assemble(self, first_calls: list[ir.Call], wanted: set[ir.Value]) -> Rerun:
         program, name = self._program, self._closure.name.removesuffix(".forward")
         pack, results = packed(self._kept, "draws"), program.outputs[: num_results(self._closure)]
         first = ir.Program(program.inputs, (*first_calls, pack), (*results, *pack.results))
         entry = ir.Value(pack.results[0].type, "draws")
-        unpack = unpacked(entry, (self._stand_in[v] for v in self._kept))
-        used = tuple(i for i, v in enumerate(program.inputs) if v in self._stand_in)
+        unpack = unpacked(entry, (self._values_again[v] for v in self._kept))
+        used = tuple(i for i, v in enumerate(program.inputs) if v in self._values_again)
         again = ir.Program(
-            (entry, *(self._stand_in[program.inputs[i]] for i in used)),
+            (entry, *(self._values_again[program.inputs[i]] for i in used)),
             (unpack, *self._again),
-            tuple(self._stand_in[program.outputs[i]] for i in self._needed),
+            tuple(self._values_again[program.outputs[i]] for i in self._needed),
         )
         return Rerun(
             ir.Composite(f"{name}.first", first, self._closure.input_names),
@@ -245,15 +247,15 @@ class _ProgramRerun:
 
 
 def run_again(closure: ir.Closure, plain: Derivative, rerunner: Rerunner) -> Derivative:
-    """Makes a derivative save nothing but what was drawn at random, and run forward again.
+    """Returns a derivative that saves only random draws and recomputes the forward.
 
     Args:
         closure: the primal.
         plain: its derivative that saves.
-        rerunner: takes the forward apart.
+        rerunner: splits the forward into its two runs.
     """
     last = len(plain.forward.output_types) - 1
-    # The forward that saves is what runs again: its struct is what the plain backward takes.
+    # The saving forward is the one that runs again: the plain backward takes its struct.
     rerun = rerunner.rerun(plain.forward, (*plain.kept_outputs, last))
     assert rerun.again is not None, "the saved struct was asked for"
     values = [ir.Value(t, "again") for t in rerun.again.output_types]

@@ -1,7 +1,7 @@
-"""Leaves traced: a forward alone, or forward and backward as one graph (:class:`JointTrace`).
+"""Traces of leaves: of a forward alone, or of forward and backward as one :class:`JointTrace`.
 
-Their operators do nothing but compute: none writes in place, none marks memory. Results and
-gradients lie in memory as it was traced, whatever makes them.
+A traced graph is functional: no operator writes in place or sets a lazy bit (``conj``). Results and
+gradients keep the layouts that were recorded in the capture, whichever operators compute them.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from .torch_user_rules import dense_as, rules_above_autograd, rules_beneath_auto
 
 
 def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """Gives a gradient its primal's layout, so that one backward serves every caller."""
+    """Copies a gradient into the layout of its primal, so that one backward fits every caller."""
     if gradient.layout is not torch.strided:
         raise CaptureError(
             f"The gradient of a {type_} tensor is sparse, and compiled programs have dense ones "
             "only. Use sparse=False in the embedding."
         )
-    # One element has no order: any strides will do.
+    # The strides of a single element do not matter.
     if TensorType.of(gradient).stride == type_.stride or gradient.numel() <= 1:
         return gradient
     environment = environment_of_tensor(gradient)
     shape, stride = ([size_in(environment, n) for n in ns] for ns in (type_.shape, type_.stride))
     repeated = [d for d, (n, step) in enumerate(zip(shape, stride, strict=True)) if step == 0]
-    if repeated:  # elements that are one in memory: written once
+    if repeated:  # an expanded dimension holds one element: write it once
         for dim in repeated:
             gradient = gradient.narrow(dim, 0, 1)
         once = [1 if d in repeated else n for d, n in enumerate(shape)]
@@ -76,31 +76,31 @@ def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -
 
 
 def laid_out_as_traced(result: Any, node: torch.fx.Node) -> Any:
-    """Gives a result the layout that its node was traced with, unless it is somebody's memory."""
+    """Copies a result into the layout of its node, unless it is a view or an operand."""
     if node.op != "call_function" or is_view(node) or mutated_args(node):
         return result
     return _as_traced(result, node.meta.get("val"))
 
 
 def captured_results(module: torch.fx.GraphModule) -> list[Any]:
-    """Returns a leaf's results as they were captured; None where that is not known."""
+    """Returns the fake results that the capture recorded for a leaf; None where it has none."""
     nodes = outputs_of(module)
     return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
 
 
 def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Gives a leaf's results the layouts that they were captured with, which readers rely on.
+    """Permutes a leaf's results into the layouts of the capture, which later leaves rely on.
 
-    What is traced anew may be laid out otherwise: decompositions, and rules for fake tensors.
+    A new trace may lay them out in another way, by decompositions and rules for fake tensors.
     """
     pairs = zip(results, captured_results(module), strict=True)
     return tuple(r if t is None else _permuted_as(r, t) for r, t in pairs)
 
 
 def _as_traced(result: Any, traced: Any) -> Any:
-    """Gives results the layouts that they were traced with, which views of them rely on.
+    """Copies results into the layouts that they were traced with, which views of them rely on.
 
-    Some operators lay theirs out by an operand's mark (a solver, if its matrix is conjugated).
+    The layout of some depends on an operand's lazy bit: of a solver, if its matrix is conjugated.
     """
     if isinstance(traced, (tuple, list)):
         return type(traced)(map(_as_traced, result, traced))
@@ -110,7 +110,7 @@ def _as_traced(result: Any, traced: Any) -> Any:
 
 
 def attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
-    """Gives attention the layout that it was traced with, which differs from backend to backend."""
+    """Permutes attention's result into the layout of its node: backends of attention differ."""
     traced = node.meta.get("val")
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
         return result
@@ -118,12 +118,12 @@ def attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
 
 
 def _permuted_as(result: Any, traced: Any) -> Any:
-    """Gives a result the order of axes that it was traced with, in operators with derivatives."""
+    """Permutes a result into the order of dimensions of its trace, by differentiable operators."""
     if not isinstance(result, torch.Tensor) or not isinstance(traced, torch.Tensor):
         return result
     type_ = TensorType.of(traced)
     found, stride = TensorType.of(result).stride, type_.stride
-    # Strides that are symbols cannot be ordered without settling them; they stay as they are.
+    # To sort symbolic strides would fix the symbols: such results stay as they are.
     is_open = not all(isinstance(n, int) for n in (*stride, *found))
     if found == stride or is_open or not type_.is_dense:
         return result
@@ -139,12 +139,12 @@ def of_pure_memory(
     *,
     gradients: Gradients = "final",
 ) -> torch.fx.GraphModule:
-    """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
+    """Functionalizes a trace: replaces in-place operators on temporaries and lazy bits."""
     strip_detach(module)
     drop_pairs(module)
     mark_after_strided(module)
-    # Last, so that they win: a backend's rule for a draw is one for fresh memory.
-    table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
+    # Ours last, so that they win: a backend's rule for a draw is for new memory only.
+    table = {**decompositions, **_IN_PLACE_DRAWS, **WRITTEN}
     compute_anew(module, table)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
@@ -153,16 +153,16 @@ def of_pure_memory(
     drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
         node.name = node.target = name
-    if gradients == "final":  # else what is left of them stops a gradient
+    if gradients == "final":  # else the detaches that are left stop gradients
         strip_detach(functional)
     return functional
 
 
 def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
-    """Raises CaptureError for ``normal_`` of a view with gaps: it draws in an order of its own.
+    """Raises CaptureError for ``normal_`` of a view with gaps, which draws in another order.
 
-    In memory without gaps PyTorch's kernel fills sixteen numbers at a time. An input that is
-    written has become a clone without gaps here.
+    In memory without gaps PyTorch's kernel fills sixteen numbers at a time. If an input is written,
+    the trace has a clone of it, without gaps.
     """
     draws = module.graph.find_nodes(op="call_function", target=torch.ops.aten.normal_.default)
     operands = [n.args[0] for n in draws]
@@ -180,8 +180,8 @@ def _functionalized(
     decompositions: Decompositions,
     sizes: Sequence[Any],
 ) -> torch.fx.GraphModule:
-    """Traces a graph once more, without what changes something in place; its forward stays one."""
-    # Tags are lost in the new trace, and a partitioner needs to know where the forward ends.
+    """Traces a graph again by ``torch.func.functionalize``, and tags its forward part again."""
+    # The new trace loses tags, and a partitioner needs to know where the forward ends.
     last = [n.name for n in module.graph.nodes if "partitioner_tag" in n.meta][-1:]
     forward: set[str] = set()
     layouts = [
@@ -191,11 +191,11 @@ def _functionalized(
 
     def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         results = _Boundary(module, last, forward).run(*flat)
-        # An out-of-place operator may lay its result out in another way (masked_fill).
+        # An out-of-place operator may give its result another layout (masked_fill).
         pairs = zip(results, layouts, strict=True)
         return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
 
-    # Views stay views: only writes are taken out, so that layouts are those of the first trace.
+    # Only mutations are removed: views stay views, so layouts are those of the first trace.
     without_changes = torch.func.functionalize(run, remove="mutations")
     functional = traced(without_changes, [list(inputs)], sizes, decompositions)
     for node in functional.graph.nodes:
@@ -205,13 +205,13 @@ def _functionalized(
 
 
 def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
-    """Decomposes ``bernoulli.p``: in the order of a contiguous tensor, whatever the layout."""
+    """Decomposes ``bernoulli.p``, which draws in the order of a contiguous tensor."""
     layout = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _mask_in(layout, p, generator)
 
 
 def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
-    """Draws what ``bernoulli_`` draws, in the order of the memory, and in its layout."""
+    """Draws what ``bernoulli_`` draws: in the order of memory, with the same layout."""
     if generator is not None or not layout.is_floating_point():
         return NotImplemented
     _, mask = torch.ops.aten.native_dropout.default(layout, 1.0 - p, True)
@@ -221,7 +221,7 @@ def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> tor
 def _integers_in(
     layout: torch.Tensor, low: int, high: int | None, generator: Any = None
 ) -> torch.Tensor:
-    """Draws what ``random_`` draws between bounds."""
+    """Draws what ``random_`` draws between two bounds."""
     high = _end_of(layout.dtype) if high is None else high
     if generator is not None or high > torch.iinfo(torch.int64).max:
         raise CaptureError("random_ of all integers, or from a generator, has no form to compile.")
@@ -229,27 +229,29 @@ def _integers_in(
 
 
 def _end_of(dtype: torch.dtype) -> int:
-    """Returns where ``random_`` ends without an upper bound: all integers below are exact."""
+    """Returns the upper bound of ``random_`` without one: below it, all integers are exact."""
     last = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     return last + 1
 
 
-_ON_ITS_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.aten.bernoulli.p: draw_mask}
-"""Draws that a graph calls by itself, under names that draws into memory get without memory."""
+_OUT_OF_PLACE_DRAWS: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.bernoulli.p: draw_mask
+}
+"""Out-of-place draws of a graph; in-place draws are functionalized to the same names."""
 
-_INTO_MEMORY: Mapping[Any, Callable[..., torch.Tensor]] = {
+_IN_PLACE_DRAWS: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.bernoulli.p: _mask_in,
     getattr(torch.ops.aten.random, "from"): _integers_in,
 }
-"""Draws into memory as they are without memory.
+"""Decompositions for the names that in-place draws are functionalized to.
 
-``bernoulli`` has another order than ``bernoulli_``; ``random.from`` has a name that is a keyword of
-Python, and those who write code write it.
+``bernoulli`` draws in another order than ``bernoulli_``. The name ``random.from`` has a keyword of
+Python, which generated code must not contain.
 """
 
 
 class _Boundary(SizedInterpreter):
-    """Runs a graph and notes what the new trace holds when its forward part ends."""
+    """Runs a graph while it is traced again, and notes which new nodes are its forward part."""
 
     def __init__(
         self, module: torch.fx.GraphModule, last: Sequence[str], forward: set[str]
@@ -259,7 +261,7 @@ class _Boundary(SizedInterpreter):
         self._forward = forward
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        own = _ON_ITS_OWN.get(target)
+        own = _OUT_OF_PLACE_DRAWS.get(target)
         found = NotImplemented if own is None else own(*args, **kwargs)
         return super().call_function(target, args, kwargs) if found is NotImplemented else found
 
@@ -276,7 +278,7 @@ class _Boundary(SizedInterpreter):
 
 
 def strip_detach(module: torch.fx.GraphModule) -> None:
-    """Removes detach: below autograd it is the identity. One that stops a gradient stays."""
+    """Removes ``detach``, the identity below autograd, unless it is marked as a stop."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.detach.default and not is_stop(node):
             operand = node.args[0]
@@ -291,11 +293,11 @@ def strip_detach(module: torch.fx.GraphModule) -> None:
 
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
-"""The error of PyTorch's autograd at a saved value that was changed in place since."""
+"""Autograd's error for a saved value that was changed in place since."""
 
 
 class _OtherTangentsError(Exception):
-    """The results that take a cotangent, or their types, are not what was expected."""
+    """Raised when the results that take a cotangent, or their types, are not as expected."""
 
     def __init__(self, types: Mapping[int, TensorType]) -> None:
         super().__init__()
@@ -306,10 +308,10 @@ class JointTrace:
     """Traces forward and backward of a leaf as one graph.
 
     ``grad_inputs`` lists the flat inputs that get a gradient, ``tangent_outputs`` the flat outputs
-    that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
+    that take a cotangent: fewer than requested where autograd finds no path.
 
-    Gradients that will be differentiated are traced with ``create_graph``: each operator's
-    derivative is then itself made of operators that have one. So is attention, in plain form.
+    Gradients that are differentiated again are traced with ``create_graph``, by operators whose
+    derivatives are differentiable, too; attention is decomposed for that.
     """
 
     @without_autocast()
@@ -322,7 +324,7 @@ class JointTrace:
         decompositions: Decompositions,
         gradients: Gradients = "final",
     ) -> None:
-        # One that has a derivative of its own keeps it for the next derivative.
+        # An operator with a derivative of its own keeps it for the next derivative.
         rules = rules_beneath_autograd() if gradients == "final" else rules_above_autograd()
         decompositions = {**decompositions, **rules}
         self._gradients: Gradients = gradients
@@ -334,13 +336,13 @@ class JointTrace:
         self._module = module
         mode = new_fake_mode(module)
         primals = [fake_tensor(mode, t) for t in input_types]
-        # Only what is wanted: autograd then leaves out the branches that lead to nothing else.
+        # Only for these: autograd then skips branches that lead to no wanted input.
         for index in wanted_inputs:
             primals[index].requires_grad_()
         self.num_outputs = len(outputs_of(module))
         self._wanted = tuple(wanted_inputs), tuple(wanted_outputs)
-        # A tangent is an input of the trace, and its type is that of a result, which nobody knows
-        # before. Nearly always it is that of the capture: then one trace is enough.
+        # Tangents are inputs of the trace, with the types of its results, which are known only
+        # after it. They are nearly always those of the capture: then one trace is enough.
         tangents = self._captured_tangents()
         try:
             self._trace(mode, primals, tangents, decompositions)
@@ -363,10 +365,10 @@ class JointTrace:
         types: Mapping[int, TensorType],
         decompositions: Decompositions,
     ) -> None:
-        """Traces for tangents of these types.
+        """Traces with tangents of these types.
 
         Raises:
-            _OtherTangentsError: if they have others.
+            _OtherTangentsError: if the results have others.
         """
         tangents, sizes = [fake_tensor(mode, t) for t in types.values()], sizes_in(self._module)
         self.tangent_outputs = tuple(types)
@@ -387,7 +389,7 @@ class JointTrace:
             )
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Takes attention apart where its gradient is differentiated: fused, it has no second."""
+        """Decomposes attention if its gradient is differentiated: fused kernels cannot do that."""
         return sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext()
 
     @property
@@ -412,7 +414,7 @@ class JointTrace:
         if found != types or not found:
             raise _OtherTangentsError(found)
         outputs = results_as_captured(self._module, outputs)
-        # What stands in the graph now is the forward; all that autograd runs comes behind it.
+        # The nodes so far are the forward; autograd appends those of the backward.
         self._forward = {n.name for n in graph.nodes}
         with interpreter.values_refused():
             gradients = torch.autograd.grad(
@@ -423,7 +425,7 @@ class JointTrace:
                 create_graph=self._is_differentiated,
             )
         interpreter.write()
-        # None is no zero: no path leads there, and an optimizer has to skip such a parameter.
+        # None, not zeros: no path leads there, and an optimizer has to skip such a parameter.
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
         self.grad_inputs = tuple(i for i, _ in pairs)
         return (
@@ -432,7 +434,7 @@ class JointTrace:
         )
 
     def _tag_forward(self, joint: torch.fx.GraphModule) -> None:
-        """Tells the default partitioner where the forward ends."""
+        """Tags the nodes of the forward, for the default partitioner."""
         for node in joint.graph.nodes:
             if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
@@ -452,10 +454,10 @@ def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
 
 @contextmanager
 def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
-    """Says in our words that a value which the backward reads is changed in place afterwards.
+    """Turns autograd's error for a saved value that was changed in place into ours.
 
-    Eager PyTorch refuses only the backward, and under ``checkpoint`` does not even look: a module
-    that runs eagerly is right wherever eager is.
+    Eager PyTorch raises in the backward only, and not at all under ``checkpoint``: so the module
+    runs eagerly, and fails only where eager does.
 
     Raises:
         CaptureError: with the lines that change something in place.
@@ -480,13 +482,13 @@ def trace_forward(
     decompositions: Decompositions,
     laid_out: LaidOut = as_it_is,
 ) -> torch.fx.GraphModule:
-    """Takes composite operators of a leaf body apart; no derivative, no in-place operators.
+    """Traces a leaf body into a functional graph with composite operators decomposed.
 
     Args:
         module: the body.
         types: of its inputs.
         decompositions: of the operators.
-        laid_out: gives each operator's result its layout, as of ModalInterpreter.
+        laid_out: as in ModalInterpreter.
     """
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
@@ -506,7 +508,7 @@ def trace_forward_on(
 ) -> torch.fx.GraphModule:
     """Does :func:`trace_forward` on given fake inputs.
 
-    Without ``sizes`` the traced graph computes those that are no numbers itself.
+    Without ``sizes`` the traced graph computes symbolic sizes itself.
     """
     run = partial(_captured_run, module, NotingInterpreter, laid_out)
     decompositions = {**decompositions, **rules_beneath_autograd()}
@@ -521,7 +523,7 @@ def _captured_run(
     laid_out: LaidOut,
     flat: list[torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Runs a body while it is traced; returns what it gives, laid out as it was captured."""
+    """Runs a body while it is traced; returns its results in the layouts of the capture."""
     interpreter = kind(module, growing_graph(), laid_out)
     results = results_as_captured(module, interpreter.run_flat(flat))
     interpreter.write()
@@ -532,13 +534,13 @@ def _captured_run(
 def trace_taken_apart(
     module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
-    """Does :func:`trace_forward` for rules of derivatives: what stops a gradient stays, marked.
+    """Does :func:`trace_forward` for derivative rules: a detach that stops a gradient stays.
 
-    Attention is in plain form: the fused one has neither forward mode nor a second derivative.
+    Attention is decomposed: the fused one has neither forward mode nor a second derivative.
     """
     mode = new_fake_mode(module)
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
-    # A derivative of an operator's own goes backwards only: no rule replaces it here.
+    # A user's derivative has a backward only: here the operator is decomposed by its rule.
     decompositions = {**decompositions, **rules_above_autograd()}
     run = partial(_captured_run, module, StoppingInterpreter, attention_as_traced)
     with mode, torch.no_grad(), sizes_kept_open(mode), sdpa_kernel(SDPBackend.MATH):
@@ -552,12 +554,12 @@ def trace_function(
     types: Sequence[TensorType],
     module: torch.fx.GraphModule,
 ) -> torch.fx.GraphModule:
-    """Traces a function of tensors into a graph that has derivatives of its own.
+    """Traces a function of tensors into a graph that can be differentiated.
 
     Args:
         function: takes its inputs as one list. What it detaches by :func:`stop_in_trace` stays.
         types: of the inputs.
-        module: what it runs; sizes are those of its shape environment.
+        module: the graph that it runs, for the symbols of its shape environment.
     """
     mode = new_fake_mode(module)
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)

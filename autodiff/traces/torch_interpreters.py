@@ -1,9 +1,9 @@
 """Adapter: interpreters that run a leaf while it is traced, for gradients of any order.
 
-They note where each operator comes from (what the user called, on some line) and where gradients
-stop: below autograd ``detach`` is the identity, and a trace is full of those that autograd makes of
-what it saves. Where gradients are differentiated in their turn the user's own have to stay, and
-operators without a derivative are made of those that have one.
+They record which call of the user's each operator comes from, and where gradients stop: below
+autograd ``detach`` is the identity, and a trace is full of those that autograd adds for what it
+saves. If gradients are differentiated again, the user's own ``detach`` must stay, and operators
+without a derivative are decomposed into some that have one.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Origin:
 
 
 def origin_of(node: torch.fx.Node) -> Origin | None:
-    """Returns where an operator of a joint graph, or of one of its halves, comes from."""
+    """Returns the origin of an operator of a joint graph, or of one of its halves."""
     origin = node.meta.get("origin")
     return origin if isinstance(origin, Origin) else None
 
 
 class NotingInterpreter(ModalInterpreter):
-    """Runs a leaf body while it is traced, and notes for what each operator is traced.
+    """Runs a leaf body while it is traced, and records the origin of each traced operator.
 
     Args:
         module: the leaf's body.
-        graph: the graph that grows.
-        laid_out: as of ModalInterpreter.
+        graph: the graph of the trace.
+        laid_out: as in ModalInterpreter.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class NotingInterpreter(ModalInterpreter):
         self._functions: set[Any] = set()
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Notes which operators a node is traced as; autograd will note those of its backward."""
+        """Runs a node and records the operators that it is traced as, later its backward's, too."""
         if n.op != "call_function":
             return super().run_node(n)
         stamp = stamp_of(n)
-        # One that was traced before is still what it was traced for then.
+        # A node of an earlier trace keeps its origin.
         origin = origin_of(n) or Origin(str(n.target), stamp.source, is_backward=False)
         self._mark(origin)
         with self.values_refused():
@@ -112,21 +112,21 @@ class NotingInterpreter(ModalInterpreter):
         self._marks.append((len(self._graph.nodes), origin))
 
     def _watch(self, functions: Iterable[Any], origin: Origin) -> None:
-        """Lets the autograd functions that are new say when they run."""
+        """Hooks new autograd functions, to record when each runs."""
         todo = list(functions)
         while todo:
             function = todo.pop()
             if function is None or function in self._functions:
                 continue
             self._functions.add(function)
-            if hasattr(function, "variable"):  # sums a gradient up; nothing is traced
+            if hasattr(function, "variable"):  # AccumulateGrad, of which nothing is traced
                 continue
-            # The engine runs a node's prehooks right before it: what is traced next belongs to it.
+            # The engine runs a node's prehooks right before the node, whose operators come next.
             function.register_prehook(lambda _, origin=origin: self._mark(origin))
             todo += [f for f, _ in function.next_functions]
 
     def write(self) -> None:
-        """Writes what was noted on the graph's operators."""
+        """Writes the origins to the nodes of the graph."""
         starts = [start for start, _ in self._marks]
         for index, node in enumerate(self._graph.nodes):
             place = bisect.bisect_right(starts, index)
@@ -138,26 +138,26 @@ _STOP = "stops a gradient"
 
 
 def is_stop(node: torch.fx.Node) -> bool:
-    """Returns whether a detach in a joint graph is one that the user's code asked for."""
+    """Returns whether a detach in a joint graph comes from the user's code."""
     return _STOP in node.meta
 
 
 class StoppingInterpreter(NotingInterpreter):
-    """Leaves a detach that stays behind each result that the user's code gives no gradient."""
+    """Adds a marked detach after each result that the user's code detaches."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Runs a node; what ``detach`` or ``no_grad`` keeps apart is detached once more."""
+        """Runs a node; detaches results of ``detach`` and of nodes under ``no_grad``, marked."""
         result = super().run_node(n)
         if n.op != "call_function":
             return result
-        # Under no_grad a result is a constant to autograd, but a trace shows no sign of that.
+        # Under no_grad a result is a constant to autograd, but a trace does not show that.
         if n.target is torch.ops.aten.detach.default or not stamp_of(n).grad_enabled:
             return stopped(result, self._graph)
         return result
 
 
 def stopped(result: Any, graph: torch.fx.Graph) -> Any:
-    """Detaches what an operator returned, and marks that in the graph that grows."""
+    """Detaches an operator's results, and marks the detach nodes in the graph of the trace."""
     if isinstance(result, (tuple, list)):
         return type(result)(stopped(part, graph) for part in result)
     if not isinstance(result, torch.Tensor):
@@ -168,27 +168,27 @@ def stopped(result: Any, graph: torch.fx.Graph) -> Any:
 
 
 def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
-    """Detaches a tensor while it is traced, for good."""
+    """Detaches a tensor in a trace, by a marked detach that is never removed."""
     detached: torch.Tensor = stopped(tensor, growing_graph())
     return detached
 
 
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-"""PyTorch's error where a gradient is asked for by an operand that can have none."""
+"""PyTorch's error for a gradient with respect to an operand that cannot have one."""
 
 
 @without_autocast()
 def stop_what_has_no_gradient(
     module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
 ) -> None:
-    """Detaches those results of a graph that autograd gives no gradient (a norm's statistics).
+    """Detaches the results of a graph that autograd gives no gradient (a norm's statistics).
 
-    Where they are operands of another graph, no gradient of theirs must be asked for.
+    Another graph that takes them must not request their gradients.
 
     Args:
         module: a forward, functional; it is changed.
         types: of its inputs.
-        active: positions of the inputs that want a gradient now. Others may at another order.
+        active: positions of the inputs that require a gradient now; others may at another order.
     """
     flags = _with_gradients(module, types, active)
     output = module.graph.output_node()
@@ -205,9 +205,9 @@ def stop_what_has_no_gradient(
 def _with_gradients(
     module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
 ) -> list[bool]:
-    """Says of each result whether autograd gives it a gradient if every input wants one.
+    """Says for each result whether autograd gives it a gradient if every input requires one.
 
-    Some inputs cannot (a norm's running statistics): PyTorch says so where one does.
+    Some inputs cannot require one (a norm's running statistics): PyTorch raises an error then.
     """
     mode = new_fake_mode(module)
 
@@ -232,26 +232,27 @@ def _with_gradients(
 
 
 Gradients: TypeAlias = Literal["final", "differentiated"]
-"""Whether gradients are the last derivative, or are differentiated in their turn."""
+"""Whether gradients are the last derivative, or are differentiated again."""
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    """Decomposes ``copy``, which has no derivative, into operators that lay out as it does."""
+    """Decomposes ``copy``, which has no derivative; the result has the same layout."""
     return dense_as(source.to(target.dtype).expand(target.shape), target.stride())
 
 
 DIFFERENTIABLE: Decompositions = {torch.ops.aten.copy.default: copied}
-"""Operators that have no derivative, made of those that have one."""
+"""Decompositions of operators without a derivative into operators that have one."""
 
 
 def _determinant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes a determinant by its logarithm.
 
-    PyTorch chooses the derivative of ``det`` by the numbers in the matrix. A trace has none and
-    takes the one for singular matrices, whose own derivative is no number where singular values are
-    equal (from 2.15 it takes both, and picks). By the logarithm a singular matrix is an error.
+    PyTorch chooses the derivative of ``det`` by the values of the matrix. A trace has none and uses
+    the formula for singular matrices, whose own derivative is nan where singular values are equal
+    (from 2.15 on it computes both formulas and selects). By the logarithm, a singular matrix is an
+    error.
     """
-    # Factors and pivots too, since captured graphs hold the operator with all its results.
+    # With factors and pivots, since captured graphs hold the operator with all its results.
     sign, logarithm, factors, pivots = torch.ops.aten._linalg_slogdet.default(matrix)
     return sign * logarithm.exp(), factors, pivots
 
@@ -265,8 +266,8 @@ def _random_relu(
 ) -> torch.Tensor:
     """Computes ``rrelu`` as a product with the slopes that it draws.
 
-    A trace holds its functional variant, whose derivative reads the memory that the slopes would
-    have been written to, and not the slopes: what it gives is no number that anybody computed.
+    A trace holds the functional variant, whose derivative does not read the drawn slopes but the
+    buffer that they would have been written to: it would be wrong.
     """
     if not training:
         return torch.ops.aten.leaky_relu.default(x, (lower + upper) / 2)
@@ -283,12 +284,12 @@ _FORMS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.rrelu.default: _random_relu,
     torch.ops.aten.rrelu_.default: lambda x, *more: x.copy_(_random_relu(x, *more)),
 }
-"""Operators whose traced derivative has a wrong one, made of others."""
+"""Decompositions of operators whose second derivative is wrong in a trace."""
 
 
 class DifferentiableInterpreter(StoppingInterpreter):
     """Runs a leaf body by operators whose derivatives can be differentiated."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator, or what it is made of."""
+        """Calls an operator, or its decomposition."""
         return super().call_function(_FORMS.get(target, target), args, kwargs)

@@ -1,14 +1,14 @@
 """Adapter: a function of tensors traced into a graph, on fake tensors of given types.
 
-No result in a graph is a mark on memory. ``x.conj()`` makes no memory: PyTorch sets a bit on a
-view, and whoever reads the view minds it (so ``_neg_view``; an efficient zero tensor has no memory
-at all). A kernel that is given an address minds no bit, so each such operator is the one that
-writes the numbers. The alternative, bits that travel with every view, saves one pass over operands
-of matrix products, and every kernel, cache entry, transfer and saved value would have to mind them.
+No value in a graph has a lazy bit. ``x.conj()`` computes nothing: PyTorch sets a bit on a view, and
+operators that read the view have to heed it (``_neg_view`` likewise; an efficient zero tensor has
+no memory at all). A kernel that gets an address sees no bit, so each such operator is replaced by
+the one that writes the values. To keep the bits would save one pass over operands of matrix
+products, but every kernel, cache entry, transfer and saved value would have to heed them.
 
-What is traced with symbols for sizes can be looked at with numbers for them (:class:`SizesAt`). A
-choice of what is computed again names values, so it is right at any size; what it saves and costs
-are numbers, of the sizes at hand.
+A graph traced with symbolic sizes can be read at given sizes (:class:`SizesAt`). A choice of what
+is recomputed names values, so it holds for all sizes; what it saves and costs is computed at given
+ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ...reuse.torch_names import module_of, modules_left, schema_of
 
 
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns what applies an operator to numbers; those that are one in memory stay one."""
+    """Returns a function that writes a tensor's values, those of expanded dimensions once."""
 
     def written(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):  # the 2j of `x * 2j`, which autograd conjugates
@@ -70,12 +70,12 @@ WRITTEN: Mapping[Any, Callable[..., Any]] = {
     ),
     torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default, operator.neg),
 }
-"""Operators that only mark memory, and the operator that writes out the numbers."""
+"""For each operator that only sets a lazy bit, a function that writes the values."""
 
 PLAIN_ZEROS: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten._efficientzerotensor.default: torch.zeros
 }
-"""Not left for later: an operator on fake lazy zeros makes its result on the meta device."""
+"""Lazy zeros are written at once: operators on fake ones return tensors of the meta device."""
 
 _WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
 
@@ -84,12 +84,12 @@ _STRIDED = torch.ops.aten.as_strided.default
 
 
 def is_lazy(node: torch.fx.Node) -> bool:
-    """Returns whether an operator's result is a mark on memory."""
+    """Returns whether an operator only sets a lazy bit."""
     return node.target in WRITTEN
 
 
 def drop_pairs(module: torch.fx.GraphModule) -> None:
-    """Removes marks that undo each other: both are views, so it is the same tensor."""
+    """Removes pairs of lazy operators: the second undoes the first, and both are views."""
     for node in module.graph.nodes:
         before = node.args[0] if is_lazy(node) else None
         if isinstance(before, torch.fx.Node) and before.target is node.target:
@@ -98,9 +98,9 @@ def drop_pairs(module: torch.fx.GraphModule) -> None:
 
 
 def mark_after_strided(module: torch.fx.GraphModule) -> None:
-    """Makes ``as_strided`` address memory that is not marked yet, and marks what it finds.
+    """Moves ``as_strided`` of a lazy view below the lazy operators, which then follow it.
 
-    It counts elements from the beginning of a memory, and what a mark writes has one of its own.
+    It counts elements from the start of a storage, and a written value has a storage of its own.
     """
     for node in module.graph.find_nodes(op="call_function", target=_STRIDED):
         beneath, marks = _beneath_marks(node.args[0])
@@ -118,7 +118,7 @@ def mark_after_strided(module: torch.fx.GraphModule) -> None:
 
 
 def _beneath_marks(node: Any) -> tuple[Any, list[Any]]:
-    """Returns what the lowest of the marks on a view of memory marks, and all of them."""
+    """Returns the operand of the first lazy operator in a chain of views, and these operators."""
     beneath, marks = node, []
     while isinstance(node, torch.fx.Node) and is_view(node):
         if node.target in WRITTEN:
@@ -129,14 +129,14 @@ def _beneath_marks(node: Any) -> tuple[Any, list[Any]]:
 
 
 def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
-    """Makes a change in place of what nobody else reads the operator that returns a new tensor.
+    """Replaces in-place operators on values without another use by out-of-place ones.
 
-    PyTorch's formulas have them (``1 - x`` is one). To take them out by tracing the graph again
-    would come to the same, and takes as long as the trace.
+    PyTorch's formulas have some (in ``1 - x``). Functionalization would give the same graph, but
+    takes as long as the trace.
 
     Args:
-        module: traced, under a fake mode that is on.
-        but: operators that are taken apart.
+        module: traced, under a fake mode that is active.
+        but: operators that have a decomposition.
     """
     for node in module.graph.nodes:
         operand = changed_operand(node)
@@ -149,7 +149,7 @@ def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
         args, kwargs = map_aggregate((node.args, node.kwargs), _value)
         made = plain(*args, **kwargs)
         if TensorType.of(made) == TensorType.of(node.meta["val"]):
-            # Views of the result are known by its memory: the operand gets another.
+            # Views of the result are found by its storage, so the operand gets another one.
             node.target, operand.meta["val"] = plain, made
 
 
@@ -160,7 +160,7 @@ def _value(argument: Any) -> Any:
 
 
 def _out_of_place(target: Any) -> Any:
-    """Returns the operator that computes what one writes in place; None if there is none."""
+    """Returns the out-of-place variant of an in-place operator; None if it has none."""
     packet, _, _ = str(target).rpartition(".")
     if not packet.startswith("aten.") or not packet.endswith("_") or may_draw(target):
         return None
@@ -175,9 +175,9 @@ def _operands(operator: Any) -> list[tuple[str, str]]:
 
 
 def drop_copies(module: torch.fx.GraphModule) -> None:
-    """Removes copies of written numbers, which PyTorch made to write them.
+    """Removes clones of written values, which PyTorch made to resolve the lazy bit.
 
-    In a graph without in-place operators nobody can tell, unless both are returned.
+    In a functional graph they cannot be told from the originals, unless they are returned.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
@@ -191,11 +191,11 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
             graph.erase_node(node)
 
 
-# ---- operators whose result is a mark on memory --------------------------------------------------
+# ---- traces --------------------------------------------------------------------------------------
 
 
 Decompositions: TypeAlias = Mapping[Any, Callable[..., Any]]
-"""By operator, the function that a trace calls in its place."""
+"""For each operator, the function that a trace calls instead."""
 
 
 def traced(
@@ -210,10 +210,10 @@ def traced(
         function: takes the inputs.
         inputs: tensors, or lists of them.
         sizes: symbols that become literals in the graph; without them it computes its sizes.
-        decompositions: of operators, as they are called.
+        decompositions: of operators, used when they are called.
     """
     table = {**decompositions, **PLAIN_ZEROS}
-    # Sizes are inputs of the trace, or each reading of one would be a node of its own.
+    # Sizes are inputs of the trace, or each read of one would add a node.
     run = make_fx(lambda *groups: function(*groups[:-1]), decomposition_table=table)
     with modules_left():
         module = run(*inputs, list(sizes))
@@ -225,7 +225,7 @@ def traced(
 
 
 def growing_graph() -> torch.fx.Graph:
-    """Returns the graph of the trace that is under way."""
+    """Returns the graph of the current trace."""
     proxy_mode = get_proxy_mode()
     assert proxy_mode is not None
     graph: torch.fx.Graph = proxy_mode.tracer.graph
@@ -234,37 +234,37 @@ def growing_graph() -> torch.fx.Graph:
 
 _LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout
 _EMBEDDING_BACKWARD: Any = torch.ops.aten.embedding_dense_backward.default
-_OF_DROPOUT = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
+_DROPOUT_KEYS = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
 
 
 def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
-    """Returns a fake mode for one compilation (Inductor's passes bring real constants).
+    """Returns a fake mode for one compile; it allows the real constants of Inductor's passes.
 
-    Sizes of its tensors may be those of the module's shape environment.
+    Its tensors may have the symbolic sizes of the module's shape environment.
     """
     environment = None if module is None else environment_of(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
     if environment is not None:
-        # The mode's cache of results hardly ever fits where sizes are symbols.
+        # With symbolic sizes the mode's cache has hardly any hits.
         mode.cache_enabled = False
     return mode
 
 
 def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Has operators that would read a size as a number leave it a symbol, if there are any.
+    """Makes operators run in Python, if sizes are symbolic, so that no symbol is specialized.
 
-    ``constant_pad_nd`` is one: in C++ it reads numbers, and PyTorch has it in Python beside.
+    ``constant_pad_nd`` reads sizes as integers in C++, and has a second version in Python.
     """
     return nullcontext() if mode.shape_env is None else _in_python()
 
 
 @contextmanager
 def _in_python() -> Iterator[None]:
-    """Has operators run in Python; dropout of everything draws nothing there, as in C++."""
+    """Makes operators run in Python; dropout with ``p=1`` draws nothing there, as in C++."""
     dropout, embedding = torch.ops.aten.dropout.default, _EMBEDDING_BACKWARD
     found = dropout.py_kernels
-    kernels = [(dropout, k, _drawing_as_eager(found[k])) for k in _OF_DROPOUT if k in found]
-    # In C++ its derivative reads sizes as numbers, and PyTorch has none in Python.
+    kernels = [(dropout, k, _without_draw_of_all(found[k])) for k in _DROPOUT_KEYS if k in found]
+    # Its derivative in C++ reads sizes as integers, and PyTorch has none in Python.
     kernels.append((embedding, torch.DispatchKey.Autograd, _EmbeddingGradient.apply))
     with _LOCK:
         before = [(overload, dict(overload.py_kernels)) for overload in (dropout, embedding)]
@@ -300,7 +300,7 @@ class _EmbeddingGradient(torch.autograd.Function):
         return found.view(*indices.shape, gradient.shape[1]), None, None, None, None
 
 
-def _drawing_as_eager(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _without_draw_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
         if train and p == 1:
             return input * torch.zeros((), dtype=input.dtype, device=input.device)
@@ -334,9 +334,9 @@ def traced_operator(
         target: the operator.
         types: of the tensors that it takes.
         made: type of its result.
-        more: what it takes after them.
-        options: what it takes by name.
-        sized: a graph whose sizes those of the tensors may be.
+        more: further positional arguments.
+        options: keyword arguments.
+        sized: a graph whose shape environment the tensors' symbolic sizes belong to.
     """
     mode, graph = new_fake_mode(sized), torch.fx.Graph()
     given = tuple(graph.placeholder(f"a{i}") for i in range(len(types)))
@@ -347,12 +347,12 @@ def traced_operator(
     return module_of(graph)
 
 
-# ---- numbers for symbols -------------------------------------------------------------------------
+# ---- values of symbols ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SizesAt:
-    """A number for each symbol; without any, all sizes are numbers already."""
+    """A value for each symbolic size; empty if no size is symbolic."""
 
     values: Values = field(default_factory=Values)
 
@@ -361,16 +361,16 @@ class SizesAt:
         return self.type(type_).num_bytes
 
     def host_bytes(self, type_: Type) -> int:
-        """Returns those of them that wait on the host."""
+        """Returns those of them that are offloaded to host memory."""
         types = flatten_type(self.type(type_))
         return sum(one.num_bytes for one in types if one.device == HOST)
 
     def type(self, type_: Type) -> Type:
-        """Returns a type with numbers for sizes."""
+        """Returns a type with integer sizes."""
         return type_at(type_, self.values)
 
     def leaf(self, leaf: Leaf) -> Leaf:
-        """Returns a leaf with numbers for sizes, in its types and its graph."""
+        """Returns a leaf with integer sizes, in its types and its graph."""
         module = self.module(leaf.module)
         if module is leaf.module:
             return leaf
@@ -378,11 +378,11 @@ class SizesAt:
         return replace(leaf.retyped(*both), module=module)
 
     def module(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Returns a graph of the same nodes with numbers for sizes, also in the nodes' values.
+        """Returns a graph of the same nodes with integer sizes, also in the nodes' fake values.
 
-        A graph that has no symbol is returned as it is.
+        A graph without symbols is returned itself.
         """
-        if not symbols_of(module):  # the same object, so that what is known of it stays known
+        if not symbols_of(module):  # the same object, so that results cached by it stay valid
             return module
         made, mode = module_at(module, self.values), new_fake_mode()
 

@@ -1,9 +1,8 @@
 """Adapter: a joint graph split into forward and backward, by PyTorch's partitioners or our cuts.
 
-In a cut of ours any set of forward values may be the saved ones. The backward computes again
-whatever else it needs, each value right before its first use, so that recomputed tensors live
-shortly. Random operators are never among what is computed again: each is run in the half where it
-was traced, in the order of the trace, whoever reads what it draws.
+In a cut of ours any set of forward values can be saved. The backward recomputes what else it needs,
+each value right before its first use, so that recomputed tensors have short lives. Random operators
+are never recomputed: each runs in the half where it was traced, in the order of the trace.
 """
 
 from __future__ import annotations
@@ -30,38 +29,38 @@ def partition(
     Args:
         joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
         num_outputs: how many of the outputs belong to the forward.
-        policy: ``"save"`` keeps what autograd would; ``"min_cut"`` recomputes cheap operators to
-            save fewer bytes. Random operators are never run twice. One whose backward draws itself
-            is cut where autograd cuts it.
+        policy: ``"save"`` saves what autograd would; ``"min_cut"`` recomputes cheap operators to
+            save fewer bytes. Random operators are never run twice. A graph whose backward draws is
+            cut where autograd cuts it.
     """
-    if late_draws(joint):  # both partitioners would draw them in the forward
+    if late_draws(joint):  # both partitioners would move these draws into the forward
         return cut_joint(joint, num_outputs, read_by_backward(joint, num_outputs))
-    # Imported late: it brings in Inductor, which inference on eager kernels never needs.
+    # Imported here: it imports Inductor, which inference on eager kernels does not need.
     from torch._functorch.partitioners import (
         default_partition,
         min_cut_rematerialization_partition,
     )
 
-    # The partitioners know what an operator of several results gives by its picks alone.
-    _drop_unread_picks(joint)
-    _pick_of_unread(joint)
+    # The partitioners see the results of a multi-output operator by its getitem nodes alone.
+    _drop_unused_picks(joint)
+    _pick_of_unused(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition
     forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
     _drop_second_draws(backward)
     return forward, backward
 
 
-def _drop_unread_picks(joint: torch.fx.GraphModule) -> None:
-    """Removes picks that nobody reads: a gradient that was not asked for is no tensor."""
+def _drop_unused_picks(joint: torch.fx.GraphModule) -> None:
+    """Removes unused getitem nodes: a gradient that was not requested is no tensor."""
     for node in reversed(joint.graph.nodes):
         if node.target is operator.getitem and not node.users:
             joint.graph.erase_node(node)
 
 
-def _pick_of_unread(joint: torch.fx.GraphModule) -> None:
-    """Picks one result of each operator that gives several and whose results nobody reads.
+def _pick_of_unused(joint: torch.fx.GraphModule) -> None:
+    """Adds a getitem node to each multi-output operator without one, such as an unused draw.
 
-    A mask that is drawn and not used is one. By its picks a partitioner knows that it is no tensor.
+    Without it a partitioner takes the operator's result for a tensor.
     """
     for node in list(joint.graph.nodes):
         value = node.meta.get("val")
@@ -75,9 +74,9 @@ def _pick_of_unread(joint: torch.fx.GraphModule) -> None:
 def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
     """Removes random operators that a partitioner copied into the backward.
 
-    Nobody reads them there (what they drew is saved), but running them would move the generator on
-    and every later mask would differ from eager's. One may feed another: all that leads to them
-    goes as well, from the last to the first.
+    Their results are unused there (the draws are saved), but running them would advance the
+    generator, and every later mask would differ from eager's. One may feed another, so all unused
+    nodes are removed, from the last to the first.
     """
     for node in reversed(backward.graph.nodes):
         if not node.users and (may_draw(node.target) or not node.is_impure()):
@@ -91,9 +90,9 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
 
 
 def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Returns what was traced before autograd ran: the nodes up to the last that is noted so.
+    """Returns the nodes traced before autograd ran: those up to the last that is tagged forward.
 
-    What depends on no cotangent is not enough: a backward may draw a mask of its own.
+    That a node depends on no cotangent is not enough: a backward may draw a mask of its own.
     """
     nodes = list(joint.graph.nodes)
     noted = [i for i, n in enumerate(nodes) if n.meta.get("partitioner_tag") == "is_forward"]
@@ -101,13 +100,13 @@ def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
 
 def late_draws(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Returns the random operators that autograd ran, in their order."""
+    """Returns the random operators of the backward that autograd ran, in order."""
     early = early_nodes(joint)
     return [n for n in joint.graph.nodes if is_draw(n) and n not in early]
 
 
 def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset[str]:
-    """Names what autograd itself would save: the forward's values that its nodes read."""
+    """Names the values that autograd itself would save: forward values that the backward reads."""
     early = early_nodes(joint)
     late = [n for n in joint.graph.nodes if n not in early and n.op != "output"]
     read = {p for n in late for p in n.all_input_nodes}
@@ -123,7 +122,7 @@ def is_tangent(node: torch.fx.Node) -> bool:
 def ancestors(
     nodes: Iterable[torch.fx.Node], stop: Iterable[torch.fx.Node] = ()
 ) -> set[torch.fx.Node]:
-    """Returns the nodes and all that they are computed from; does not go beyond ``stop``."""
+    """Returns the nodes and all that they depend on; does not go beyond ``stop``."""
     ends, found, todo = set(stop), set(), list(nodes)
     while todo:
         node = todo.pop()
@@ -147,7 +146,7 @@ def backward_nodes(
 
 
 def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Returns a copy with the same names, for those who change what they are given."""
+    """Returns a copy of a graph with the same names, for callees that change their argument."""
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     outputs = graph.graph_copy(module.graph, mapping)
@@ -172,14 +171,14 @@ def cut_joint(
     entries = input_nodes(joint)
     primals = [n for n in entries if not is_tangent(n)]
     tangents = [n for n in entries if is_tangent(n)]
-    # Also those that nobody reads: they move the generator on, as in eager.
+    # Unused draws, too: they advance the generator, as in eager.
     drawn = [n for n in joint.graph.nodes if is_draw(n) and n in early]
     forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
     gradients = outputs[num_outputs:]
     ends = [*primals, *keep, *tangents]
     reached = ancestors((n for n in (*gradients, *late) if isinstance(n, torch.fx.Node)), ends)
     twice = [n.name for n in drawn if n in reached and n not in keep]
-    # A second draw gives another mask: a wrong gradient that no shape or type would show.
+    # A second draw gives another mask: a silent wrong gradient.
     assert not twice, f"{twice} would be drawn twice"
     used = [n for n in (*primals, *keep) if n in reached]
     backward = extract(joint, [*used, *tangents], gradients, also=late, order="when_needed")
@@ -200,9 +199,9 @@ def extract(
         module: the graph.
         inputs: nodes that become placeholders of the same names.
         outputs: nodes (or constants) that are returned.
-        also: nodes that are run whether an output needs them or not.
-        order: ``"as_is"`` keeps the graph's order; ``"when_needed"`` moves what does not depend on
-            a cotangent, nor on these nodes, right before its first use.
+        also: nodes that run whether an output needs them or not.
+        order: ``"as_is"`` keeps the graph's order; ``"when_needed"`` moves nodes that depend on
+            no cotangent and on no node of ``also`` right before their first use.
     """
     wanted = [n for n in outputs if isinstance(n, torch.fx.Node)]
     needed = ancestors((*wanted, *also), inputs) - set(inputs)
@@ -225,7 +224,7 @@ def _just_in_time(
     nodes: Sequence[torch.fx.Node], backward: set[torch.fx.Node]
 ) -> list[torch.fx.Node]:
     """Orders recomputed nodes right before the first backward node that needs them."""
-    # A stack of its own in place of recursion: a chain of recomputed nodes may be thousands long.
+    # An explicit stack, not recursion: a chain of recomputed nodes may be thousands long.
     wanted, placed = set(nodes), dict[torch.fx.Node, None]()
 
     def place(node: torch.fx.Node) -> None:

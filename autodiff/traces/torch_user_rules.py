@@ -1,12 +1,12 @@
-"""Adapter: rules of users that take an operator of theirs apart, and their use in traces.
+"""Adapter: users' decomposition rules for operators of theirs, and their use in traces.
 
-A rule belongs to an operator, and PyTorch's operators are one table for the whole process; so
-rules are as well. They are in one object, which holds no operator: one that is defined anew (the
-cell of a notebook run again) is another operator, without a rule, and the old rule goes with it.
+PyTorch's operators are one table for the whole process, and so are the rules. The table of rules
+keeps no operator alive: if one is defined again (a notebook cell is run again), that is another
+operator, without a rule, and the old rule is dropped.
 
-An operator that has a derivative of its own keeps it: autograd sees the operator, and what it ran
-is taken apart beneath autograd. Any other is taken apart where the model calls it, so that autograd
-sees what the rule is made of.
+An operator with a derivative of its own keeps it: autograd sees the operator, which is decomposed
+below autograd. Any other is decomposed where the model calls it, so that autograd differentiates
+the operators of the rule.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id, schema_of, version_of
 
 NO_DERIVATIVE = "no autograd formula was registered"
-"""The error of PyTorch's autograd at an operator without a derivative."""
+"""Autograd's error for an operator without a derivative."""
 
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-"""The errors of a fake tensor where Python asks for its numbers, or for a size made of them."""
+"""The errors of a fake tensor whose values, or a size computed from them, Python asks for."""
 
 _AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _PYTORCHS = ("aten", "prim", "prims")
@@ -46,10 +46,10 @@ _PYTORCHS = ("aten", "prim", "prims")
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Holds the function that takes an operator apart.
+    """The decomposition rule of an operator.
 
     Attributes:
-        function: takes what the operator takes.
+        function: takes the operator's arguments.
         operator: the operator's name.
         place: the user's line, such as ``ops.py:31 square``.
     """
@@ -60,22 +60,22 @@ class Rule:
 
 
 RULES: weakref.WeakKeyDictionary[Any, Rule] = weakref.WeakKeyDictionary()
-"""The rules of this process by operator, besides PyTorch's own table of operators."""
+"""The rules of this process by operator: global, as PyTorch's own table of operators is."""
 
 
 def rule_of(target: object) -> Rule | None:
-    """Returns the rule of what a node calls, or None."""
+    """Returns the rule of a node's target, or None."""
     return RULES.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def rules_in(nodes: Iterable[torch.fx.Node]) -> tuple[Rule, ...]:
-    """Returns the rules of what some nodes call, in their order."""
+    """Returns the rules of the targets of some nodes, in order."""
     found = (rule_of(node.target) for node in nodes)
     return tuple(rule for rule in found if rule is not None)
 
 
 def operator_of(target: Any) -> Any:
-    """Returns the one operator that a user means, or None.
+    """Returns the single operator that a target refers to, or None.
 
     Args:
         target: an operator, its packet if that holds no other, or what ``custom_op`` returned.
@@ -94,9 +94,9 @@ def is_pytorchs(operator: Any) -> bool:
 
 
 def has_own_derivative(operator: Any) -> bool:
-    """Returns whether somebody gave an operator a derivative (``register_autograd``).
+    """Returns whether an operator has a derivative (``register_autograd``).
 
-    What ``custom_op`` makes is known to autograd without one: a gradient is then an error.
+    ``custom_op`` registers an autograd kernel in any case: without a derivative it raises an error.
     """
     made = OPDEFS.get(operator._schema.name)
     if made is not None and made._opoverload is operator:
@@ -106,7 +106,7 @@ def has_own_derivative(operator: Any) -> bool:
 
 
 def casts_under_autocast(operator: Any) -> bool:
-    """Returns whether autocast has an operator cast its operands (``register_autocast``)."""
+    """Returns whether autocast casts an operator's operands (``register_autocast``)."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(operator.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
 
@@ -126,10 +126,7 @@ def arguments_in_full(
 
 
 def fake_result(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what an operator's own fake kernel says; None if there is none that can say it.
-
-    Nothing is traced meanwhile.
-    """
+    """Returns the result of an operator's own fake kernel, untraced; None if there is none."""
     try:
         with disable_proxy_modes_tracing(), torch.no_grad():
             return operator(*args, **kwargs)
@@ -138,7 +135,7 @@ def fake_result(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def num_constants() -> int:
-    """Returns how many tensors from outside the trace that is under way has taken in."""
+    """Returns how many tensors from outside the current trace has as constants."""
     mode = get_proxy_mode()
     return 0 if mode is None else len(mode.tracer.graph.find_nodes(op="get_attr"))
 
@@ -147,24 +144,24 @@ Table = Mapping[Any, Callable[..., Any]]
 
 
 def rules_beneath_autograd() -> Table:
-    """Returns what takes operators apart once they have been differentiated."""
+    """Returns decompositions for operators that have been differentiated already."""
     return {
-        operator: _of_operands_alone(rule, _standing_for(operator, rule))
+        operator: _operands_only(rule, _decomposition(operator, rule))
         for operator, rule in list(RULES.items())
     }
 
 
 def rules_above_autograd() -> Table:
-    """Returns what takes operators apart that are differentiated through their rule."""
+    """Returns decompositions for operators that are differentiated through their rule."""
     return {
-        operator: _above_autocast(operator, _standing_for(operator, rule))
+        operator: _above_autocast(operator, _decomposition(operator, rule))
         for operator, rule in list(RULES.items())
         if not has_own_derivative(operator)
     }
 
 
-def _of_operands_alone(rule: Rule, decomposed: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses what only a capture can take in: tensors from elsewhere, and their values."""
+def _operands_only(rule: Rule, decomposed: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a rule to refuse tensors that are no operands, and reads of a tensor's values."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = num_constants()
@@ -186,7 +183,7 @@ def _of_operands_alone(rule: Rule, decomposed: Callable[..., Any]) -> Callable[.
 
 
 def _above_autocast(operator: Any, decomposed: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves an operator whole whose operands autocast casts: a rule would be given others."""
+    """Wraps a rule to keep the operator whole if autocast is on and casts its operands."""
     if not casts_under_autocast(operator):
         return decomposed
 
@@ -197,12 +194,12 @@ def _above_autocast(operator: Any, decomposed: Callable[..., Any]) -> Callable[.
     return run
 
 
-def _standing_for(operator: Any, rule: Rule) -> Callable[..., Any]:
+def _decomposition(operator: Any, rule: Rule) -> Callable[..., Any]:
     @without_autocast()
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         given, named = arguments_in_full(operator, args, kwargs)
         operands = tensors_in((given, named))
-        # A rule that writes an operand would change what the caller holds; the operator does not.
+        # A rule must not write an operand, which belongs to the caller: the operator does not.
         before = versions(operands)
         made = rule.function(*given, **named)
         if versions(operands) != before:
@@ -212,7 +209,7 @@ def _standing_for(operator: Any, rule: Rule) -> Callable[..., Any]:
             )
         if isinstance(made, list) and len(schema_of(operator).returns) > 1:
             made = tuple(made)
-        return _as_of(operator, rule, made, fake_result(operator, given, named), operands)
+        return _as_operator(operator, rule, made, fake_result(operator, given, named), operands)
 
     return decomposed
 
@@ -223,14 +220,14 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns how often each tensor was changed; 0 where PyTorch does not count."""
+    """Returns how often each tensor was changed in place; 0 where PyTorch does not count."""
     return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
-def _as_of(
+def _as_operator(
     operator: Any, rule: Rule, made: Any, expected: Any, operands: Sequence[torch.Tensor]
 ) -> Any:
-    """Returns a rule's results as the operator hands out its own: laid out so, in new memory."""
+    """Returns a rule's results as the operator would: in the layout of its own, in new memory."""
     leaves, tree = torch_pytree.flatten(made)
     types = [TensorType.of(t) for t in tensors_in(expected)]
     if expected is not None and len(types) != len(tensors_in(made)):
@@ -241,7 +238,7 @@ def _as_of(
         if isinstance(leaf, torch.Tensor):
             if types:
                 leaf = _laid_out(rule, leaf, types.pop(0))
-            # An operator returns new memory; a result that is an operand would change with it.
+            # An operator returns new memory; a result that aliases an operand would change with it.
             if any(_is_same_memory(leaf, other) for other in taken):
                 leaf = leaf.clone()
             taken.append(leaf)
@@ -261,7 +258,7 @@ def _laid_out(rule: Rule, made: torch.Tensor, type_: TensorType) -> torch.Tensor
 
 
 def dense_as(value: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
-    """Returns a tensor laid out densely, in the order of strides, by differentiable operators."""
+    """Returns a tensor made dense, in the order of strides, by differentiable operators."""
     order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     dense = value.permute(order).clone(memory_format=torch.contiguous_format)
     return dense.permute([order.index(d) for d in range(value.dim())])
@@ -270,7 +267,7 @@ def dense_as(value: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
 def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     try:
         return memory_id(first) == memory_id(second)
-    except NotImplementedError:  # a tensor that has no memory: it may be any
+    except NotImplementedError:  # a tensor without a storage: assume the worst
         return True
 
 

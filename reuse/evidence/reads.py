@@ -235,10 +235,7 @@ class Reads:
             self._named_attributes(value, code.co_names, 0, seen)
 
     def _modules_named(self, code: types.CodeType, scope: Any, owner: Any) -> list[str]:
-        """Returns modules that a function may import or find in ``sys.modules``.
-
-        Refuses a function that computes their names.
-        """
+        """Returns modules that a function may import by name; refuses names that it computes."""
         own = [scope.get("__name__")] * ("__name__" in code.co_names)
         if "__module__" in code.co_names:
             own += [kind.__module__ for kind in type(owner).__mro__]
