@@ -1,9 +1,9 @@
 """Repeated regions of a flat graph become blocks of a module.
 
-Dynamo runs through the model's modules and leaves one flat graph, in which each node names the
-modules it was called in. What one call of a module left is a *run*: it lies in one piece. Runs that
-compute the same (operators, constants and wiring are compared in full) become calls of one graph
-each, in a module that capture takes like any other: its blocks share by evidence, as a user's do.
+Dynamo inlines the model's modules into one flat graph, in which each node records the modules it
+was called in. The consecutive nodes of one module call are a *run*. Runs that compute the same
+(operators, constants and edges are compared in full) become calls of one graph, in a module that is
+captured like any other: its blocks share by evidence.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def region_key(
     inputs: Sequence[torch.fx.Node],
     outputs: Sequence[torch.fx.Node],
 ) -> FullKey:
-    """Returns a value that is equal for two regions only if they compute the same.
+    """Returns a key that is equal for two regions only if they compute the same.
 
-    All are in order; ``root`` holds the graphs that nodes of the region refer to.
+    All nodes are in order; ``root`` holds the graphs that nodes of the region refer to.
     """
     number = {node: index for index, node in enumerate((*inputs, *nodes))}
     rows = _rows(root, nodes, number)
@@ -40,7 +40,7 @@ def region_key(
 
 
 def held(root: torch.nn.Module, node: torch.fx.Node) -> Any:
-    """Returns what a ``get_attr`` or ``call_module`` node refers to."""
+    """Returns the attribute that a ``get_attr`` or ``call_module`` node refers to."""
     found: Any = root
     for name in str(node.target).split("."):
         found = getattr(found, name)
@@ -57,7 +57,7 @@ def _rows(
 
 
 def _target(root: torch.nn.Module, node: torch.fx.Node) -> Any:
-    """Returns what a node applies: operators by identity, graphs by what they hold."""
+    """Returns the target of a node for comparison: operators by identity, graphs by content."""
     if node.op in ("placeholder", "output"):  # names do not count
         return None
     if node.op not in ("get_attr", "call_module"):
@@ -79,13 +79,13 @@ lazy_inline(Block)
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """Holds a call of a module, as the nodes in it record it.
+    """A call of a module, as recorded by the nodes in it.
 
     Attributes:
-        key: differs from call to call, also of one module.
-        path: where the module stands, such as ``layers.0``.
+        key: differs for each call, even of the same module.
+        path: the path of the module, such as ``layers.0``.
         kind: the name of its class.
-        is_marked: says that the user asked for it to be compiled once.
+        is_marked: whether the class is marked with ``lazy_inline``.
     """
 
     key: str
@@ -95,18 +95,18 @@ class ModuleCall:
 
 
 ModuleCalls = Mapping[Node, tuple[ModuleCall, ...]]
-"""For each operator, the calls it was made in, the outermost first."""
+"""For each operator, the module calls around it, the outermost first."""
 
 
 def outlined(module: torch.fx.GraphModule, calls: ModuleCalls) -> torch.fx.GraphModule:
-    """Returns a module that computes the same, in which runs that repeat are blocks."""
+    """Returns a module that computes the same, with repeated runs as blocks."""
     chosen = _chosen(module, list(_runs(_operators(module), calls, 0)))
     return _Outline(module, calls, chosen).build() if chosen else module
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Holds the nodes that one call of a module left in a graph."""
+    """The nodes of one module call in a graph."""
 
     call: ModuleCall
     nodes: tuple[Node, ...]
@@ -115,7 +115,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Region:
-    """Holds a run, its inputs and outputs, and the key of all runs that share its graph."""
+    """A run, its inputs and outputs, and its key, which is equal for runs that can share."""
 
     run: _Run
     inputs: tuple[Node, ...]
@@ -125,7 +125,7 @@ class _Region:
 
 
 def _operators(module: torch.fx.GraphModule) -> list[Node]:
-    """Returns the nodes that compute, and the graphs that they are about to use."""
+    """Returns the nodes that compute, and those that load graphs for them."""
     return [node for node in module.graph.nodes if node.op in _CALLS or _is_graph(module, node)]
 
 
@@ -134,7 +134,7 @@ def _is_graph(module: nn.Module, node: Node) -> bool:
 
 
 def _runs(nodes: Sequence[Node], calls: ModuleCalls, depth: int) -> Iterator[_Run]:
-    """Yields the runs at one depth of the calls, and in each those at the next."""
+    """Yields the runs at one call depth, with the inner runs of each."""
     start = 0
     for end in range(1, len(nodes) + 1):
         call = _call_at(calls[nodes[start]], depth)
@@ -154,7 +154,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     """Returns the outermost regions that repeat and are worth a closure."""
     if not runs:
         return []
-    # A call in two pieces has something between that is not its own: it is no region.
+    # A call whose nodes are not consecutive is no region.
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
     uses = Counter(region.key for region in regions if _gives_tensors(region))
@@ -165,7 +165,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
 
 
 def _pays(region: _Region, num_calls: int) -> bool:
-    # A mark is a wish; what it saves need not be weighed.
+    # The user decided with the mark.
     if region.run.call.is_marked:
         return num_calls > 1
     return pays(region.num_nodes, num_calls)
@@ -181,19 +181,18 @@ def _region(module: nn.Module, run: _Run) -> _Region:
 
 
 def _gives_tensors(region: _Region) -> bool:
-    """Says if only tensors of it are used outside: no size, and no mode that is left switched."""
-    # A closure hands on tensors: a size or a switched mode would stay inside.
+    """Whether code outside uses only its tensors; closures cannot return sizes or modes."""
     values = (value_of(node) for node in region.outputs)
     return all(isinstance(value, torch.Tensor) for value in values)
 
 
 def value_of(node: Node) -> Any:
-    """Returns the fake value of a node, as Dynamo or as torch.export notes it."""
+    """Returns the fake value of a node, from Dynamo or from torch.export."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _count(module: nn.Module, nodes: Sequence[Node]) -> int:
-    """Counts operators, those of graphs that are used among them."""
+    """Counts operators, including those of nested graphs."""
     graphs = [held(module, node) for node in nodes if _is_graph(module, node)]
     return len(nodes) - len(graphs) + sum(_count(g, _operators(g)) for g in graphs)
 
@@ -219,7 +218,7 @@ class _Outline:
         nodes = list(self._module.graph.nodes)
         outside = [node for node in nodes if node not in self._inside]
         take_over(self._root, self._module, outside)
-        # Tensors of the model come first: what is used in a region is its input.
+        # Tensors of the model come first, because regions take them as inputs.
         inputs = [n for n in outside if n.op in ("placeholder", "get_attr")]
         self._copies.update((node, self._graph.node_copy(node)) for node in inputs)
         for node in nodes:
@@ -242,7 +241,7 @@ class _Outline:
             self._copies[output] = self._graph.call_function(operator.getitem, (call, index))
 
     def _body(self, region: _Region) -> torch.fx.GraphModule:
-        """Returns a region as a graph of its own, in which what repeats is outlined again."""
+        """Returns a region as a graph of its own, in which repeated runs are blocks again."""
         graph, root = torch.fx.Graph(), nn.Module()
         copies = {n: graph.placeholder(f"a{i}") for i, n in enumerate(region.inputs)}
         for node in region.run.nodes:
@@ -250,13 +249,12 @@ class _Outline:
         returned = tuple(copies[node] for node in region.outputs)
         graph.output(returned[0] if len(returned) == 1 else returned)
         take_over(root, self._module, region.run.nodes)
-        # What repeats inside a block is a block again, as where a user's modules are captured.
         body = torch.fx.GraphModule(root, graph)
         return outlined(body, {copies[node]: self._calls[node] for node in region.run.nodes})
 
 
 def take_over(root: nn.Module, module: nn.Module, nodes: Iterable[Node]) -> None:
-    """Gives a root what some nodes of another module refer to."""
+    """Copies to ``root`` the attributes of a module that nodes refer to."""
     for node in nodes:
         if node.op in ("get_attr", "call_module"):
             holder, _, last = holder_of(root, str(node.target))

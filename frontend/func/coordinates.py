@@ -1,8 +1,8 @@
-"""``laplacian`` and ``derivative``: by the coordinates of points.
+"""``laplacian`` and ``derivative``: derivatives by the coordinates of points.
 
-Points are a tensor whose last dimension holds coordinates; all others count points. Along a
-coordinate all points move together: where each result depends on its own point alone, as in a
-network that is given a batch, that is the partial derivative at each point.
+Points are a tensor whose last dimension holds the coordinates. A derivative moves all points along
+a coordinate together. If each result depends on its own point only, as in a network on a batch,
+that is the partial derivative at each point.
 
 ``energy_and_forces``: an interatomic potential, with forces and virial, as a module.
 """
@@ -28,20 +28,20 @@ from .transforms import TaylorMode, compiled, may_follow, mode_taken, taylor
 
 @door
 def laplacian(func: Function, *, mode: TaylorMode = "auto") -> nn.Module:
-    """Returns a function that computes the Laplacian of one of points.
+    """Returns a function that computes the Laplacian of a function of points.
 
     Args:
         func: a function or a module; it takes points ``[..., d]`` and returns ``[..., m]``, or one
             number for each point, ``[...]``. A result may depend on its own point only.
-        mode: ``"taylor"`` passes once, with the collapsed Taylor series along all coordinates
-            (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice. ``"auto"`` is
-            the one with fewer passes through the function; the report says which.
-            Where the function runs eagerly, it is always reverse mode.
+        mode: ``"taylor"`` runs the function once, with the collapsed Taylor series along all
+            coordinates (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice.
+            ``"auto"`` is the one with fewer passes through the function; the report says which.
+            If the function runs eagerly, it is always reverse mode.
 
     Returns:
         A module that takes points and returns the sum of the second derivatives by each
-        coordinate, in the shape of what ``func`` returns. It is compiled at its first call; inside
-        a model it becomes a part of that.
+        coordinate, in the shape of ``func``'s result. It is compiled at its first call; inside a
+        model it becomes part of that.
 
     Example:
         >>> class Residual(nn.Module):
@@ -74,9 +74,9 @@ def derivative(
 ) -> torch.Tensor:
     """Returns a partial derivative of a function of points, of any order.
 
-    It runs at once: inside a model that is compiled it becomes a part of that. In Taylor mode a
-    mixed derivative is a weighted sum of those along some directions: ``"xy"`` of those along
-    ``x + y`` and ``x - y``.
+    It runs at once; inside a compiled model it becomes part of that. In Taylor mode a mixed
+    derivative is a weighted sum of derivatives along directions: ``"xy"`` of those along ``x + y``
+    and ``x - y``.
 
     Args:
         func: as :func:`laplacian` takes it.
@@ -86,7 +86,7 @@ def derivative(
         mode: as for :func:`laplacian`.
 
     Returns:
-        It, in the shape of what ``func`` returns.
+        The derivative, in the shape of ``func``'s result.
 
     Raises:
         PlanError: if a letter names no coordinate.
@@ -101,7 +101,7 @@ def derivative(
 
 
 Term = tuple[int, ...]
-"""A partial derivative: the place of a coordinate for each order."""
+"""A partial derivative: the position of a coordinate for each order."""
 
 
 def _sum_of_partials(
@@ -114,11 +114,11 @@ def _sum_of_partials(
         for along, weight in _polarized(term, points.shape[-1]).items():
             weights[along] = weights.get(along, 0.0) + weight / math.factorial(order)
     factors = [*weights.values()]
-    # With equal weights only the sum over the directions has to flow, as for a Laplacian.
+    # With equal weights, as for a Laplacian, only the sum over directions is propagated.
     is_sum = order > 1 and len(factors) > 1 and len({*factors}) == 1
     series = Series(order, len(factors), collapsed=is_sum)
     with torch.enable_grad():
-        # Made before what is differentiated runs: the series then take its place.
+        # Made before the function runs, so that a capture computes values and series together.
         lines = _everywhere([*weights], points) if may_follow(mode) else points
         (given,), _ = renamed((points,))
         result = _result_of(func, given)
@@ -139,7 +139,7 @@ def _sum_of_partials(
 
 
 def _by_first(terms: Sequence[Term]) -> Mapping[int, Sequence[Term]]:
-    """Returns, by the first coordinate of some terms, what is left of them."""
+    """Groups terms by their first coordinate; returns the rest of each term."""
     found: dict[int, list[Term]] = {}
     for first, *rest in terms:
         found.setdefault(first, []).append(tuple(rest))
@@ -147,9 +147,9 @@ def _by_first(terms: Sequence[Term]) -> Mapping[int, Sequence[Term]]:
 
 
 def _passes_back(terms: Sequence[Term]) -> int:
-    """Returns how often reverse mode runs the linear maps of what is differentiated.
+    """Returns how often reverse mode runs the linear maps of the function.
 
-    A gradient runs them once more, and a gradient of a gradient also those of the first.
+    A gradient runs them once more; a gradient of a gradient also runs those of the first one.
     """
     return 1 + 2 * sum(_passes_back(rest) for rest in _by_first(terms).values() if rest[0])
 
@@ -182,7 +182,7 @@ def _polarized(places: Sequence[int], num: int) -> Mapping[tuple[float, ...], fl
         steps = [n - 2 * b for n, b in zip(wanted.values(), below, strict=True)]
         longest = math.gcd(*steps)
         if not longest or next(step for step in steps if step) < 0:
-            continue  # the opposite direction gives the same
+            continue  # the opposite direction is counted instead
         weight = 2.0 * (-1) ** sum(below) * (longest / 2) ** len(places)
         for b, order in zip(below, wanted.values(), strict=True):
             weight *= math.comb(order, b)
@@ -196,7 +196,7 @@ def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> 
     """Returns the same directions at every point, ``[K, *points.shape]``."""
     rows = torch.tensor(directions, dtype=points.dtype, device=points.device)
     num, size = rows.shape
-    # Written out, as the types of coefficients say that they lie.
+    # Contiguous, as the types of Taylor coefficients require.
     whole = rows.reshape(num, *[1] * (points.dim() - 1), size)
     return whole.expand(num, *points.shape).contiguous()
 
@@ -225,16 +225,16 @@ def _result_of(func: Function, points: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(result: torch.Tensor, points: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns the results one number of each point at a time."""
+    """Returns the columns of the results: one number of each point."""
     per_point = points.shape[:-1]
     return result.reshape(*per_point, -1).unbind(-1)
 
 
-# ---- Of atoms: energy and forces -----------------------------------------------------------------
+# ---- atoms: energy and forces --------------------------------------------------------------------
 
 
 class EnergyAndForces(NamedTuple):
-    """Holds energy, forces and virial of some atoms, in the model's own units.
+    """Energy, forces and virial of atoms, in the model's own units.
 
     Attributes:
         energy: as the model returns it: one number, or one for each structure.
@@ -259,9 +259,9 @@ def energy_and_forces(
 ) -> nn.Module:
     """Returns a module that computes the energy, forces and virial of a model of the energy.
 
-    Its parameters are the model's, and it takes what the model takes. It is compiled at its first
-    call; ``compile``, ``compile_step`` and ``measure`` take it, and a loss of its forces trains:
-    that differentiates twice. Under ``torch.no_grad()`` (molecular dynamics) nothing is kept.
+    It has the parameters and arguments of the model. It is compiled at its first call; ``compile``,
+    ``compile_step`` and ``measure`` accept it, and a loss may depend on its forces, which
+    differentiates twice. Under ``torch.no_grad()`` (molecular dynamics) nothing is saved.
 
     Args:
         model: computes the energy. The energy of all structures is summed before it is
@@ -292,7 +292,7 @@ def energy_and_forces(
 
 @dataclass(frozen=True)
 class _Place:
-    """Names an input of a model: a parameter of its forward, or an entry of a dictionary."""
+    """An input of a model: a parameter of its forward, or an entry of a dictionary."""
 
     name: str
     index: int | None
@@ -302,7 +302,7 @@ class _Place:
         """Returns the tensor that is passed.
 
         Raises:
-            PlanError: if there is none.
+            PlanError: if none is passed.
         """
         whole = self._whole(args, kwargs)
         found = whole if self.key is None else whole.get(self.key)
@@ -403,7 +403,7 @@ class _Potential(nn.Module):
         positions: torch.Tensor,
         strain: torch.Tensor,
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns the arguments, with all that a strain deforms deformed."""
+        """Returns the arguments with positions and strained inputs deformed."""
         symmetric = (strain + strain.mT) / 2
         if self._batch is None:
             moved = positions + positions @ symmetric
@@ -428,7 +428,7 @@ class _Potential(nn.Module):
                 'they are, energy=lambda out: out["energy"].'
             )
         names = (self._positions.name, "the strain of " + ", ".join(p.name for p in self._strained))
-        # A model whose energy is a constant has no graph, which autograd takes for an error.
+        # autograd.grad raises its own error for a constant energy, which has no graph.
         found = (
             torch.autograd.grad([value.sum()], inputs, create_graph=goes_on, allow_unused=True)
             if value.requires_grad

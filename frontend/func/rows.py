@@ -1,8 +1,8 @@
-"""``jacobian`` and ``hessian``: rows that are computed where they are asked for, and remembered.
+"""``jacobian`` and ``hessian``: rows are computed on demand, and kept.
 
-A Jacobian at one point is computed by two products: a cotangent times it (a row, in reverse mode),
-and it times several tangents at once (columns, in forward mode). A Hessian is the Jacobian of a
-gradient and symmetric, so that one of the two does for both.
+A Jacobian ``J`` at a point is computed by two kinds of products: a cotangent times ``J`` (a row, in
+reverse mode), and ``J`` times several tangents at once (columns, in forward mode). A Hessian is a
+symmetric Jacobian, so one of the two suffices.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Computed:
-    """Holds what a function computed, and the point that it was computed at.
+    """The result of a function, and its point.
 
     Attributes:
-        result: with a graph that leads to the point.
-        point: what is differentiated with respect to.
-        goes_on: whether derivatives can be differentiated in their turn.
+        result: the result, with an autograd graph to the point.
+        point: the tensor to differentiate by.
+        goes_on: whether derivatives can themselves be differentiated.
     """
 
     result: torch.Tensor
@@ -42,7 +42,7 @@ class Computed:
     goes_on: bool
 
     def to(self, derive: Derive) -> LinearMap:
-        """Returns a product with what was computed; it can be differentiated if this can."""
+        """Returns a function that computes a product; differentiable if ``goes_on``."""
 
         def product(directions: torch.Tensor) -> torch.Tensor:
             with torch.enable_grad():
@@ -53,15 +53,15 @@ class Computed:
 
 
 Compute = Callable[[Function, int, Sequence[Any], Mapping[str, Any]], Computed]
-"""Runs a function, to be differentiated with respect to one of its arguments."""
+"""Runs a function, to be differentiated by one of its arguments."""
 Derive = Callable[[Computed, torch.Tensor], torch.Tensor]
-"""Computes a product from what was computed and directions."""
+"""Computes a product from a computed result and directions."""
 
 
 def computed(
     func: Function, argnums: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Computed:
-    """Runs a function, to be differentiated with respect to one of its arguments."""
+    """Runs a function, to be differentiated by one of its arguments."""
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         given, (point,) = renamed(chosen(args, argnums))
@@ -97,8 +97,8 @@ class Product(nn.Module):
 
 
 def at_once(make: Callable[[], nn.Module]) -> Callable[..., torch.Tensor]:
-    """Returns what runs a program for each number of directions, made the first time."""
-    # The number of directions is a size of the program: a symbol there would stop Taylor mode.
+    """Returns a function that uses one program for each number of directions."""
+    # Otherwise the number of directions would become a symbolic size, which Taylor mode lacks.
     made = cache(lambda num: make())
     return lambda directions, *args, **kwargs: made(len(directions))(directions, *args, **kwargs)
 
@@ -116,16 +116,16 @@ def tangent_products(at: Computed, tangents: torch.Tensor) -> torch.Tensor:
 
 
 def hessian_products(at: Computed, tangents: torch.Tensor, *, mode: ForwardMode) -> torch.Tensor:
-    """Returns the Hessian times tangents: ``[K, *input]`` of as much."""
+    """Returns the Hessian times tangents: ``[K, *input]`` of ``[K, *input]``."""
     (found,) = along_gradients([at.result], [at.point], [tangents], mode, goes_on=at.goes_on)
     return found
 
 
 class SameDraws:
-    """Makes all products at one point draw the same random numbers: they are of one function.
+    """Makes all products at one point draw the same random numbers, as of one function.
 
     Args:
-        device: where the function runs; random numbers may be drawn there and on the CPU.
+        device: the device of the function; numbers may be drawn there and on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,20 +134,20 @@ class SameDraws:
         self._has_drawn = False
 
     def among(self, product: LinearMap) -> LinearMap:
-        """Returns a product that draws as the others do."""
+        """Returns a product that draws the same numbers as the others."""
         return lambda directions: self._run(product, directions)
 
     def _run(self, product: LinearMap, directions: torch.Tensor) -> torch.Tensor:
         if self._start is None:
             before = GeneratorStates(self.devices)
             found = product(directions)
-            # Asked once: where nothing is drawn, generators need not be put back at each product.
+            # If nothing is drawn, later products need not restore the generators.
             self._has_drawn = before.differ_from(GeneratorStates(self.devices))
             self._start = before
             return found
         if not self._has_drawn:
             return product(directions)
-        # Begun where the first product began, with the generators left as they were found.
+        # Starts with the generators of the first product, and restores the present ones after.
         with self._start.again():
             return product(directions)
 
@@ -155,25 +155,25 @@ class SameDraws:
 Index = int | slice
 
 _MOST_AT_ONCE = 64
-"""So many directions pass through a function together: each takes memory for what it computes."""
+"""The most directions per run of a function, because each needs memory for its results."""
 
 _WORTH = 4
-"""All columns of a group cost no more than one in so many of its rows, one by one."""
+"""A group of columns costs about as much as a quarter of its rows one by one."""
 
 _BACK = 3
-"""A row of a Jacobian costs about as much as so many columns."""
+"""A row of a Jacobian costs about as much as three columns."""
 
 
 @door
 def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
-    """Returns a function that gives the Jacobian of one, lazily.
+    """Returns a function that returns the Jacobian of another one, lazily.
 
-    The signature is that of ``torch.func.jacrev``. What comes back is no tensor but computes what
-    it is asked for: see :class:`Jacobian`.
+    The signature is that of ``torch.func.jacrev``. The result is no tensor, but a
+    :class:`Jacobian`, which computes its parts on demand.
 
     Args:
         func: a function or a module that returns a tensor.
-        argnums: with respect to which argument, a tensor.
+        argnums: the position of the argument to differentiate by, a tensor.
 
     Example:
         >>> J = lazyinline.func.jacobian(model)(x)
@@ -186,23 +186,22 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
 def hessian(
     func: Function, argnums: int = 0, *, mode: ForwardMode = "auto"
 ) -> Callable[..., Jacobian]:
-    """Returns a function that gives the Hessian of one with a scalar result, lazily.
+    """Returns a function that returns the Hessian of one with a scalar result, lazily.
 
-    The signature is that of ``torch.func.hessian``; for what comes back see :class:`Jacobian`. A
-    row, and the product with a vector, cost two derivatives, whatever the number of rows; many rows
-    are computed at once.
+    The signature is that of ``torch.func.hessian``; the result is a :class:`Jacobian`. A row, or
+    the product with a vector, costs two derivatives; many rows are computed at once.
 
     Args:
         func: a function or a module that returns a scalar.
-        argnums: with respect to which argument, a tensor.
-        mode: of a product, as for :func:`lazyinline.func.hvp`. In reverse mode rows and diagonal
-            are computed one by one.
+        argnums: the position of the argument to differentiate by, a tensor.
+        mode: the mode of a product, as for :func:`lazyinline.func.hvp`. In reverse mode rows and
+            diagonal are computed one by one.
 
     Example:
         >>> H = lazyinline.func.hessian(lambda x: (x**4).sum())(x)
         >>> H[3], H.diagonal(), H @ v
     """
-    # Only the whole is compiled: the gradient inside becomes a part of it.
+    # The products are compiled, with the gradient inside as part of them.
     if mode == "reverse":
         return _lazily(func, argnums, computed_gradient, cotangent_product, None)
     products = partial(hessian_products, mode=mode)
@@ -212,7 +211,7 @@ def hessian(
 def _lazily(
     func: Function, argnums: int, compute: Compute, row: Derive | None, columns: Derive | None
 ) -> Callable[..., Jacobian]:
-    """Returns a function that gives a Jacobian, computed by one product or by two."""
+    """Returns a function that returns a Jacobian, computed by one or two kinds of products."""
 
     def program(derive: Derive) -> nn.Module:
         return compiled(Product(func, argnums, compute, derive))
@@ -229,7 +228,7 @@ def _lazily(
             maps = [None if derive is None else one.to(derive) for derive in (row, columns)]
             return Jacobian(maps, tuple(one.result.shape), like=point)
         same = SameDraws(point.device)
-        # A gradient has the shape of its input. Another result's is known once it has run.
+        # A gradient has the shape of its input. Any other result must be computed for its shape.
         if compute is computed_gradient:
             shape = point.shape
         else:
@@ -246,20 +245,20 @@ def _lazily(
 
 
 class Jacobian:
-    """Gives the derivative of each result by each input, at one point; a row is computed once.
+    """The derivative of each result by each input at one point; each row is computed once.
 
     ``J[i]`` is the row of result ``i``, ``J[i, j]`` an entry of it, and indices may be slices;
-    ``J @ v`` is the product with a tensor of the input's shape, ``v @ J`` that with one of the
-    result's, neither of which computes a row; ``J.diagonal()`` computes all rows, of which a
-    Hessian keeps only the entries; ``J.dense()`` is the whole, of
-    shape ``(*result, *input)``. Many rows are computed at once, up to 64: memory for what the
-    function computes so many times. Where that draws random numbers, all parts are of the same.
+    ``J @ v`` is the product with a tensor of the input's shape, ``v @ J`` with one of the result's
+    shape, and neither computes rows; ``J.diagonal()`` computes all rows, of which a Hessian keeps
+    only the diagonal; ``J.dense()`` is the whole, of shape ``(*result, *input)``. Up to 64 rows are
+    computed at once, which takes 64 times the memory of the function. If it draws random numbers,
+    all rows use the same.
 
     Args:
-        maps: what it is computed by: a cotangent times it; and it times several tangents,
-            ``[K, *input]`` to ``[K, *result]``. None for one, where it is symmetric.
-        result_shape: of what was differentiated.
-        like: what it was differentiated with respect to.
+        maps: two functions: a cotangent times ``J``; and ``J`` times several tangents,
+            ``[K, *input]`` to ``[K, *result]``. One of them is None if ``J`` is symmetric.
+        result_shape: the shape of the function's result.
+        like: the tensor that it is differentiated by.
     """
 
     def __init__(
@@ -273,16 +272,16 @@ class Jacobian:
 
     @property
     def shape(self) -> torch.Size:
-        """Returns the result's sizes, then the input's."""
+        """The sizes of the result, then those of the input."""
         return torch.Size((*self._result_shape, *self._input_shape))
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows: one for each number in the result."""
+        """The number of rows: one for each number in the result."""
         return math.prod(self._result_shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """Returns a part, of which only the rows are computed that it needs.
+        """Returns a part; computes only the rows that it needs.
 
         Raises:
             IndexError: if there is no such row.
@@ -325,7 +324,7 @@ class Jacobian:
         return self._columns(tangent.unsqueeze(0)).squeeze(0)
 
     def diagonal(self) -> torch.Tensor:
-        """Returns the derivative of each result by the input at its place.
+        """Returns the derivative of each result by the input at the same position.
 
         Raises:
             PlanError: if result and input differ in shape.
@@ -337,7 +336,7 @@ class Jacobian:
             )
         everything, columns = range(self.num_rows), self._columns
         if self._row is None and columns is not None and len(self._rows) < self.num_rows:
-            # Only an entry of each row is kept: all rows would take the square of its memory.
+            # Keeps one entry per row, because all rows would need quadratic memory.
             entries = self._by_units(lambda v: (columns(v) * v).flatten(1).sum(1), everything)
             return entries.reshape(self._result_shape)
         self._compute(everything)
@@ -355,7 +354,7 @@ class Jacobian:
         return torch.stack([self._rows[number] for number in numbers])
 
     def _compute(self, numbers: Sequence[int]) -> None:
-        """Computes the rows that are not there yet: at once, by columns, or one by one."""
+        """Computes the missing rows: at once, by columns, or one by one."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._rows]
         num_columns, columns = math.prod(self._input_shape), self._columns
         is_symmetric = self._row is None
@@ -377,21 +376,21 @@ class Jacobian:
         return [self._times_cotangent(self._unit(number)) for number in numbers]
 
     def _by_units(self, function: LinearMap, places: Sequence[int]) -> torch.Tensor:
-        """Returns what a function of several tangents is along units, in equal groups."""
-        # Groups of one size: the last one is filled up with zeros, and needs no program of its own.
+        """Applies a function of several tangents to unit vectors, in equal groups."""
+        # The last group is padded with zeros, so that it needs no program of its own.
         size = _group_size(math.prod(self._input_shape))
         groups = [places[i : i + size] for i in range(0, len(places), size)]
         found = [function(self._units(group, size))[: len(group)] for group in groups]
         return torch.cat(found)
 
     def _unit(self, number: int) -> torch.Tensor:
-        """Returns the cotangent of one row; no view, which a call would have to look into."""
+        """Returns the cotangent of one row, not as a view."""
         unit = self._like.new_zeros(self._result_shape)
         unit.view(-1)[number] = 1
         return unit
 
     def _units(self, places: Sequence[int], num: int) -> torch.Tensor:
-        """Returns ``num`` tensors: each is one at a place and else zero, and the rest are zero."""
+        """Returns ``num`` tensors: unit vectors for the places, the rest zero."""
         size = math.prod(self._input_shape)
         units = self._like.new_zeros(num, *self._input_shape)
         ones = [row * size + place for row, place in enumerate(places)]
@@ -407,7 +406,7 @@ class Jacobian:
 def _picked(
     shape: tuple[int, ...], places: Sequence[Index]
 ) -> tuple[Sequence[int], tuple[int, ...]]:
-    """Returns the numbers of the elements that an index picks, in a row, and their sizes."""
+    """Returns the flat numbers of the elements that an index picks, and their sizes."""
     numbers, sizes = [0], []
     for place, size in itertools.zip_longest(places, shape, fillvalue=slice(None)):
         assert isinstance(size, int)
@@ -423,5 +422,5 @@ def _picked(
 
 
 def _group_size(num: int) -> int:
-    """Returns how many of some directions pass at once: they are parted evenly."""
+    """Returns the size of groups into which directions are split evenly."""
     return math.ceil(num / math.ceil(num / _MOST_AT_ONCE))

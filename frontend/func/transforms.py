@@ -1,13 +1,13 @@
 """``grad``, ``vjp``, ``jvp`` and ``hvp``: as in ``torch.func``, compiled, and to any order.
 
-Each is written with ``torch.autograd.grad``, which a capture follows: inside a model, or inside one
-another, they become calls of derivatives that each different block has once. What is differentiated
-has names of its own, in arguments of any nesting.
+Each is written with ``torch.autograd.grad``, which a capture records: inside a model, or inside one
+another, they become calls of derivatives, which are made once per different block. Arguments may be
+nested.
 
-Derivatives along lines have three modes, and all give the same numbers. Taylor mode passes through
-the function once, with all coefficients of all directions, and forward mode is its first order;
-reverse mode differentiates once more for each order. Only a capture can follow the first two; where
-PyTorch runs the function it is reverse.
+Derivatives along directions have three modes with the same results. Taylor mode runs the function
+once, with all coefficients of all directions; forward mode is its first order. Reverse mode
+differentiates once more for each order. The first two need a capture; if PyTorch runs the function,
+reverse mode is used.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Mode = TaylorMode | ForwardMode
 def mode_taken(
     what: str, mode: Mode, along: Literal["taylor", "forward"], *, passes: int, passes_back: int
 ) -> str:
-    """Returns the mode in which a derivative is computed: the one along lines, or ``"reverse"``.
+    """Returns the mode in which a derivative is computed: ``along`` or ``"reverse"``.
 
     Args:
         what: the derivative, in words.
-        mode: as the user asked for it; ``"auto"`` takes the one with fewer passes.
-        along: the mode along lines that there is for it.
+        mode: the user's choice; ``"auto"`` takes the one with fewer passes.
+        along: the mode along directions that this derivative has.
         passes: how often the linear maps of the function run in that mode.
-        passes_back: the same of reverse mode.
+        passes_back: the same for reverse mode.
 
     Raises:
         PlanError: if there is no such mode.
@@ -57,12 +57,12 @@ def mode_taken(
     if mode not in ("auto", along, "reverse"):
         raise PlanError(f"{what}: mode {mode!r} is none of auto, {along}, reverse.")
     watcher: Any = follower()
-    # Where PyTorch runs the function, nobody follows a line through it.
+    # The modes along directions need a capture.
     if watcher is None or mode == "reverse":
         return "reverse"
     if mode == along:
         return along
-    # By passes alone, known before anything is made: to count both modes, both had to be made.
+    # By passes, which are known in advance; to compare costs, both would have to be made.
     is_along = passes <= passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
     found: str = watcher.open_mode(
@@ -72,24 +72,24 @@ def mode_taken(
 
 
 def may_follow(mode: Mode) -> bool:
-    """Returns whether a derivative may be taken along lines: only a capture can follow them."""
+    """Returns whether a derivative may be taken along directions, which needs a capture."""
     return mode != "reverse" and follower() is not None
 
 
 def taylor(
     result: torch.Tensor, points: torch.Tensor, directions: torch.Tensor, series: Series
 ) -> torch.Tensor:
-    """Returns the highest derivatives of what was computed from points that move along lines.
+    """Returns the highest derivatives of a result along directions of the points.
 
     Args:
-        result: computed from ``points``, in a capture.
-        points: where the lines begin.
+        result: the result computed from ``points``, in a capture.
+        points: the points.
         directions: ``[K, *points.shape]``.
-        series: of K directions.
+        series: the Taylor series, for K directions.
 
     Returns:
         The derivative of the series' order along each direction, ``[K, *result.shape]``, or their
-        sum, ``[*result.shape]``, where the series is collapsed.
+        sum, ``[*result.shape]``, if the series is collapsed.
     """
     watcher: Any = follower()
     ((*_, highest),) = watcher.series([result], [points], [directions], series)
@@ -98,27 +98,27 @@ def taylor(
 
 
 _PASSES_OF_PRODUCT = 4
-"""The function, its gradient, and once more each: of tangents, or back."""
+"""The function and its gradient, and a second pass of each: of tangents, or backward."""
 
 
 @door
 def grad(func: Function, argnums: Argnums = 0, has_aux: bool = False) -> nn.Module:
     """Returns a function that computes the gradient of one that returns a scalar.
 
-    The signature is that of ``torch.func.grad``. The result is compiled at its first call, as a
-    module by :func:`lazyinline.compile` is; inside a model, or inside another derivative, it
-    becomes a part of that.
+    The signature is that of ``torch.func.grad``. The result is compiled at its first call, like a
+    module by :func:`lazyinline.compile`; inside a model or another derivative it becomes part of
+    that.
 
     Args:
         func: a function or a module; its result is a scalar.
-        argnums: with respect to which arguments, one or several.
+        argnums: the positions of the arguments to differentiate by, one or several.
         has_aux: ``func`` returns ``(scalar, more)``, and the result is ``(gradient, more)``.
 
     Returns:
-        A module that takes what ``func`` takes. Its parameters are those of ``func``.
+        A module with the arguments and the parameters of ``func``.
 
     Raises:
-        PlanError: at a call, if what ``func`` returns is no scalar.
+        PlanError: at a call, if ``func`` returns no scalar.
 
     Example:
         >>> slope = lazyinline.func.grad(lambda x: (x.sin() ** 2).sum())
@@ -142,7 +142,7 @@ class Gradient(nn.Module):
         self._has_aux = has_aux
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the gradient, in the nesting of the arguments."""
+        """Returns the gradient, in the structure of the arguments."""
         found, result = gradient_and_result(
             self.func, self._argnums, args, kwargs, value_of=self._value_of
         )
@@ -154,14 +154,14 @@ class Gradient(nn.Module):
 
 @door
 def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """Returns a function's result, and what takes a cotangent of it to one of each argument.
+    """Returns a function's result, and a function from its cotangent to those of the arguments.
 
-    The signature is that of ``torch.func.vjp``. It runs ``func`` at once, as it is given: a
-    compiled module, or inside something that is compiled, compiled.
+    The signature is that of ``torch.func.vjp``. It runs ``func`` at once: compiled if ``func`` is a
+    compiled module, or if this runs inside a compiled model.
 
     Args:
         func: a function or a module.
-        primals: its arguments, of tensors.
+        primals: its arguments, trees of tensors.
         has_aux: ``func`` returns ``(result, more)``; the result is then
             ``(result, vjp_fn, more)``.
 
@@ -178,7 +178,7 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
 
     def back(*cotangents: Any) -> tuple[Any, ...]:
         seeds = tensors_in(cotangents if len(cotangents) > 1 else cotangents[0], "a cotangent")
-        # Whoever calls it may differentiate on, whatever was so where the function ran.
+        # The caller may differentiate further, even if grad mode was off when the function ran.
         goes_further = goes_on or torch.is_grad_enabled()
         with torch.enable_grad():
             found = gradients(outputs, inputs, seeds, goes_on=goes_further)
@@ -194,14 +194,14 @@ def jvp(
 ) -> tuple[Any, ...]:
     """Returns a function's result, and its derivative along tangents.
 
-    The signature is that of ``torch.func.jvp``. It runs at once; see :func:`vjp`. Inside what is
-    compiled the tangents pass through once, with the values; else what is computed is two
-    reverse derivatives: the second is of the first, which is linear in its cotangent.
+    The signature is that of ``torch.func.jvp``. It runs at once; see :func:`vjp`. Inside a compiled
+    model, tangents are computed along with the values; otherwise by two reverse derivatives, the
+    second one of the first, which is linear in its cotangent.
 
     Args:
         func: a function or a module.
-        primals: its arguments, of tensors.
-        tangents: one for each, in the same nesting.
+        primals: its arguments, trees of tensors.
+        tangents: one for each, in the same structure.
         has_aux: ``func`` returns ``(result, more)``; the result is then
             ``(result, derivative, more)``.
     """
@@ -226,20 +226,20 @@ def tangents_of(
     """Returns the derivative of each output along K directions of the inputs.
 
     Args:
-        outputs: what is differentiated.
-        inputs: what they were computed from.
-        rows: of each input the directions, ``[K, *input.shape]``. Where they were made before the
-            outputs were computed, a capture computes these once, with their tangents.
+        outputs: the tensors to differentiate.
+        inputs: the tensors that they were computed from.
+        rows: the directions of each input, ``[K, *input.shape]``. If they were made before the
+            outputs, a capture computes outputs and tangents together.
 
     Returns:
-        Of each output ``[K, *output.shape]``.
+        For each output ``[K, *output.shape]``.
     """
     watcher = follower()
     if watcher is not None:
         series = watcher.series(outputs, inputs, rows, Series(1, len(rows[0])))
         return [tangents for (tangents,) in series]
-    # Reverse mode twice: the gradient is linear in its cotangent, so that the derivative by the
-    # cotangent, along a direction, is the product with it.
+    # Reverse mode twice: the gradient is linear in its cotangent, so its derivative by the
+    # cotangent, applied to a direction, is the product with that direction.
     seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
     linear = gradients(outputs, inputs, seeds, goes_on=True)
     along = [gradients(linear, seeds, list(row), goes_on=True) for row in zip(*rows, strict=True)]
@@ -256,14 +256,14 @@ def hvp(
 
     Args:
         func: a function or a module with a scalar result.
-        inputs: its argument, or a tuple of several, of tensors.
-        v: the vector, in the same nesting.
-        mode: ``"forward"`` takes the tangent of the gradient, ``"reverse"`` the gradient of the
-            gradient; ``"auto"`` is forward, and reverse where forward mode cannot follow.
-            Where the function runs eagerly, it is always reverse mode.
+        inputs: its argument, or a tuple of several, trees of tensors.
+        v: the vector, in the same structure.
+        mode: ``"forward"`` computes the tangent of the gradient, ``"reverse"`` the gradient of the
+            gradient; ``"auto"`` is forward, or reverse if forward mode is not supported.
+            If the function runs eagerly, it is always reverse mode.
 
     Raises:
-        PlanError: if what ``func`` returns is no scalar, or ``v`` is not as ``inputs`` are.
+        PlanError: if ``func`` returns no scalar, or ``v`` differs in structure from ``inputs``.
 
     Example:
         >>> class Product(nn.Module):
@@ -299,15 +299,15 @@ def along_gradients(
     """Returns the derivative of gradients along K directions: products with a Hessian.
 
     Args:
-        first: the gradient for each input.
-        inputs: what they are of.
-        rows: the directions of each input, ``[K, *input.shape]``, made before: see
+        first: the gradient of each input.
+        inputs: the inputs.
+        rows: the directions of each input, ``[K, *input.shape]``, made before the gradients: see
             :func:`tangents_of`.
         mode: as for :func:`hvp`.
-        goes_on: whether the products can be differentiated in their turn.
+        goes_on: whether the products can themselves be differentiated.
 
     Returns:
-        Of each input ``[K, *input.shape]``.
+        For each input ``[K, *input.shape]``.
     """
     passes = {"passes": _PASSES_OF_PRODUCT, "passes_back": _PASSES_OF_PRODUCT}
     if mode_taken("product with a Hessian", mode, "forward", **passes) == "forward":
@@ -322,7 +322,7 @@ def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch
     """Returns the tangents, flat.
 
     Raises:
-        PlanError: if they are not as the primals are.
+        PlanError: if their shapes differ from those of the primals.
     """
     points, directions = tensors_in(primals, "primals"), tensors_in(tangents, "tangents")
     shapes, others = [tuple(p.shape) for p in points], [tuple(d.shape) for d in directions]
@@ -334,7 +334,7 @@ def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch
 def _of(
     tree: Any, inputs: list[torch.Tensor], directions: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns the directions of those leaves that are differentiated with respect to."""
+    """Returns the directions of the leaves to differentiate by."""
     leaves = tensors_in(tree, "primals")
     found = {id(x): d for x, d in zip(leaves, directions, strict=True)}
     return [found[id(x)] for x in inputs]

@@ -1,4 +1,4 @@
-"""``load(path)``: opens a file of :func:`save`; nothing in it is run to read it."""
+"""``load(path)``: opens a file of :func:`save`, without running code to read it."""
 
 from __future__ import annotations
 
@@ -74,25 +74,25 @@ def load(
     """Opens a file that :func:`save` wrote. The model's source code is not needed.
 
     Every byte is checked before it is used: each part against its digest, programs operator by
-    operator as they are read, tensors against what programs take. Kernels and memory plans in the
-    file are machine code and addresses. They are used if this machine's own cache has signed the
-    file and it was saved by the same PyTorch and CPU; else they are made again of the programs.
+    operator, tensors against the types that programs take. Kernels and memory plans in the file are
+    machine code and addresses. They are used if this machine's own cache has signed the file and
+    it was saved by the same PyTorch and CPU; otherwise they are made again from the programs.
 
     Args:
         path: the file.
-        state_dict: weights in place of those in the file; used as they are, not copied.
-        trust: use kernels and plans in the file although another machine has made them. They are
-            code: say so only of a file that you would run.
-        mesh: of what :func:`parallelize` returned, the ``DeviceMesh`` to run on, if there is one
-            already: of the same dimensions, its ranks in any order. Without, one is made.
+        state_dict: weights to use, without copying, in place of those in the file.
+        trust: uses kernels and plans in the file even if another machine made them. They are code:
+            set this only for a file that you would execute.
+        mesh: for a result of :func:`parallelize`, an existing ``DeviceMesh`` with the same
+            dimensions and its ranks in any order. By default one is made.
 
     Returns:
-        A module: it is called, trained and asked for its ``state_dict`` like the compiled model. Of
-        a step a step, whose ``model`` and ``optimizer`` are the file's. Of a pipeline or of a mesh
-        this rank's part, with its ``named_parameters()`` or ``model``: every rank opens the file.
+        A module that is used like the compiled model. For a step, a step with the ``model`` and
+        ``optimizer`` of the file. For a pipeline or mesh, this rank's part, with its
+        ``named_parameters()`` or ``model``: every rank opens the file.
 
     Raises:
-        FileError: if the file is damaged, none of these or for other ranks; in one sentence.
+        FileError: if the file is damaged, no such file, or for other ranks.
 
     Example:
         >>> model = lazyinline.load("model.lz")
@@ -119,12 +119,12 @@ def load(
 
 
 class Opened:
-    """A file that is being read: its programs first, for they say how tensors are laid out.
+    """A file that is being read: first its programs, which have the layouts of tensors.
 
     Args:
-        parts: of it.
-        store: where its objects may go, if they are trusted.
-        meet: waits for all ranks of a file of several.
+        parts: the parts of the file.
+        store: the cache for its objects, if they are trusted.
+        meet: waits for all ranks, if the file is for several.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Opened:
         self._told = told = read_json(parts.read(MODEL))
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
         self.is_pipeline, self.is_on_mesh = "ranks" in told, "mesh" in told
-        self._own = ""  # where the parts of this rank are
+        self._own = ""  # the folder of this rank's parts
         self._absent: set[str] = set()  # tensors of other ranks
-        self._needed = set[str]()  # of several ranks, those that this one has to have
-        # Of a mesh the parameters, of which this rank has parts, and the types of those.
+        self._needed = set[str]()  # tensors that this rank must have, if there are several
+        # Over a mesh, the parameters of which this rank has parts, and the types of the parts.
         self._parted: Container[str] = ()
         self._part_types: dict[str, TensorType] = {}
         self._parts_read: dict[str, torch.Tensor] = {}
@@ -145,10 +145,10 @@ class Opened:
 
     @cached_property
     def _programs(self) -> list[ReadProgram]:
-        """Read at the first use: by then ranks hear of each other what is wrong with a file."""
+        """The programs; read on first use, within ``together``, so that errors reach all ranks."""
         settings = None
         if self._batching is not None:
-            # Of a stand-in for each tensor: programs are read before there are any.
+            # With a stand-in for each tensor, because programs are read before tensors.
             update = self._optimizer(lambda name: nn.Parameter(torch.zeros(1, device="cpu")))
             settings = [] if update is None else [one.settings for one in update.groups()]
         return [
@@ -174,7 +174,7 @@ class Opened:
 
     @property
     def options(self) -> Options:
-        """Those that the programs were compiled with."""
+        """The options that the programs were compiled with."""
         backend, reuse, recompute, target = self._told["options"]
         policy = Budget(**recompute) if isinstance(recompute, dict) else recompute
         return Options(reuse, backend, policy, cache="disk", fallback="error", target=target)
@@ -185,7 +185,7 @@ class Opened:
         """Returns the model, with its tensors.
 
         Raises:
-            FileError: if there are none, or they are others than programs take.
+            FileError: if there are none, or their types differ from those that programs take.
         """
         self._constants = found = self._read(CONSTANTS)
         where = self._told["weights"]
@@ -200,7 +200,7 @@ class Opened:
         else:
             raise FileError("it has no weights: give load a state_dict")
         self._parts_read = {name: found.pop(name) for name in [*found] if name in self._parted}
-        if self.is_pipeline or self.is_on_mesh:  # other ranks have the others
+        if self.is_pipeline or self.is_on_mesh:  # this rank has only some of the tensors
             every = {*self._names.saved, *self._names.unsaved, *self._types}
             self._absent = every - found.keys()
             if missing := self._needed & self._absent - self._parts_read.keys():
@@ -209,14 +209,14 @@ class Opened:
         return SavedModel(str(self._told["class"]), self._names, found)
 
     def _stand_in(self, name: str) -> torch.Tensor:
-        """Returns a tensor of another rank, without its memory: nothing here computes with it."""
+        """Returns a tensor in place of another rank's, without its memory: it is never used."""
         type_ = self._types.get(name, TensorType(torch.float32, (), (), torch.device("cpu")))
         nothing = math.nan if type_.dtype.is_floating_point else 0
         return torch.full((), nothing, dtype=type_.dtype, device="cpu").expand(type_.shape)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         name = self._own + name
-        types = {**self._types, **self._part_types}  # first: a stream reads on from its place
+        types = {**self._types, **self._part_types}  # first, because the stream must not be moved
         with self._parts.stream(name) as source:
             return self._laid_out(source, self._parts.size_of(name), types)
 
@@ -254,14 +254,14 @@ class Opened:
         else:
             update = self._optimizer_of(model)
             loaded = calls = TrainingStep(model, None, self.options, self._batching, False, update)
-        # The one used last before it was saved comes first.
+        # Reversed, so that the program used last before saving is first.
         for number in reversed(range(len(self._programs))):
             told, program = self._told["programs"][number], self._programs[number]
             with _modes(told["modes"]):
                 set_modes(model, *told["training"])
                 calls.subject.training = model.training
                 inputs = _inputs(told, program)
-                # Symbols of two captures are not the same, so each has a compiler of its own.
+                # Symbols of two captures differ, so each has a compiler of its own.
                 own = compiler if inputs.sizes is None else Compiler(self.options)
                 self._adopt(calls, own, self._state(own, number, model, inputs), inputs)
         calls.refuse_others(Refusing(calls, self._told["class"]))
@@ -285,7 +285,7 @@ class Opened:
         program = together(ranks, lambda: self._programs[0])
         if mesh is None:
             self._own = f"ranks/{ranks.rank}/"
-        elif not mesh.plan.replicas:  # each has parts of its own, and none is compared
+        elif not mesh.plan.replicas:  # ranks have different parts, which are not compared
             ranks = replace(ranks, data_group=None)
 
         def own_tensors() -> tuple[SavedModel, Colors]:
@@ -338,10 +338,10 @@ class Opened:
             return Pipeline(asked, together(ranks, lambda: self._optimizer_of(model)))
 
     def _seen_with_loss(self, model: SavedModel, report: CompileReport) -> CapturedModel:
-        """Returns what capture would have seen of the model and its loss, on a rank."""
+        """Returns the captured model of a rank, as capture of model and loss returns it."""
         self._put_objects()
         captured = self._programs[0].captured
-        # Under the names that tensors have in what computes the loss of the model.
+        # With the names that tensors have in a ``LossModel``.
         named = (
             replace(s, name=f"model.{s.name}") if isinstance(s, ModelTensor) else s
             for s in self._bound(captured, model)
@@ -368,10 +368,10 @@ class Opened:
         read = partial(SavedMesh.read, said, given, has_stages=self.is_pipeline)
         mesh = together(ranks, read)
         self._own = mesh.place_of(ranks.rank)
-        return mesh if mesh.mesh else None  # which makes it, on all ranks
+        return mesh if mesh.mesh else None  # the property makes the mesh, on all ranks
 
     def _in_parts(self, mesh: SavedMesh, needed: Container[str]) -> Program:
-        """Has parts read of the parameters that are needed; returns the program that takes them."""
+        """Prepares to read this rank's parts of parameters; returns the program in local types."""
         own = mesh.localized(self._programs[0].captured)
         self._part_types = {source.name: type_ for _, source, type_ in model_inputs(own)}
         self._parted = [name for name in self._names.parameters if name in needed]
@@ -418,7 +418,7 @@ class Opened:
             with ranks.leader_first(context.cache_place), context.cached(report):
                 made = run(_LOWER_AND_LINK, state)
             report.made = made_by(made)
-            sharded_step(made)  # which says of a collective that nobody waits for
+            sharded_step(made)  # raises if nothing waits for a collective
             return made
 
         with _modes(told["modes"]):
@@ -428,7 +428,7 @@ class Opened:
     def _adopt(
         self, calls: Dispatcher[Any], compiler: Compiler, state: Compilation, inputs: _Inputs
     ) -> None:
-        """Links a program for its sizes, or keeps it to be linked for those of calls."""
+        """Links a program and adds it to the dispatcher; a symbolic one is linked at calls."""
         context, report = compiler.context, state.report
         is_symbolic = state.captured.sizes is not None
         with context.cached(report):
@@ -494,7 +494,7 @@ class Opened:
         return take_made(state, self._parts, _place(number), program) if trusted else state
 
     def captured(self, model: SavedModel | None = None) -> list[tuple[str, Program]]:
-        """Returns what each program is for, and the program, with the tensors of a model."""
+        """Returns a description of each program, and the program with the tensors of a model."""
         found = []
         for told, read in zip(self._told["programs"], self._programs, strict=True):
             way, program = "training" if told["train"] else "inference", read.captured
@@ -505,7 +505,7 @@ class Opened:
         return found
 
     def _bound(self, captured: Program, model: SavedModel) -> tuple[Source, ...]:
-        """Returns where inputs come from, with the tensors that the file has for them."""
+        """Returns the sources of inputs, with the tensors of the file."""
         found = list(captured.sources)
         for index, source, type_ in model_inputs(captured):
             name, is_constant = source.name, source.kind == "constant"
@@ -518,12 +518,12 @@ class Opened:
 
 
 def _seen(captured: Program, sizes: KnownSizes | None = None) -> CapturedModel:
-    """Returns what capture would have seen."""
+    """Returns a program as a captured model."""
     return CapturedModel(captured, [], RootEvidence(Reads(), (), ()), [], {}, sizes=sizes)
 
 
 def _as(type_: TensorType | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that is laid out as a type says, and the same one if it is already."""
+    """Returns a tensor with the layout of a type, a copy if its own differs."""
     is_so = type_ is None or TensorType.of(tensor) == type_
     return tensor if type_ is None or is_so else type_.empty().copy_(tensor)
 
@@ -534,7 +534,7 @@ def _place(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of the kind that a program was compiled for, flat; their structure; their symbols."""
+    """Example inputs for a program: flat, with their tree structure and symbolic sizes."""
 
     leaves: list[Any]
     tree: torch_pytree.TreeSpec
@@ -542,10 +542,10 @@ class _Inputs:
 
 
 def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _Inputs:
-    """Returns inputs of the kind that a program was compiled for.
+    """Returns inputs with the layouts that a program was compiled for.
 
     Raises:
-        FileError: if the program takes others.
+        FileError: if the program takes other types.
     """
     rows, tree = tree_of(told["inputs"])
     leaves: list[Any] = []

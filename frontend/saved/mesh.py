@@ -1,4 +1,4 @@
-"""A device mesh in a file: how tensors lie, and for each rank the parts that it alone has."""
+"""A device mesh in a file: the placements of tensors, and the parts of each rank."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from ..passes.programs import PARTS, tensor_name
 from ..passes.state import OnMesh
 from .parts import BOUNDARY, CAPTURED, STEP, ReadProgram, read_texts, step_of
 
-MAX_MICRO_BATCHES = 2**17  # which a step has one after another
+MAX_MICRO_BATCHES = 2**17  # a step has calls for each of them
 _LAYOUT = re.compile(r"R|S(\d{1,2})(?:/(\d{1,4}))?", re.ASCII)
 _OF_ALL = ("model.json", f"programs/0/{CAPTURED}.txt")
 _SHARED = (*_OF_ALL, "objects/")
 
 
 def place_of(position: int) -> str:
-    """Returns where the parts of a rank are, by its position in the mesh."""
+    """Returns the folder of a rank's parts, by its position in the mesh."""
     return f"mesh/{position}/"
 
 
@@ -56,14 +56,14 @@ def place_of(position: int) -> str:
 
 
 def mesh_data(plan: MeshPlan, kept: KeptOnMesh) -> Any:
-    """Returns a mesh and its ranks, and how tensors lie on it, as JSON holds it."""
+    """Returns a mesh, its ranks and the placements on it, as JSON data."""
     lies = {name: _text(layout) for name, layout in plan.parameters.items()}
     batch = list(map(_text, plan.batch))
     return [kept.axes, kept.row, lies, batch, plan.whole, plan.table]
 
 
 def placed(parts: Mapping[str, Content], position: int) -> dict[str, Content]:
-    """Returns the parts of a rank where they belong; the first has those of all, too."""
+    """Returns the parts of a rank by their paths; the first rank also has the common parts."""
     own = place_of(position)
     names = {n: n if n.startswith(_SHARED) else own + n for n in parts}
     return {to: parts[n] for n, to in names.items() if position == 0 or to not in _OF_ALL}
@@ -78,13 +78,13 @@ def _text(layout: Placements) -> str:
 
 @dataclass(frozen=True)
 class SavedMesh:
-    """The mesh of a file, how tensors lie on it, and where the parts of this rank are.
+    """The mesh of a file, and the placements of tensors on it.
 
     Attributes:
-        plan: how they lie, on the dimensions that they are split over.
-        axes: all dimensions: stages lie along one more.
-        row: its ranks, in order.
-        given: the mesh itself, if there was one.
+        plan: the placements, on the dimensions other than the pipeline's.
+        axes: all dimensions, including the pipeline's.
+        row: the ranks, in the order of the mesh.
+        given: the mesh that the user passed, if any.
     """
 
     plan: MeshPlan
@@ -94,10 +94,10 @@ class SavedMesh:
 
     @classmethod
     def read(cls, said: Any, given: DeviceMesh | None, *, has_stages: bool) -> SavedMesh:
-        """Reads what :func:`mesh_data` made.
+        """Reads the result of :func:`mesh_data`.
 
         Raises:
-            FileError: if it is no mesh, or another one is given.
+            FileError: if it is no valid mesh, or differs from the given one.
         """
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
@@ -106,7 +106,7 @@ class SavedMesh:
         axes = tuple(zip(names, sizes, strict=True))
         own = tuple(axis for axis in axes if axis[0] not in PIPELINE)
         sound = sound and bool(own) and len(axes) - len(own) == has_stages
-        sound = sound and len(row) == math.prod(sizes)  # first: their product is any number
+        sound = sound and len(row) == math.prod(sizes)  # before the list, whose size is unchecked
         if not sound or sorted(row) != list(range(len(row))):
             raise FileError(f"there is no mesh of such dimensions and ranks: {str(axes)[:80]}")
         plan = MeshPlan(
@@ -123,37 +123,37 @@ class SavedMesh:
             text = f"{MeshPlan(found).mesh_text} on {given.device_type}"
             expected = f"a mesh of {MeshPlan(axes).mesh_text} on cpu"
             raise FileError(f"it is for {expected}, and mesh= is {text}: leave mesh= out")
-        # Its ranks may be in another order: parts go by the position in a mesh.
+        # Its ranks may be in another order, because parts are found by position in the mesh.
         return cls(plan, axes, given.mesh.flatten().tolist(), given)
 
     @cached_property
     def whole(self) -> DeviceMesh:
-        """The mesh of all ranks, which is made if it is not given: a collective."""
+        """The mesh of all ranks; if it was not given, it is made, which is a collective."""
         names, sizes = zip(*self.axes, strict=True)
         ranks = torch.tensor(self.row, device="cpu").reshape(sizes)
         return self.given or DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """This rank's part of it, that tensors are split over."""
+        """This rank's sub-mesh, without the pipeline dimension."""
         has_stages = len(self.axes) > len(self.plan.axes)
         own: DeviceMesh = without_stages(self.whole) if has_stages else self.whole
         return own
 
     def place_of(self, rank: int) -> str:
-        """Returns where the parts of a rank are."""
+        """Returns the folder of a rank's parts."""
         return place_of(self.row.index(rank))
 
     def on_mesh(self, options: Options) -> OnMesh:
-        """Returns where its programs run, and what they cost."""
+        """Returns the mesh and the costs for compiling."""
         costs = AskedPlan(self.mesh, None, None, options).costs()
         return OnMesh(self.mesh, lambda *_: self.plan, None, costs, self.whole)
 
     def localized(self, program: Program) -> Program:
-        """Returns a program that takes this rank's parts.
+        """Returns a program whose inputs have the types of this rank's parts.
 
         Raises:
-            FileError: if something cannot be split as it is said to lie.
+            FileError: if a tensor cannot be split by its placements.
         """
         inputs, whole = [], replicated(self.mesh)
         for source, value in zip(program.sources, program.inputs, strict=True):
@@ -173,12 +173,12 @@ class SavedMesh:
     def parameters(
         self, read: Mapping[str, torch.Tensor], types: Mapping[str, TensorType]
     ) -> dict[str, torch.Tensor]:
-        """Returns the parameters whose parts were read; ``types`` are what programs take."""
+        """Returns the parameters whose parts were read, as DTensors; ``types`` are global types."""
         return {name: self._parameter(name, part, types.get(name)) for name, part in read.items()}
 
     def _parameter(self, name: str, local: torch.Tensor, whole: TensorType | None) -> torch.Tensor:
         layout, sizes = self.plan.parameters[name], self.mesh.mesh.shape
-        if whole is None:  # then nothing has compared it
+        if whole is None:  # no program uses it, so its type was not checked
             shape = list(local.shape)
             for one, size in zip(map(layout_of, layout), sizes, strict=True):
                 if one is not None and one.is_split:
@@ -191,7 +191,7 @@ class SavedMesh:
     def stages(
         self, captured: Program, ranks: Ranks, table: ActionTable, *, trusted: bool
     ) -> Callable[[Stage], tuple[str, dict[str, Any]]]:
-        """Returns what says of a stage where its parts are, and how they are read."""
+        """Returns a function from a stage to its folder and arguments of ``read_runs``."""
         local = self.localized(captured)
         types = {
             s.name if isinstance(s, ModelTensor) else s.index: v.type
@@ -213,10 +213,10 @@ class SavedMesh:
         *,
         trusted: bool,
     ) -> Program:
-        """Returns a stage as a rank has it: its forward says what it receives and sends.
+        """Returns a stage in local types; those received and sent are as its forward has them.
 
         Raises:
-            FileError: if it takes others of its own than the captured program, or gives others.
+            FileError: if its own inputs or outputs differ in type from the captured program's.
         """
         if not trusted:
             _check_collectives(programs, self.plan)
@@ -237,7 +237,7 @@ class SavedMesh:
 
 
 def _layout(text: Any, number: int) -> Placements:
-    """Reads how a tensor lies on a mesh of so many dimensions."""
+    """Parses the placements of a tensor on a mesh with ``number`` dimensions."""
     found = [_LAYOUT.fullmatch(one) for one in str(text).split(",")]
     if len(found) != number or not all(found):
         raise FileError(f"a tensor lies as {str(text)[:40]!r}, which is no layout on its mesh")
@@ -251,7 +251,7 @@ def _layout(text: Any, number: int) -> Placements:
 def _check_split(layout: Placements, sizes: Iterable[int], shape: Sequence[int]) -> None:
     left = list(shape)
     for one, size in zip(map(layout_of, layout), sizes, strict=True):
-        # Two dimensions of a mesh may split the same one: the second takes of what the first left.
+        # Two mesh dimensions may split the same tensor dimension, one after the other.
         if one is None or not one.is_split:
             continue
         if one.dim >= len(left) or not one.factor or left[one.dim] % (size * one.factor):
@@ -268,13 +268,13 @@ def read_step(
     *,
     trusted: bool,
 ) -> ReadProgram:
-    """Reads this rank's step, which takes what the captured program of local types takes.
+    """Reads this rank's step, and checks it against the captured program in local types.
 
     Raises:
-        FileError: if it is none, or has a collective that its mesh cannot run.
+        FileError: if it is no valid step, or has a collective that its mesh cannot run.
     """
     programs = read_texts(parts, place, [STEP], own=OWN, trusted=trusted)
-    # What this machine has signed came from a compile, which made its collectives itself.
+    # A file that this machine signed was written by a compile, so its collectives are valid.
     if not trusted:
         _check_collectives(programs, plan)
     step = step_of(captured, programs[STEP], [], read_json(parts.read(place + BOUNDARY)))

@@ -1,9 +1,9 @@
 """One compiled program as the parts of a file, and back.
 
-Its programs are text, which the parser checks operator by operator as it reads it: the program as
-captured, and what runs. What was made of them for one machine (kernels and the memory plan) stands
-beside them. That is used only where this machine's cache has signed the file, or the user trusts
-it; else it is made again of the text.
+The captured program and the programs that run are text, which the parser checks operator by
+operator. Kernels and memory plans, which are for one machine, are parts of their own. They are used
+only if this machine's cache has signed the file, or the user trusts it; otherwise they are made
+again from the text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
 CAPTURED, STEP, BOUNDARY = "captured", "step", "boundary.json"
 RANKS = "stages"
-"""In place of what crosses a boundary: of ranks, whose programs are parts of their own."""
+"""In place of boundary data, for ranks, whose programs are parts of their own."""
 _MAX_EXAMPLE = 2**31
 _OURS = "lazyinline."
 
@@ -63,14 +63,14 @@ _OURS = "lazyinline."
 
 @dataclass(frozen=True)
 class KeptProgram:
-    """A program that a compiled model keeps.
+    """A program of a compiled model, to be saved.
 
     Attributes:
-        guard: of the call that it was compiled for.
-        lowered: its compile up to link.
-        plans: where it has memory, if it is linked.
-        facts: what is known of it; nothing of a step.
-        own: operators of ours that it may have.
+        guard: the guard of the call that it was compiled for.
+        lowered: the state of its compile before link.
+        plans: its memory plans, if it is linked.
+        facts: facts and watched inputs of a module; None for a step.
+        own: operators of lazyinline that it may contain.
     """
 
     guard: Guard
@@ -81,7 +81,7 @@ class KeptProgram:
 
     @classmethod
     def of(cls, guard: Guard, compiled: Compiled) -> KeptProgram:
-        """Returns one that is linked for its sizes alone."""
+        """Returns a program of fixed sizes."""
         if isinstance(compiled, CompiledStep):
             return cls(guard, compiled.lowered, compiled.runner.plans)
         compiled = compiled.whole()
@@ -90,7 +90,7 @@ class KeptProgram:
 
     @classmethod
     def symbolic(cls, guard: Guard, linker: Any) -> KeptProgram:
-        """Returns one that is linked for any sizes."""
+        """Returns a program of symbolic sizes."""
         is_step = linker.lowered.goal.kind == "step"
         facts = None if is_step else (linker.facts, linker.watched_inputs)
         linker.finish_backward()
@@ -98,7 +98,7 @@ class KeptProgram:
 
     @property
     def backwards(self) -> list[Compilation]:
-        """The compiles up to link of backwards for losses that leave outputs unused, each once."""
+        """The states before link of backwards for losses that leave outputs unused."""
         found: dict[tuple[int, ...], Compilation] = {}
         for one in self.facts[0].backwards.values() if self.facts is not None else ():
             found.setdefault(one.derivative.cotangent_outputs, one)
@@ -112,25 +112,25 @@ def program_parts(
     launches: Mapping[Any, KernelList] | None,
     sizes: Any,
 ) -> Iterator[tuple[str, Content]]:
-    """Yields the parts of a compiled program: texts, then what was made of them here.
+    """Yields the parts of a compiled program: texts, then kernels and memory plans.
 
     Args:
-        kept: it.
-        texts: the program as captured, with the names that the file has for tensors, and what runs.
-        launches: of its leaves; None where they cannot be told.
-        sizes: that are symbols, as the file has them.
+        kept: the program.
+        texts: the captured program, with tensor names as in the file, and the programs that run.
+        launches: the kernel lists of its leaves; None if unknown.
+        sizes: its symbolic sizes, as in the file.
 
     Raises:
-        FileError: if a part of it is no data.
+        FileError: if a part of it is no plain data.
     """
-    # What has symbols was compiled without a cache, which a file needs to find kernels' objects.
+    # A symbolic program was compiled without the cache, which is needed here to pack kernels.
     options = kept.lowered.context.options
     cache = CompileCache.of_user(options.backend, options.target or "")
     runs = {name: _plainly_named(one) for name, one in texts.items() if name != CAPTURED}
     for name, one in {**texts, **runs}.items():
         yield f"{name}.txt", [_text(one, sizes, kept.own)]
     if not runs or not cache.facts or launches is None:
-        return  # then it is made again wherever it is opened
+        return  # then load makes kernels and plans again
     made, objects = {}, dict[str, bytes]()
     try:
         for part, one in runs.items():
@@ -143,11 +143,12 @@ def program_parts(
     known: Any = None
     if kept.facts is not None:
         facts, watched = kept.facts
-        # What reading the operators would tell; equal roots are equal numbers, inputs below 0.
+        # Facts that load would have to compute from operators. Equal roots get equal numbers, and
+        # inputs get negative ones.
         roots = facts.view_roots
         numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
         known = [numbers, facts.draws, list(watched), facts.output_order]
-        if kept.backwards:  # what they leave, and what is free after each
+        if kept.backwards:  # the caches of ``Facts`` for these
             apart = [[sorted(a), sorted(b), are] for (a, b), are in facts.apart.items()]
             known += [apart, list(facts.absent.items())]
     plans, *more = [
@@ -158,14 +159,14 @@ def program_parts(
 
 
 def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
-    """Returns the text of a program, of which it is known that it can be read.
+    """Returns the text of a program, checked to parse to the same program.
 
     Raises:
-        FileError: if it cannot, or an operator is the user's own.
+        FileError: if it does not, or an operator is a custom one.
     """
     refuse_foreign(program, own)
     text = text_to_compare(program)
-    for _ in range(2):  # the first one knows no types of what nobody has run, as of updates
+    for _ in range(2):  # the first text may lack types of operators that never ran, such as updates
         try:
             sizes = None if told is None else read_sizes(told)
             again = text_to_compare(parse_program(text, sizes=sizes))
@@ -178,7 +179,7 @@ def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
 
 
 def refuse_foreign(program: Program, own: Container[Any]) -> None:
-    """Raises FileError for an operator that PyTorch does not have itself: it is the user's code."""
+    """Raises FileError for an operator that is not PyTorch's own, because it is user code."""
     for closure in walk_closures(program):
         for node in closure.nodes if isinstance(closure, Leaf) else ():
             is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
@@ -191,7 +192,7 @@ def refuse_foreign(program: Program, own: Container[Any]) -> None:
 
 
 def _plainly_named(program: Program) -> Program:
-    """Returns the same with short names: those for people are in the program as captured."""
+    """Returns the program with short names; readable names are in the captured program."""
     named = {v: Value(v.type) for v in program.inputs}
     calls = []
     for call in program.calls:
@@ -204,7 +205,7 @@ def _plainly_named(program: Program) -> Program:
 
 
 def boundary_data(state: Compilation) -> Any:
-    """Returns what crosses from a forward to its backward, or into a step, as JSON holds it."""
+    """Returns what crosses from a forward to its backward, or into a step, as JSON data."""
     if state.goal.kind == "rank" or state.goal.on_mesh is not None:
         return RANKS
     if state.composed is not None:
@@ -213,14 +214,14 @@ def boundary_data(state: Compilation) -> Any:
 
 
 def step_data(step: StepProgram) -> Any:
-    """Returns what crosses into a step, as JSON holds it."""
+    """Returns the meaning of a step's inputs and outputs, as JSON data."""
     updates = step.updates
     of_updates = [updates.state, updates.parameters, updates.num_results]
     return [step.batch, step.gradients, step.writes, of_updates]
 
 
 def derivative_data(derivative: Derivative | None) -> Any:
-    """Returns what crosses from a forward to its backward, as JSON holds it."""
+    """Returns the positions of what crosses from a forward to its backward, as JSON data."""
     if derivative is None:
         return None
     if derivative.offloaded:
@@ -229,15 +230,15 @@ def derivative_data(derivative: Derivative | None) -> Any:
 
 
 def backward_texts(backwards: Iterable[Program]) -> dict[str, Program]:
-    """Returns backwards for losses that leave outputs unused, by the names of their texts."""
+    """Returns backwards for losses that leave outputs unused, by their names in a file."""
     return {f"{PARTS[1]}.{number}": one for number, one in enumerate(backwards, 1)}
 
 
 def output_data(tree: OutputTree) -> Any:
-    """Returns how a result is nested, as JSON holds it.
+    """Returns the tree structure of a result, as JSON data.
 
     Raises:
-        FileError: if a call changes objects of the user's besides.
+        FileError: if a call also changes objects of the user.
     """
     if tree.updates or tree.kept:
         raise FileError(
@@ -279,14 +280,14 @@ def read_program(
     """Reads a program.
 
     Args:
-        parts: of the file.
-        place: where its parts are.
-        told: what the file says of it.
-        settings: of a training step, the types of the numbers of its optimizer.
-        trusted: read operators when something asks for them: this machine wrote them.
+        parts: the parts of the file.
+        place: the folder of the program's parts.
+        told: the file's JSON data of the program.
+        settings: for a training step, the types of the optimizer's numbers.
+        trusted: reads operators only on demand, without checks, because this machine wrote them.
 
     Raises:
-        FileError: if it is none, or its texts do not go together.
+        FileError: if there is no valid program, or its texts do not fit together.
     """
     boundary = told["boundary"]
     sizes = None if told["sizes"] is None else read_sizes(told["sizes"])
@@ -309,7 +310,7 @@ def read_program(
 
 
 def _backward_of(read: ReadProgram, told: Any, program: Program) -> Derivative:
-    """Returns the derivative without some cotangents, where it goes with the whole one."""
+    """Returns the derivative for a backward without some cotangents, checked by the full one."""
     full, backward = read.derivative, Composite(f"main.{PARTS[1]}", program)
     taken, given = told
     rows = _positions(taken), _positions(given)
@@ -334,9 +335,9 @@ def read_runs(
     *,
     trusted: bool,
 ) -> ReadProgram:
-    """Reads what runs of a captured program: a forward, and its backward if it has one.
+    """Reads the programs that run for a captured one: a forward, and its backward if there is one.
 
-    Over a mesh ``local`` makes of them what they are compared with: of this rank's types.
+    Over a mesh, ``local`` returns the captured program in local types, to check them against.
     """
     names = PARTS[: 1 if boundary is None else 2]
     programs = read_texts(parts, place, names, sizes, own, trusted=trusted)
@@ -359,16 +360,16 @@ def read_texts(
     *,
     trusted: bool,
 ) -> dict[str, Program]:
-    """Reads programs by their names, and verifies those that this machine did not write.
+    """Reads programs by name, and verifies them unless this machine wrote them.
 
-    Besides PyTorch's operators they may have those of ``own``.
+    They may contain PyTorch's operators and those in ``own``.
     """
     texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
     bodies: Literal["now", "later"] = "later" if trusted else "now"
     programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
     if not trusted:
         for name, program in programs.items():
-            refuse_foreign(program, own)  # it would run what this process has registered
+            refuse_foreign(program, own)  # else it could run any operator registered in the process
             verify(program, "shared" if name == CAPTURED else "aten")
     return programs
 
@@ -421,7 +422,7 @@ def _positions(row: Any) -> tuple[int, ...]:
 
 
 def _check_derivative(captured: Program, found: Derivative) -> None:
-    """Checks that what one part hands to the other is what that takes."""
+    """Checks that the types of forward and backward fit together and fit the captured program."""
     inputs, outputs = _types(captured)
     saved = found.forward.output_types[-1:]
     if not saved or not isinstance(saved[0], StructType):
@@ -441,13 +442,13 @@ def _check_derivative(captured: Program, found: Derivative) -> None:
     ]
     for gradient, value in pairs:
         both = isinstance(gradient, TensorType) and isinstance(value, TensorType)
-        # A gradient may be laid out in another way than what it belongs to.
+        # A gradient may have other strides than its tensor.
         if not both or gradient != replace(value, stride=gradient.stride):
             raise FileError("a gradient is of another type than what it belongs to")
 
 
 def _halves(step: Program) -> Derivative:
-    """Returns the closures that a step calls, each first for one micro-batch."""
+    """Returns the forward that a step calls first, as a derivative without positions."""
     one = step.calls[0].closure
     if not isinstance(one, Composite) or not isinstance(one.output_types[-1], StructType):
         raise FileError("a step begins with no forward")
@@ -457,7 +458,7 @@ def _halves(step: Program) -> Derivative:
 def step_of(
     captured: Program, program: Program, settings: Sequence[TensorType], boundary: Any
 ) -> StepProgram:
-    """Returns a step, where all that it says of its inputs and outputs is so."""
+    """Returns a step, after checking the types of its inputs and outputs."""
     batch, gradients, writes, (state, parameters, num_results) = boundary
     model = tuple(s for s in captured.sources if isinstance(s, ModelTensor))
     updates = Updates(
@@ -494,10 +495,10 @@ def step_of(
 
 
 def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> State:
-    """Takes over what was made of a program where the file was written: trusted code.
+    """Adds the kernels and memory plans of a file to the state: trusted code.
 
     Returns:
-        The state with it; as it was where the file is of another PyTorch or machine.
+        The new state; unchanged if the file is from another PyTorch or machine.
     """
     name, context = f"{place}made.json", state.context
     if name not in parts.names:
@@ -529,7 +530,7 @@ def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> S
 
 
 def used_parameters(programs: Iterable[Program]) -> list[str]:
-    """Returns the names of parameters in the order in which programs name them."""
+    """Returns the names of the parameters that programs use, in order."""
     found = (source for program in programs for _, source, _ in model_inputs(program))
     return list(dict.fromkeys(source.name for source in found if source.kind == "parameter"))
 

@@ -1,4 +1,4 @@
-"""A pipeline as the parts of a file, and back: each rank writes its stages, and has its tensors."""
+"""A pipeline as the parts of a file, and back; each rank writes its stages and tensors."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
 
 
 def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
-    """Returns what this rank makes; a collective, for others would wait for one that ended.
+    """Runs a function on each rank; a collective, so that all ranks fail together.
 
     Raises:
-        FileError: on all ranks, if one of them cannot.
+        FileError: on all ranks, if the function raises on one.
     """
     made, cause, why = None, None, ""
     try:
         made = make()
-    except Exception as error:  # a file is data from anywhere: it is the reason for what it raises
+    except Exception as error:  # a file may hold anything, so any error is the file's
         why = str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
         cause = error
     if why := ranks.agreed_reason(why):
@@ -53,7 +53,7 @@ def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
 
 
 def stage_place(index: int) -> str:
-    """Returns where the parts of a stage are."""
+    """Returns the folder of a stage's parts."""
     return f"programs/0/stages/{index}/"
 
 
@@ -61,7 +61,7 @@ def stage_place(index: int) -> str:
 
 
 def ranks_data(table: ActionTable, ranks: Ranks, colors: Colors | None) -> Any:
-    """Returns what ranks do, and the stage of each call, as JSON holds it."""
+    """Returns the schedule, the sizes of a pipeline and the stage of each call, as JSON data."""
     sizes = table.num_stages, ranks.num_ranks, table.num_micro_batches, len(ranks.rows)
     return [table.schedule, sizes, ranks.timeout.total_seconds(), colors]
 
@@ -72,7 +72,7 @@ def save_together(
     row: Sequence[int],
     make: Callable[[], Mapping[str, Content]],
 ) -> None:
-    """Writes what some ranks make, on the first of them; a collective of all ranks."""
+    """Writes the parts of the ranks in ``row``, on the first of them; a collective of all ranks."""
     me = dist.get_rank()
     parts = together(ranks, lambda: make() if me in row else {})
     whole = {name: b"".join(content) for name, content in parts.items()}
@@ -90,10 +90,10 @@ def stage_parts(
     yield place + BOUNDARY, [to_json(derivative_data(one.derivative))]
     own = [state.programs[part_name(one, kind)] for kind in parts_of(one)]
     launches = state.context.recorded
-    if one.halves is not None and one.derivative is not None:  # it is split again when it is read
+    if one.halves is not None and one.derivative is not None:  # saved whole: load splits it again
         assert isinstance(one.derivative.backward, Composite)
         own[1:] = [state.context.decomposed(one.derivative.backward.program)]
-        forward = set(walk_closures(own[0]))  # of the whole, each process knows others
+        forward = set(walk_closures(own[0]))  # which kernels of the whole are known may vary
         launches = {leaf: known for leaf, known in launches.items() if leaf in forward}
     runs = dict(zip(PARTS, own, strict=False))
     for name, content in program_parts(kept, runs, launches, None):
@@ -104,7 +104,7 @@ def stage_parts(
 
 
 def check_number(number: int, what: str) -> None:
-    """Raises FileError if so many ranks are not here."""
+    """Raises FileError unless there are ``number`` ranks."""
     there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if there != number:
         raise FileError(
@@ -114,15 +114,15 @@ def check_number(number: int, what: str) -> None:
 
 
 def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[Ranks, ActionTable]:
-    """Returns this rank's place, and what PyTorch's schedule has each rank do; a collective.
+    """Returns the ranks of the pipeline, and the table of their actions; a collective.
 
     Args:
-        said: what :func:`ranks_data` made.
+        said: the result of :func:`ranks_data`.
         meet: waits for all ranks.
-        mesh: that stages are split over, with its dimension of stages.
+        mesh: the mesh that stages are sharded over, with its pipeline dimension.
 
     Raises:
-        FileError: if other ranks are there than wrote the file.
+        FileError: if the number of ranks differs from the file's.
     """
     _, (_, ranks, _, replicas), timeout_s, _ = said
     table = read_table(said)
@@ -146,10 +146,10 @@ def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[R
 
 
 def read_table(said: Any) -> ActionTable:
-    """Returns what PyTorch's schedule has each rank do.
+    """Returns the table of the actions of each rank, by PyTorch's schedule.
 
     Raises:
-        FileError: if there is no such pipeline.
+        FileError: if the sizes are invalid.
     """
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ...pipeline_parallel.torch_pipelining import action_table
@@ -181,15 +181,15 @@ def read_stages(
     *,
     trusted: bool,
 ) -> list[StageDerivative]:
-    """Reads the derivatives of the stages of a rank's compile, all, and checks them.
+    """Reads and checks the derivatives of all stages of a pipeline.
 
-    What runs on other ranks is not looked into: only what it sends and sums.
+    The operators of other ranks' stages are not checked, only the types that they send and sum.
 
     Args:
-        state: of the compile, whose stages are cut.
-        parts: of the file.
-        local: of a stage that is split over a mesh, where its parts are and how they are read.
-        trusted: read operators when something asks for them.
+        state: the state of this rank's compile, after the pass ``split``.
+        parts: the parts of the file.
+        local: over a mesh, returns a stage's folder and arguments of ``read_runs``.
+        trusted: reads operators only on demand, without checks.
     """
     found: list[StageDerivative] = []
     splitter = Splitter() if state.table.splits_backward else None
@@ -203,7 +203,7 @@ def read_stages(
             place, more = before + place, more | how
         boundary = read_json(parts.read(place + BOUNDARY))
         read = read_runs(parts, place, stage.program, boundary, **more)
-        if local is not None:  # what travels is as the forward says, on both ends
+        if local is not None:  # types of sent tensors must agree on both ends
             stage = replace(stage, program=read.captured)
             if found and stage.sent_types != found[0].stage.received_types:
                 raise FileError(f"stage {stage.index} sends other types than the next one takes")

@@ -1,4 +1,4 @@
-"""``save(compiled, path)``: what was compiled for a model's calls, as one file of data."""
+"""``save(compiled, path)``: writes the programs compiled for a model's calls to one data file."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ STATE = "optimizer.safetensors"
 
 
 def beside(path: str | os.PathLike[str]) -> str:
-    """Returns where the weights of a file are that has them beside it."""
+    """Returns the path of the weights of a file that was saved with ``weights="beside"``."""
     return f"{os.fspath(path)}.safetensors"
 
 
 @door
 def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "inside") -> None:
-    """Saves what was compiled for a model's calls as one file, to be opened by :func:`load`.
+    """Saves the programs compiled for a model's calls as one file, to be opened by :func:`load`.
 
     The file is data: programs as text, the memory plan and weights. It holds no Python and no
     pickle, and :func:`load` needs no source code of the model. The same model, compiled for the
     same calls, gives the same bytes.
 
     Args:
-        compiled: what :func:`compile` or :func:`compile_step` returned, or the model that was
-            compiled in place; it has been called in each way that the file shall be called in, in
-            training with a backward of each set of results that losses shall take. A step's file
-            has its optimizer's state, too. Of a pipeline, or of what :func:`parallelize` returned,
-            every rank calls this, and the first writes the programs and tensors of all; or one
-            process, which compiled for ranks that are not there.
-        path: the file, which is replaced if it is there.
-        weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"`` leaves
+        compiled: the result of :func:`compile` or :func:`compile_step`, or the model that was
+            compiled in place. Call it before in each way that the loaded model will be called; in
+            training also run a backward for each set of results that losses will use. The file of
+            a step includes its optimizer's state. For a pipeline, or a result of
+            :func:`parallelize`, every rank calls this, and the first one writes the file; a single
+            process may save what it compiled for ranks on other machines.
+        path: the file, which is replaced if it exists.
+        weights: ``"inside"``; ``"beside"`` writes them to ``<path>.safetensors``; ``"none"``: pass
             them to :func:`load`.
 
     Raises:
-        FileError: for what a file cannot say: a model that runs eagerly, operators of the user's
-            own, tensors on a GPU, effects besides a result. The message says which.
-        OSError: if it cannot be written.
+        FileError: if it cannot be saved: a model that runs eagerly, custom operators, tensors on a
+            GPU, side effects. The message says which.
+        OSError: if the file cannot be written.
 
     Example:
         >>> compiled = lazyinline.compile(model.eval())
@@ -106,7 +106,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
         ranks, make = compiled.kept[0].ranks, partial(_parts_of_ranks, compiled, weights)
         if ranks.group is None:
             write_parts(path, make(), open_cache())
-        else:  # replicas hold the same
+        else:  # one replica suffices
             save_together(path, ranks, ranks.rows[0], make)
         return
     if isinstance(compiled, TrainingStep):
@@ -128,7 +128,7 @@ def save(compiled: Any, path: str | os.PathLike[str], *, weights: Weights = "ins
 
 
 def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
-    """Returns the parts of those ranks of a pipeline that are compiled here."""
+    """Returns the parts of the ranks of a pipeline that are compiled in this process."""
     asked, guard, made, optimizer = pipe.kept
     if not guard.rebind():
         raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
@@ -155,7 +155,7 @@ def _saved_stages(
     own: Container[Any] = (),
     **more: Any,
 ) -> tuple[_Saved, KeptProgram]:
-    """Returns what writes the captured program of a rank, and the tensors of its stages."""
+    """Returns the writer of a rank's captured program and the tensors of its stages."""
     kept = KeptProgram(guard, replace(one, programs={}), own=own)
     saved = _Saved(
         asked.model.model,
@@ -171,7 +171,7 @@ def _saved_stages(
 
 
 def _parts_elsewhere(compiled: ParallelElsewhere, weights: Weights) -> dict[str, Content]:
-    """Returns the parts of all ranks of a mesh; programs that several have are made once."""
+    """Returns the parts of all ranks of a mesh; programs that ranks share are written once."""
     found, known = dict[str, Content](), dict[int, dict[str, Content]]()
     for one in compiled.kept_on_mesh:
         found |= _parts_on_mesh(one, weights, known)
@@ -181,9 +181,9 @@ def _parts_elsewhere(compiled: ParallelElsewhere, weights: Weights) -> dict[str,
 def _parts_on_mesh(
     kept: KeptOnMesh, weights: Weights, known: dict[int, dict[str, Content]] | None = None
 ) -> dict[str, Content]:
-    """Returns the parts of a step over a mesh that are a rank's: its programs and tensors.
+    """Returns one rank's parts of a step over a mesh: its programs and tensors.
 
-    Those of a compile that is in ``known``, by its ``id``, are not made again, but for weights.
+    ``known`` caches the parts, except weights, by the ``id`` of the compile.
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from .mesh import OWN, mesh_data, placed
@@ -222,7 +222,7 @@ def _parts_on_mesh(
 
 
 def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
-    """Returns the programs that fit the model as it is now."""
+    """Returns the programs that fit the model in its present state."""
     numbers = [
         KeptProgram.of(entry.guard, entry.compiled)
         for entry in calls.entries
@@ -242,7 +242,7 @@ def _kept(calls: ModelDispatcher | TrainingStep) -> list[KeptProgram]:
 
 
 class _Saved:
-    """A compiled model or step on its way into a file."""
+    """Makes the parts of a file from a compiled model or step."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class _Saved:
         return self._here({name: self._tensors[name] for name in self._names.saved})
 
     def _here(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns what this process keeps: of a pipeline those of its stages, of a mesh parts."""
+        """Returns the tensors that this rank saves: those of its stages, or its parts of them."""
         ids = self._ids
         return {n: self._part_of(t) for n, t in tensors.items() if ids is None or id(t) in ids}
 
@@ -295,7 +295,7 @@ class _Saved:
         told = {
             "class": class_name_of(self._model),
             "weights": weights,
-            # Of a budget its bounds.
+            # A Budget is written as its bounds.
             "options": [
                 self._options.backend,
                 self._options.reuse,
@@ -309,7 +309,7 @@ class _Saved:
         }
         told |= {key: said for key, said in self._more.items() if said is not None}
         if self._names.parameters == used_parameters(captured):
-            told["parameters"] = None  # their names stand in the programs
+            told["parameters"] = None  # load reads the names from the programs
         yield MODEL, [to_json(told)]
         yield from found.items()
         constants = {name: self._tensors[name] for name in self._names.unsaved}
@@ -367,7 +367,7 @@ class _Saved:
         return told, program_parts(kept, texts, launches, told_sizes), state
 
     def _bound(self, tensor: torch.Tensor) -> ModelTensor:
-        """Returns what an input is bound to, under the name that the file has for it."""
+        """Returns the source of an input, under the tensor's name in the file."""
         if tensor.device.type != "cpu":
             raise FileError(f"A program on {tensor.device} cannot be saved: files are for the CPU.")
         name = self._by_id.get(id(tensor))
@@ -379,10 +379,10 @@ class _Saved:
 
 
 def _input_data(guard: Guard, count: int) -> Any:
-    """Returns what the inputs of so many calls are like together, as JSON holds it.
+    """Returns the inputs of ``count`` micro-batches together, as JSON data.
 
     Raises:
-        FileError: if one is no data.
+        FileError: if an input is no plain data.
     """
     first = iter(guard.repeated or range(len(guard.layouts)))
     rows: list[Any] = []

@@ -1,4 +1,4 @@
-"""The model of a file: modules that hold tensors under the names they had, and no Python."""
+"""The model of a file: modules that hold the tensors under their original names, without Python."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..guards.guard import Guard, Inputs, shown
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names a model's tensors, each by the first name that it has.
+    """The names of a model's tensors, the first one if a tensor has several.
 
     Attributes:
-        parameters: in the model's order.
-        buffers: those that are in a ``state_dict``.
-        unsaved: buffers that are not.
-        frozen: the parameters that want no gradient.
-        ties: further names, and which tensor each is a name of.
+        parameters: the parameters, in the model's order.
+        buffers: the persistent buffers.
+        unsaved: the non-persistent buffers.
+        frozen: the parameters that do not require grad.
+        ties: pairs of a further name and the first name of the same tensor.
     """
 
     parameters: list[str] = field(default_factory=list)
@@ -59,21 +59,21 @@ class TensorNames:
 
     @property
     def saved(self) -> list[str]:
-        """Those of a ``state_dict``."""
+        """The names in a ``state_dict``."""
         return [*self.parameters, *self.buffers]
 
     def kind_of(self, name: str) -> str:
-        """Returns what a tensor is in its module."""
+        """Returns whether a tensor is a parameter or a buffer."""
         return "parameter" if name in self.parameters else "buffer"
 
 
 class SavedModel(nn.Module):
-    """Holds the tensors of a model that was saved, whose own names may be any.
+    """A module tree with the tensors of a saved model, under arbitrary names.
 
     Args:
-        class_name: of the model.
-        names: of its tensors.
-        tensors: these, by name.
+        class_name: the class of the saved model.
+        names: the names of its tensors.
+        tensors: the tensors by name.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SavedModel(nn.Module):
             _put(self, name, tensor_of(self, first), register)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Says that there is no Python to run.
+        """Raises an error, because there is no Python to run.
 
         Raises:
             FileError: always.
@@ -130,7 +130,7 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:
-    """Puts all modules of a model into train mode, or eval mode, but for others."""
+    """Sets the train or eval mode of all modules; those in ``others`` get the opposite."""
     other = set(others)
     for path, module in walk_modules(model):
         module.training = (training is True) is not (path in other)
@@ -142,22 +142,22 @@ def class_name_of(model: nn.Module) -> str:
     return str(model._lazyinline_class_name) if is_saved else type(model).__name__
 
 
-# ---- calls that nothing is there for -------------------------------------------------------------
+# ---- calls that no program fits ------------------------------------------------------------------
 
 
 class Refusing:
-    """Refuses a call that no program of a file is for.
+    """Refuses a call that no program of a file fits.
 
     Args:
         calls: has the programs.
-        class_name: of the model.
+        class_name: the class of the model.
     """
 
     def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
         self._calls, self._class_name = calls, class_name
 
     def __call__(self, inputs: Inputs) -> NoReturn:
-        """Says what there is.
+        """Raises an error that lists the programs.
 
         Raises:
             NoProgramError: always.
@@ -175,7 +175,7 @@ class Refusing:
 
 
 def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
-    """Says what a program is for, and why a call is not that."""
+    """Describes the calls that a program fits, and why this call differs."""
     way = "training" if guard.modes.captured[0][0] else "inference"
     row = f"{way} with {shown(guard.layouts)}"
     if linker is None:

@@ -1,7 +1,7 @@
-"""Nested arguments and results as plain data: what is nested how, and what each leaf is.
+"""Nested arguments and results as plain data: the tree structure and a description of each leaf.
 
-A class of the user's, or of a library, is its name and its fields: a file names no code. Where such
-a result is made again it is a :class:`Record`.
+An object of a user's or library's class is stored as class name and fields, because a file refers
+to no code. It is loaded as a :class:`Record`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ...reuse.ir.torch_symbols import SIZE_TYPES, ReadSizes, SizeLiteral, expres
 
 
 class Record(dict[str, Any]):
-    """Stands for an object of a class that a file only names: its fields, as attributes too.
+    """An object loaded from a file: a dict of its fields, which are attributes as well.
 
     Args:
-        class_name: of the object.
-        fields: by name. One that is called as a method of dictionaries is the attribute.
+        class_name: the class of the saved object.
+        fields: the fields by name. As attributes, they take precedence over methods of dict.
     """
 
     def __init__(self, class_name: str, fields: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Record(dict[str, Any]):
         self._class_name = class_name
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns a field by its name, or by its place among them."""
+        """Returns a field by its name or its position."""
         return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 
     def to_tuple(self) -> tuple[Any, ...]:
@@ -49,20 +49,20 @@ torch_pytree.register(
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands where a leaf is in a structure."""
+    """A leaf of a tree, with its description."""
 
     said: Any
 
 
 def tree_data(leaves: Sequence[Any], spec: torch_pytree.TreeSpec) -> Any:
-    """Returns a structure as JSON holds it.
+    """Returns a tree as JSON data.
 
     Args:
-        leaves: what is said of each leaf.
-        spec: their structure.
+        leaves: a description of each leaf.
+        spec: their tree structure.
 
     Raises:
-        NotCacheableError: if a leaf says what data cannot.
+        NotCacheableError: if a description is no plain data.
     """
     return encode_value(torch_pytree.unflatten(list(map(_Place, leaves)), spec), _own)
 
@@ -80,7 +80,7 @@ def _own(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    """Returns the text of a size that is computed of symbols; None of anything else."""
+    """Returns a symbolic size as JSON data; None for anything else."""
     size = value.size if isinstance(value, SizeLiteral) else value
     if not isinstance(value, (SizeLiteral, *SIZE_TYPES)):
         return None
@@ -91,7 +91,7 @@ def _size(value: Any) -> Any:
 
 
 def _leaves_in(held: Any) -> Any:
-    """Makes a leaf of each constant in an object's field."""
+    """Replaces each constant in an object's field by a leaf."""
     if type(held) is dict:
         return {key: _leaves_in(value) for key, value in held.items()}
     if type(held) in (list, tuple):
@@ -103,11 +103,11 @@ def _leaves_in(held: Any) -> Any:
 def tree_of(
     data: Any, size_of: Callable[[str], Any] | None = None
 ) -> tuple[list[Any], torch_pytree.TreeSpec]:
-    """Returns the leaves and the structure that :func:`tree_data` wrote.
+    """Returns the leaves and the tree structure that :func:`tree_data` wrote.
 
     Args:
-        data: of them.
-        size_of: reads an expression of symbols, where leaves may be some.
+        data: the JSON data.
+        size_of: parses a symbolic size, if leaves may be such.
     """
     places, spec = torch_pytree.flatten(decode_value(data, partial(_read, size_of)))
     if not all(isinstance(place, _Place) for place in places):
