@@ -176,7 +176,7 @@ def test_modules_nested_deep_run_eagerly_at_once_where_no_capture_can_follow(
         for _ in range(4):
             torch.testing.assert_close(compiled(x), expected)
     assert captured.call_count <= (4 if depth > 25 else 4 * (depth + 1))
-    if depth >= 100:
+    if depth >= 150:  # where it begins depends on the frames that each level takes
         assert "nested so deep" in compiled.last_report.ran_eagerly
         with pytest.raises(lazyinline.CaptureError, match="nested so deep"):
             lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")(x)
