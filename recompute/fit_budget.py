@@ -1,9 +1,9 @@
 """Fits a program into a budget: the cheapest recompute whose *linked* peak stays within it.
 
-How many bytes a choice saves is known exactly; what else is in memory at the peak (scratch,
-gradients, the tensors of the block that is being computed again) only link knows, once the kernels
-are there. So the peak is guessed without kernels, the best choice by that guess is linked, and what
-link reports corrects the guess, within the few variants that may be compiled.
+The bytes that a choice saves are known exactly. What else is in memory at the peak (scratch,
+gradients, the tensors of the block that is being recomputed) is known only after link, which needs
+compiled kernels. So the peak is estimated without kernels, the best choice by that estimate is
+linked, and the linked peak corrects the estimate. Only a few variants may be compiled.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MAX_VARIANTS = 3
 _MAX_ROUNDS = 6
 _MAX_GUESSES = 6
 _CLOSE_ENOUGH = 0.01  # of the budget left unused
-_ALLOWANCE = 0.04  # of the budget, for what the first guess may lack
+_ALLOWANCE = 0.04  # of the budget, by which the first guess may be too low
 
 
 @dataclass(frozen=True)
 class ProgramPeaks:
-    """Returns the bytes that a program holds at its peak, for a requested derivative.
+    """Two functions from a requested derivative to the bytes that the program holds at its peak.
 
     Attributes:
         linked: compiles and links the program.
-        guessed: links it without kernels; exact but for scratch inside closures.
+        guessed: links it without kernels; exact except for scratch inside closures.
     """
 
     linked: Callable[[Request], int]
@@ -40,7 +40,7 @@ class ProgramPeaks:
 
 @dataclass
 class _SameCalls:
-    """Calls of one closure that ask for the same derivative, and their variants."""
+    """Calls of one closure with equal requests, and their variants."""
 
     sites: list[Site]
     variants: tuple[Variant, ...]  # fewest bytes first
@@ -48,7 +48,7 @@ class _SameCalls:
     num_others: int = 0  # variants compiled that are not among these
 
     def group(self, max_variants: int, allowed: frozenset[int]) -> Group:
-        """Returns the variants that are allowed as a group of the knapsack."""
+        """Returns the allowed variants as a group of the knapsack problem."""
         places = sorted(allowed | self.compiled)
         return Group(
             len(self.sites),
@@ -59,7 +59,7 @@ class _SameCalls:
         )
 
     def full(self, counts: Sequence[int], allowed: frozenset[int]) -> tuple[int, ...]:
-        """Returns counts of all variants, from counts of those in the group."""
+        """Returns counts for all variants, from the counts of those in the group."""
         by_variant = dict(zip(sorted(allowed | self.compiled), counts, strict=True))
         return tuple(by_variant.get(i, 0) for i in range(len(self.variants)))
 
@@ -68,12 +68,12 @@ Counts = list[tuple[int, ...]]
 
 
 class BudgetFit:
-    """Looks for the choice that fits.
+    """Searches for the choice that fits a budget.
 
     Args:
         planner: finds the variants.
         request: for the program, a composite closure.
-        peaks: say what the program holds at its peak under a choice.
+        peaks: return the program's peak under a choice.
     """
 
     def __init__(self, planner: Planner, request: Request, peaks: ProgramPeaks) -> None:
@@ -111,7 +111,7 @@ class BudgetFit:
             assert budget.saved_bytes is not None
             limit = int(budget.saved_bytes)
             plain_peak = limit + 1
-            # Linking compiles kernels, so it is not done for what cannot fit by the guess.
+            # Linking compiles kernels, so it is skipped if the guess says that it cannot fit.
             if self._peaks.guessed(plain) <= limit:
                 plain_peak = self._peaks.linked(plain)
                 self._keep_plain()
@@ -130,15 +130,15 @@ class BudgetFit:
             same.num_others += not found
 
     def _search(self, limit: int) -> Counts | None:
-        """Links the best choice by guess, corrects the guess by what link says, and again.
+        """Links the best choice by guess, corrects the guess by the linked peak, and repeats.
 
         Returns:
-            The choice with the least work among those linked within the limit, None without any.
+            The choice with the least work among those linked within the limit; None without any.
         """
         best = self._best_linked(limit)
         allowed = [frozenset(range(len(s.variants))) for s in self._same]
         correction = int(_ALLOWANCE * limit)
-        # At most three variants are compiled: the first round leaves one for what link corrects.
+        # At most three variants are compiled: the first round leaves one for a corrected guess.
         one_for_later = not any(s.compiled for s in self._same)
         for _ in range(_MAX_ROUNDS):
             counts = self._guess(limit - correction, MAX_VARIANTS - one_for_later, allowed)
@@ -149,7 +149,7 @@ class BudgetFit:
                 break
             peak = self._linked(counts)
             best = self._best_linked(limit)
-            if best is None:  # what is compiled from now on is sure to help
+            if best is None:  # from now on compile only variants that are sure to help
                 allowed = [frozenset(i for i, n in enumerate(c) if n) for c in self._lowest]
             if 0 <= limit - peak <= _CLOSE_ENOUGH * limit:
                 break
@@ -163,21 +163,21 @@ class BudgetFit:
         return tuple(counts) in self._peaks_linked
 
     def _best_linked(self, limit: int) -> Counts | None:
-        """Returns the least work among what has been linked and stays within a limit."""
+        """Returns the counts with the least work among those linked within a limit."""
         fitting = [list(c) for c, peak in self._peaks_linked.items() if peak <= limit]
         return min(fitting, key=self._extra_s, default=None)
 
     @functools.cached_property
     def _lowest(self) -> Counts:
-        """Returns the one variant for all calls whose guessed peak is lowest."""
-        # It need not be the one that saves least: recomputing needs memory, too.
+        """Returns the counts, with one variant for all calls, whose guessed peak is lowest."""
+        # Not always the variant that saves least: recompute needs memory, too.
         places = range(max((len(s.variants) for s in self._same), default=1))
         return min(map(self._all_at, places), key=lambda c: self._peaks.guessed(self._asked(c)))
 
     def _guess(
         self, limit: int, max_variants: int, allowed: Sequence[frozenset[int]]
     ) -> Counts | None:
-        """Returns the least work whose guessed peak stays within a limit, None if nothing does."""
+        """Returns the counts with the least work whose guessed peak is within a limit, or None."""
         groups = [s.group(max_variants, a) for s, a in zip(self._same, allowed, strict=True)]
         best: Counts | None = None
         least = sum(g.num_calls * g.num_bytes[0] for g in groups)
@@ -198,7 +198,7 @@ class BudgetFit:
                 else:
                     high = min(target, self._saved(counts))
                 target += room
-            # A saved byte may be more or less of the peak: from the third trial on, halves find it.
+            # A saved byte may add more or less than one to the peak: after two trials, bisect.
             if trial > 0 or not low < target < high:
                 target = (low + high) // 2
             if high - low <= 1:
@@ -206,7 +206,7 @@ class BudgetFit:
         return best
 
     def _linked(self, counts: Counts) -> int:
-        """Links a choice; its variants count as compiled from now on."""
+        """Links a choice, whose variants then count as compiled; returns the peak."""
         for same, numbers in zip(self._same, counts, strict=True):
             same.compiled |= {i for i, n in enumerate(numbers) if n}
         peak = self._peaks.linked(self._asked(counts))
@@ -222,7 +222,7 @@ class BudgetFit:
         return sum(n * variant.extra_s for n, variant in self._taken(counts))
 
     def _all_at(self, variant: int) -> Counts:
-        """Puts all calls at one place of their closure's frontier."""
+        """Returns counts where all calls take one variant of their closure's frontier."""
         return [
             tuple(
                 len(s.sites) if i == min(variant, len(s.variants) - 1) else 0
@@ -239,20 +239,20 @@ class BudgetFit:
         return replace(self._request, choice=self._choice(counts))
 
     def _choice(self, counts: Counts | None) -> Choice | None:
-        """Gives variants to calls."""
+        """Returns the choice in which as many calls take each variant."""
         choices: list[Choice | None] = [None] * self._num_calls
         for index, choice in self._fixed.items():
             choices[index] = choice
         for same, numbers in zip(self._same, counts or (), strict=bool(counts)):
-            # The first calls save least: their backwards run last, when most of memory is free for
-            # what they compute again.
+            # The first calls save least: their backwards run last, when most memory is free for
+            # their recompute.
             order = [v for v, n in zip(same.variants, numbers, strict=True) for _ in range(n)]
             for site, variant in zip(same.sites, order, strict=True):
                 choices[site.index] = variant.choice
         return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
 
     def _refusal(self, limit: int) -> PlanError:
-        # Any search links these two before it gives up, so a budget of so many bytes is met.
+        # Any search links these two before it gives up, so a budget of this size can be met.
         smallest = min(self._peaks_linked[tuple(c)] for c in (self._lowest, self._all_at(0)))
         overhead = max(smallest - self._saved(self._lowest), 0)
         return PlanError(

@@ -1,7 +1,6 @@
-"""Policies that a user asks for, and for each call of a program the variant that one takes.
+"""Recompute policies, and the variant that each call of a program takes under one.
 
-What a derivative saves and what its backward computes again is listed for people, closure by
-closure.
+Also lists, closure by closure, what a derivative saves and what its backward recomputes.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 @dataclass(frozen=True)
 class Budget:
-    """As little recomputed work as fits into so many bytes. Exactly one bound is given.
+    """The least recomputed work within a number of bytes. Exactly one bound is given.
 
-    The bound is kept by the linked program: what its memory holds at the peak (saved tensors,
-    scratch, and in a training step the gradients) stays within it. Not in it is what PyTorch's
-    math libraries take for themselves inside a single product, as oneDNN does in bfloat16: how much
-    is up to the CPU.
+    The linked program keeps the bound: its memory at the peak (saved tensors, scratch, and in a
+    training step the gradients) stays within it. What PyTorch's math libraries allocate inside a
+    single product is not counted (oneDNN does in bfloat16): the amount depends on the CPU.
 
     Attributes:
         saved_bytes: the most bytes that the program's memory may hold at its peak.
@@ -71,10 +69,10 @@ Policy = Union[PolicyName, Budget, None]  # noqa: UP007
 
 
 def check_policy(policy: object) -> Policy:
-    """Returns a policy if it is one.
+    """Returns a policy, checked.
 
     Raises:
-        PlanError: if there is not.
+        PlanError: if there is no such policy.
     """
     if policy is None or isinstance(policy, Budget):
         return policy
@@ -104,9 +102,9 @@ class Variant:
 
     Attributes:
         choice: what is saved; None is what the backend's recipe saves.
-        num_bytes: what one call saves on the device (values handed over not counted).
-        extra_s: estimated seconds of what one call computes again, and copies.
-        extra_flops: FLOPs of that.
+        num_bytes: bytes that one call saves on the device (values handed over not counted).
+        extra_s: estimated seconds of recompute and copies in one call.
+        extra_flops: FLOPs of the recompute.
     """
 
     choice: Choice | None
@@ -117,7 +115,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Site:
-    """A call that a gradient flows through, and what its derivative is asked for."""
+    """A call that a gradient flows through, and the request for its derivative."""
 
     index: int
     call: ir.Call
@@ -130,7 +128,7 @@ class Planner:
     Args:
         differentiator: makes the joint graphs and derivatives.
         costs: what operators cost.
-        sizes: at which all is weighed.
+        sizes: the sizes at which bytes and costs are computed.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class Planner:
         return _per_call(request, found)
 
     def sites(self, request: Request) -> list[Site]:
-        """Returns the calls of a composite that a gradient flows through, and may be chosen for."""
+        """Returns the calls of a composite that have a gradient and a choice of variants."""
         closure = request.closure
         assert isinstance(closure, ir.Composite)
         asked = self._make.sites(replace(request, choice=None))
@@ -176,14 +174,14 @@ class Planner:
         return self.choice(site.request, policy) if inside else None
 
     def full(self, request: Request) -> Choice | None:
-        """Saves the fewest bytes: everything is computed again but what was drawn at random."""
+        """Saves the fewest bytes: everything is recomputed but random draws."""
         closure = request.closure
         if isinstance(closure, ir.Leaf):
             return Cut(solver.fewest_bytes(self._problem(request)).saved)
         sites = self.sites(request)
         assert isinstance(closure, ir.Composite)
         if len(sites) > 1 or len(closure.program.calls) > 1:
-            return Whole()  # saves its inputs alone; inside of a single call there may be fewer
+            return Whole()  # saves nothing but inputs; a cut of a single call may save less
         return _per_call(request, {s.index: self.full(s.request) for s in sites})
 
     def selective(self, request: Request) -> Choice | None:
@@ -198,7 +196,7 @@ class Planner:
     # ---- variants ------------------------------------------------------------------------
 
     def frontier(self, request: Request) -> tuple[Variant, ...]:
-        """Returns the variants of a closure that no other beats, fewest bytes first."""
+        """Returns the Pareto-optimal variants of a closure, fewest bytes first."""
         if request not in self._frontiers:
             if isinstance(request.closure, ir.Leaf):
                 cuts = solver.frontier(self._problem(request), _NUM_POINTS)
@@ -214,11 +212,10 @@ class Planner:
         return self._frontiers[request]
 
     def few(self, request: Request) -> tuple[Variant, ...]:
-        """Returns at most three of a closure's variants: for calls that several choices share."""
-        # A closure that is called inside others takes part in each of their variants. So that no
-        # more than three of its own are compiled, all take from the same few: the one that saves
-        # least, the backend's recipe (which a program that is called again whole takes too), and
-        # the one between them that is worth most.
+        """Returns at most three variants, for a closure that is called inside other composites."""
+        # Each variant of those composites chooses one of these. So that no more than three are
+        # compiled, all choose from the same few: the one that saves least, the backend's recipe
+        # (which a composite that is recomputed whole uses, too), and the best one between them.
         points = self.frontier(request)
         if not isinstance(request.closure, ir.Leaf) or len(points) < 3:
             return points
@@ -232,7 +229,7 @@ class Planner:
         return (first, min(between, key=lambda v: v.extra_s + slope * v.num_bytes), recipe)
 
     def inside(self, request: Request) -> set[Request]:
-        """Returns what is asked for inside the composite closures that a program calls."""
+        """Returns the requests inside the composite closures that a program calls."""
         found: set[Request] = set()
         todo = [s.request for s in self.sites(request)]
         while todo:
@@ -254,7 +251,7 @@ class Planner:
         num_bytes = self._sizes.num_bytes(derivative.saved_type)
         assert isinstance(derivative.backward, ir.Leaf)
         assert isinstance(derivative.forward, ir.Leaf)
-        # The recipe's cut is read off the backward that it made: nothing says it beforehand.
+        # The recipe's cut is known only from the inputs of the backward that it made.
         needed = [n.name for n in ir.input_nodes(derivative.backward.module)]
         point = self._problem(request).evaluate(_bases(joint.graph_module, needed))
         if point is None:
@@ -262,7 +259,7 @@ class Planner:
         return Variant(None, num_bytes, point.extra_s, point.extra_flops)
 
     def _inner_variants(self, request: Request) -> list[Variant]:
-        """Returns variants of a composite: its calls chosen for budgets, or called again."""
+        """Returns variants of a composite: one per budget, and one that is recomputed whole."""
         sites = self.sites(request)
         if not sites:
             return [self.as_it_is(request)]
@@ -288,7 +285,7 @@ class Planner:
     def _composed(
         self, request: Request, choice: Choice | None, inner: Sequence[Variant]
     ) -> Variant:
-        """Returns the variant of a composite whose calls have these."""
+        """Returns the variant of a composite whose calls take the ``inner`` variants."""
         derivative = self._make.of(replace(request, choice=choice))
         assert derivative is not None
         on_host = self._sizes.host_bytes(derivative.saved_type)
@@ -319,7 +316,7 @@ def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | 
 
 
 def _bases(joint: torch.fx.GraphModule, names: Sequence[str]) -> set[str]:
-    """Returns the names of the values whose memory the named ones share."""
+    """Returns the names of the values that the named ones are views of, or they themselves."""
     nodes = {n.name: n for n in joint.graph.nodes}
     found = set()
     for name in names:
@@ -331,7 +328,7 @@ def _bases(joint: torch.fx.GraphModule, names: Sequence[str]) -> set[str]:
     return found
 
 
-# ---- For people ----------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -353,11 +350,11 @@ class RecomputeRecord:
         closure: its name.
         choice: ``"as the backend saves"``, ``"cut"``, ``"called again"``.
         num_calls: calls with this choice.
-        saved: the tensors that one call saves (what is handed over is not among them).
+        saved: the tensors that one call saves (those handed over are not among them).
         saved_bytes: their bytes.
         recomputed: operators that the backward runs again, with how often.
         recomputed_flops: FLOPs of the matrix products and attentions among them.
-        offloaded_bytes: those of the saved bytes that wait on the host.
+        offloaded_bytes: those of the saved bytes that are in host memory meanwhile.
     """
 
     closure: str
@@ -383,7 +380,7 @@ class RecomputeRecord:
 def summarize(
     differentiator: Differentiator, request: Request, sizes: SizesAt
 ) -> list[RecomputeRecord]:
-    """Returns a record for each closure and choice below a program, in order of first call."""
+    """Returns a record for each closure and choice in a program, in order of first call."""
     counts: Counter[Request] = Counter()
     _count(differentiator, request, 1, counts)
     records = []
@@ -395,11 +392,11 @@ def summarize(
 
 
 def _count(make: Differentiator, request: Request, times: int, counts: Counter[Request]) -> None:
-    """Counts the calls of leaves, and of programs that are called again whole."""
+    """Counts the calls of leaves, and of composites that are recomputed whole."""
     if isinstance(request.closure, ir.Leaf) or isinstance(request.choice, Whole):
         counts[request] += times
         return
-    # Equal calls are counted and not walked: the cost is per different request.
+    # Equal requests are counted, and walked once.
     below = Counter(site for site in make.sites(request) if site is not None)
     for asked, number in below.items():
         _count(make, asked, times * number, counts)
@@ -438,7 +435,7 @@ def _saved(request: Request, derivative: Derivative, sizes: SizesAt) -> Iterator
 
 
 def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx.Node]:
-    """Yields the operators of the backward that the forward's results already needed."""
+    """Yields the operators of the backward that the forward has run already."""
     if isinstance(derivative.backward, ir.Composite):
         first = derivative.backward.program.calls[0]
         yield from _operators(first.closure, sizes)

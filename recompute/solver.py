@@ -1,8 +1,8 @@
-"""Exact integer programs, solved by scipy (HiGHS): cuts of one closure, and the spread over calls.
+"""Exact integer programs, solved by scipy (HiGHS): cuts of one leaf, and the spread over calls.
 
-The question of one leaf is which forward values to save, and what that makes the backward redo.
-Both questions are small integer programs. A cut has two variables per forward value, and a spread
-has two per variant, whatever the number of calls: a count, and whether the variant is used at all.
+A cut of a leaf says which forward values are saved, offloaded or redone in the backward: it has
+three variables per forward value. A spread says how many calls take which variant: it has two
+variables per variant, whatever the number of calls: a count, and whether the variant is used.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ..reuse.torch_names import operator_schema
 
 @dataclass(frozen=True, slots=True)
 class ForwardValue:
-    """One forward value that the backward needs, itself or on the way to another.
+    """One forward value that the backward needs, itself or to recompute another.
 
     Attributes:
         name: of its node in the joint graph.
-        num_bytes: what saving it holds.
-        redo_s: seconds to compute it again from its parents.
+        num_bytes: bytes that saving it takes.
+        redo_s: seconds to recompute it from its parents.
         redo_flops: FLOPs of that.
         save_s: seconds that saving it costs.
-        parents: positions of the values it is computed from (inputs of the closure left out).
-        can_save: whether it is a tensor with memory of its own.
-        can_redo: whether it may be computed again; what was drawn at random may not.
+        parents: positions of the values that it is computed from (inputs of the leaf left out).
+        can_save: whether it is a dense tensor with memory of its own.
+        can_redo: whether it may be recomputed; a random draw may not.
         is_heavy: whether it is a matrix product, a convolution or attention.
         is_wanted: whether the backward reads the value itself.
-        changes: positions of values that computing this one changes in place (running statistics).
-            A saved one has been changed by then, so those are computed again with it. (The backward
-            of a batch norm reads them too and does not use them.)
-        offload_s: seconds to copy it to the host and back; infinite where that cannot be.
+        changes: positions of values that its operator changes in place (running statistics). If
+            saved, they would hold the changed values, so they are recomputed with it. (The backward
+            of a batch norm reads them, too, but does not use them.)
+        offload_s: seconds to copy it to the host and back; infinite if that is not possible.
     """
 
     name: str
@@ -68,9 +68,9 @@ class CutPoint:
     Attributes:
         saved: names of the values saved.
         num_bytes: bytes they hold on the device.
-        extra_s: seconds of what is computed again, of saving and of copies to the host and back.
-        extra_flops: FLOPs of what is computed again.
-        offloaded: which of them wait on the host.
+        extra_s: seconds of recompute, of saving and of copies to the host and back.
+        extra_flops: FLOPs of the recompute.
+        offloaded: which of the saved values are in host memory meanwhile.
     """
 
     saved: frozenset[str]
@@ -100,10 +100,10 @@ class CutProblem:
             joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
             num_outputs: how many of the outputs belong to the forward.
             costs: what computing and saving values costs.
-            sizes: at which it costs that.
+            sizes: the sizes at which costs are computed.
         """
         outputs = outputs_of(joint)
-        late = set(late_draws(joint))  # they stay in the backward, with all that reads them
+        late = set(late_draws(joint))  # draws of the backward stay there, with their readers
         backward = backward_nodes(joint)
         gradients = [g for g in outputs[num_outputs:] if isinstance(g, torch.fx.Node)]
         results = [n for n in outputs[:num_outputs] if isinstance(n, torch.fx.Node)]
@@ -131,13 +131,13 @@ class CutProblem:
         )
 
     def evaluate(self, saved: Collection[str], offloaded: Collection[str] = ()) -> CutPoint | None:
-        """Returns what a choice costs; None if it would redo what must not be redone."""
+        """Returns the cost of a choice; None if it redoes a value that must not be redone."""
         keep = set(saved)
         wanted = [v.is_wanted for v in self.values]
         used: list[ForwardValue] = []
         redone: list[ForwardValue] = []
         again: set[int] = set()
-        # Users first: what nobody computes again, and the backward does not read, is not needed.
+        # Users first: a value is needed if the backward or a redone user reads it.
         for index in reversed(range(len(self.values))):
             value = self.values[index]
             if not wanted[index]:
@@ -152,7 +152,7 @@ class CutProblem:
             for parent in value.parents:
                 wanted[parent] = True
         for index, value in enumerate(self.values):
-            # A saved value has been changed by then, and is no longer what this one read.
+            # A saved value that this one changes in place would be wrong for the second run.
             if index in again and not again.issuperset(value.changes):
                 return None
         copied = [v for v in used if v.name in offloaded]
@@ -175,7 +175,7 @@ def _forward_value(
     is_late: bool,
     costs: OperatorCosts,
 ) -> ForwardValue:
-    """Describes a node; ``numbered`` is the same with numbers for sizes."""
+    """Describes a node; ``numbered`` is the same node with integer sizes."""
     value = node.meta.get("val")
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     picks = operator_schema(node) is None
@@ -216,7 +216,7 @@ def fewest_bytes(
 
     Args:
         problem: the values of one closure.
-        may_redo: which values may be computed again (what was drawn at random never may).
+        may_redo: which values may be recomputed (random draws never may).
     """
     model = _CutModel(problem, may_redo)
     point = model.solve(model.num_bytes, _TIE * model.redo_s)
@@ -232,10 +232,10 @@ def cheapest(problem: CutProblem, max_bytes: int | None = None) -> CutPoint | No
 
 
 def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
-    """Returns cuts none of which is better than another in both bytes and work.
+    """Returns Pareto-optimal cuts: none is better than another in both bytes and work.
 
-    Each is exact for its own number of bytes; the numbers of bytes are spread evenly. What is kept
-    for the backward may wait on the host, where the device has one.
+    Each is exact for its own number of bytes; the numbers of bytes are spread evenly. Saved values
+    may be offloaded to host memory, if the device has one.
 
     Args:
         problem: the values of one closure.
@@ -257,7 +257,7 @@ def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
 
 
 def pareto(points: Sequence[Any], key: Callable[[Any], tuple[float, float]]) -> list[Any]:
-    """Returns the points that no other beats, by growing first and falling second number."""
+    """Returns the Pareto-optimal points, sorted: the first number grows, the second falls."""
     kept: list[Any] = []
     for point in sorted(points, key=key):
         if not kept or key(point)[1] < key(kept[-1])[1]:
@@ -268,7 +268,7 @@ def pareto(points: Sequence[Any], key: Callable[[Any], tuple[float, float]]) -> 
 class _CutModel:
     """The integer program of one closure: ``save``, ``redo``, ``offload`` of each value, 0 or 1.
 
-    Bytes and seconds are scaled to a sum of one, for a solver whose tolerances are absolute.
+    Bytes and seconds are scaled to a sum of one, since the solver's tolerances are absolute.
     """
 
     def __init__(self, problem: CutProblem, may_redo: Callable[[ForwardValue], bool]) -> None:
@@ -317,7 +317,7 @@ class _CutModel:
 
         Nothing is offloaded without weights for that.
         """
-        if not self._count:  # the backward needs nothing but what it is handed
+        if not self._count:  # the backward needs only inputs, results and cotangents
             return self._problem.evaluate(())
         rows, low = list(self._rows), list(self._low)
         if max_bytes is not None:
@@ -374,8 +374,8 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     Returns:
         For each group the counts by variant, or None if the bytes do not suffice.
     """
-    # The solver's bounds have a tolerance of a millionth, and a budget has none. What it takes too
-    # much is asked for less: exact but where the best spread is that close to the budget.
+    # The solver's bounds have a tolerance of a millionth, a budget has none. If a spread exceeds
+    # it, the bound is lowered by that: exact unless the best spread is that close to the budget.
     asked = max_bytes
     while (found := _spread(groups, asked)) is not None:
         pairs = zip(groups, found, strict=True)
@@ -429,7 +429,7 @@ def _minimize(
     lower: np.ndarray | None = None,
 ) -> np.ndarray | None:
     """Minimizes ``weights @ x`` for integers, ``rows @ x >= low`` and ``lower <= x <= upper``."""
-    # Imported late: only a budget or a policy needs it.
+    # Imported here: only a budget or a policy needs it.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 

@@ -1,22 +1,21 @@
 """Static memory planner: every buffer of a program gets an offset in one arena.
 
-This is dynamic storage allocation with all live ranges known: NP-hard, and easy to get within a
-percent on the programs at hand. :func:`plan` takes the best of several plans, from cheap to dear,
-and stops as soon as one reaches the lower bound:
+This is dynamic storage allocation with known live ranges: NP-hard in general, but for programs of
+models within a percent of the lower bound. :func:`plan` makes several plans, cheap ones first,
+takes the best, and stops as soon as one reaches the lower bound:
 
 1. the program repeats its calls: plan repeated scratch once, colour equal long-lived buffers;
    near-linear time, for any number of buffers
 2. first fit along several orders, each improved by moving up the buffers that end above the lower
    bound, on chains of equal buffers (:func:`.live_ranges.attempts`); quadratic time
-3. few buffers, or few once repeats are joined: exact search (``exact``), of so many steps
+3. for few buffers, or few after repeats are joined: exact search (``exact``), with a step limit
 
-What is worth trying is decided by a model of its cost, not by a clock: a plan does not depend on
-how fast the machine is.
+A model of cost, not a clock, decides what to try: a plan does not depend on the machine's speed.
 
-A program made of calls repeats the same short-lived buffers once per call. Split by length of life,
-the short-lived ones fall apart into blocks that do not overlap in time; a block that looks like
-another one up to a shift in time takes its plan. What is left, blocks and long-lived buffers, is a
-problem of few items. (Lamprakos et al., "idealloc", 2025, box buffers by length of life too.)
+A program made of calls repeats the same short-lived buffers in each call. The short-lived buffers
+form blocks that do not overlap in time; blocks that are equal up to a shift in time share a plan.
+Blocks and long-lived buffers together are a problem of few items. (Lamprakos et al., "idealloc",
+2025, group buffers by length of life, too.)
 
 Buffers of one size share slots, by interval graph colouring: a colour is a slot. Taking any free
 slot at each birth, and a new one only when none is free, needs as many slots as buffers are live at
@@ -44,7 +43,7 @@ from .live_ranges import (
     orders,
 )
 
-# Short-lived means at most this many times as long as the shortest-lived buffer: powers of two.
+# Splits tried: short-lived means at most 2**k times the shortest life, for k below this.
 SPANS = 24
 
 
@@ -107,7 +106,7 @@ def splits(buffers: Buffers, *, largest_block: int) -> Iterator[Layers]:
 
 
 def _block_starts(birth: IntArray, death: IntArray) -> IntArray:
-    """Returns where, ordered by birth, nothing lives on from before."""
+    """Returns where blocks start in an order by birth: no earlier buffer is live there."""
     is_first = np.ones(len(birth), np.bool_)
     is_first[1:] = birth[1:] >= np.maximum.accumulate(death)[:-1]
     return np.flatnonzero(is_first)
@@ -211,7 +210,7 @@ def chains(
 
     Args:
         buffers: the problem.
-        max_gap: join only over at most this time in which the slot is not used; None for any.
+        max_gap: the longest time that a joined slot may be unused in between; None for any.
         kind: buffers of one kind share slots; by default those of one size. A slot has the size of
             the largest.
     """
@@ -237,7 +236,7 @@ def _chains(
     count = len(birth)
     root, is_first = np.arange(count), np.ones(count, np.bool_)
     root[later], is_first[later] = earlier, False
-    while True:  # halves the way to the first of the chain
+    while True:  # pointer doubling: each turn halves the distance to the first of the chain
         further = root[root]
         if np.array_equal(further, root):
             break
@@ -272,18 +271,18 @@ EFFORT_S = 1.0
 
 # Blocks of scratch are planned with this share of the effort, all different ones together.
 SCRATCH_SHARE = 0.1
-# Most buffers in one block: more are no scratch of one call, and too many to plan for each block.
+# Most buffers in one block: more are not the scratch of one call, and take too long to plan.
 MAX_BLOCK = 2000
-# More patterns of blocks than this are no repetition.
+# With more different blocks than this, the program does not repeat.
 MAX_PATTERNS = 500
-# A split by length of life this close to the lower bound is good, this far from it is none.
+# A split this close to the lower bound is good enough; one this far from it is not used.
 GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 # Gaps over which buffers are joined: up to two to this power.
 GAP_POWERS = 20
 # A larger problem is not packed by first fit.
 MAX_FIRST_FIT = 100_000
-# A larger problem is not searched exactly. Others are with so many steps per second of effort,
-# about half a second of a CPU, and variants of them with a part of that.
+# A larger problem is not searched exactly. Others get this many steps per second of effort, about
+# half a second of a CPU; smaller variants of a problem get one part in EXACT_PART of that.
 MAX_EXACT = 2000
 EXACT_STEPS_PER_S = 500_000_000
 EXACT_PART = 4
@@ -302,7 +301,7 @@ class ArenaPlan:
         peak_bytes: size of the arena.
         lower_bound_bytes: the largest sum of live bytes, sizes rounded up to the alignment. No plan
             needs less.
-        method: which of the planner's ways this plan came from.
+        method: the name of the method that found this plan.
     """
 
     offsets: IntArray
@@ -331,10 +330,10 @@ def plan(
         buffers: sizes in bytes, live ranges in launches or any other clock.
         fit: places buffers along an order.
         alignment: every offset is a multiple of this many bytes.
-        effort_s: what to spend on finding a better plan, in seconds of a nominal machine. The same
+        effort_s: how long to look for a better plan, in seconds of a nominal machine. The same
             effort gives the same plan everywhere. The near-linear part is always done.
         enough: ratio of peak to lower bound at which to stop.
-        exact: searches where these plans are not enough, with the same effort again; None for not.
+        exact: exact search, used if the other plans are not enough, with the same effort again.
     """
     padded = buffers.aligned(alignment)
     sized = np.flatnonzero(padded.size)
@@ -400,7 +399,7 @@ def _search_exactly(
 def _plan_repeats(
     problem: Buffers, best: _Best, effort_s: float, fit: FirstFit
 ) -> list[Contraction]:
-    """Offers the near-linear plans; returns the contraction behind the second, if there is one."""
+    """Offers the near-linear plans; returns the contraction by repeats, if it is useful."""
     best.offer("colors", stack(problem, 0))
     layers = _choose_split(problem, best) if best.peak > GOOD_SPLIT * best.bound else None
     found = patterns(problem, layers) if layers is not None else None
@@ -435,7 +434,7 @@ def _plan_block(block: Buffers, effort_s: float, fit: FirstFit) -> IntArray:
 
 
 def _variants(problem: Buffers, layered: list[Contraction]) -> list[Contraction]:
-    """Returns the problem and smaller ones in its place, the smallest first."""
+    """Returns the problem and smaller variants of it, the smallest first."""
     found: list[Contraction] = []
     for whole in [unchanged(problem), *layered]:
         gap = _longest_harmless_gap(whole.problem)
@@ -458,7 +457,7 @@ def _longest_harmless_gap(problem: Buffers) -> int:
 
 @dataclass(eq=False)
 class _Try:
-    """One order of one variant, being improved."""
+    """One order of one variant, which is improved step by step."""
 
     name: str
     plans: Iterator[IntArray]
@@ -488,7 +487,7 @@ def _tries(variants: list[Contraction], fit: FirstFit) -> Iterator[_Try]:
 
 
 def _improve(variants: list[Contraction], best: _Best, effort_s: float, fit: FirstFit) -> None:
-    """Opens one order after the other, and between them improves the best ones so far."""
+    """Tries one order after the other, and in between improves the best orders so far."""
     unopened, opened = _tries(variants, fit), list[_Try]()
     for turn in range(1, MAX_PASSES + 1):
         chosen = next(unopened, None) if turn % 2 else None
@@ -505,7 +504,7 @@ def _improve(variants: list[Contraction], best: _Best, effort_s: float, fit: Fir
 
 
 def _choose(opened: list[_Try], turn: int, effort_s: float) -> _Try | None:
-    """Takes the best in every second turn, the next one in every fourth, and so on."""
+    """Returns the best order in every second turn, the next one in every fourth, and so on."""
     able = [t for t in opened if t.cost_s <= effort_s and t.peak > t.bound]
     # Those that have not gained for long come last.
     able.sort(key=lambda t: (t.num_stale // PATIENCE, t.peak, t.num_passes))

@@ -1,7 +1,7 @@
 """Buffers with live ranges, how many bytes are live at once, and buffers placed one by one.
 
-First fit over good orders is what allocators use that plan ahead: by size and by breadth (Pisarchyk
-and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020), by area and by lifetime
+Static planners place buffers by first fit along good orders: by size and by breadth (Pisarchyk and
+Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020), by area and by lifetime
 (XLA's heap simulator, MindSpore's SOMAS). :func:`attempts` improves any order.
 """
 
@@ -87,7 +87,7 @@ def concatenate(*parts: Buffers) -> Buffers:
 def live_at_births(buffers: Buffers) -> tuple[IntArray, IntArray]:
     """Returns an order by birth and, in that order, the bytes live right after each birth.
 
-    Among births at one time the last counts them all; before it, less.
+    Of several births at one time, only the last has the full sum.
     """
     order = np.argsort(buffers.birth, kind="stable")
     leaving = np.argsort(buffers.death, kind="stable")
@@ -123,7 +123,7 @@ def _range_max(values: IntArray, first: IntArray, last: IntArray) -> IntArray:
 
 
 FirstFit = Callable[[Buffers, IntArray], IntArray]
-"""Gives each buffer, in an order, the lowest address that is free all its life."""
+"""Places buffers in an order, each at the lowest address that is free during its life."""
 ExactSearch = Callable[[Buffers, int, int, int], IntArray | None]
 """Given buffers with bytes, ``enough``, ``peak`` and steps: a plan below ``peak``, or None."""
 
@@ -142,7 +142,7 @@ def orders(buffers: Buffers) -> Iterator[tuple[str, IntArray]]:
 
 
 def attempts(buffers: Buffers, order: IntArray, bound: int, fit: FirstFit) -> Iterator[IntArray]:
-    """Yields plans without end: ``fit`` along ``order``, then along ever better orders.
+    """Yields an endless series of plans: ``fit`` along ``order``, then along changed orders.
 
     After each plan the buffers that reach above ``bound`` move up in the order (in every second
     turn only the upper half of them), so that they find room before others do.

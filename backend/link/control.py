@@ -1,8 +1,8 @@
-"""Control flow as one launch, in which the launches of its bodies are.
+"""Control flow as one launch, which contains the launches of its bodies.
 
-A body is linked and its memory planned on its own, once. What it works in is one buffer of the
-launch, as large as the larger body needs, since one runs at a time; what it reads and what it
-returns are the launch's operands. So the program around it stays one straight line.
+A body is linked and its memory planned on its own, once. The bodies' arena is one buffer of the
+launch, as large as the largest body needs, since one body runs at a time; inputs and results are
+operands of the launch. So the surrounding program stays a straight line of launches.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .torch_generated import ARENA_SLOT
 
 @dataclass(frozen=True)
 class _Linked:
-    """A body that is linked: words of the native loop, and slots for what it is given.
+    """A linked body: words of the native loop, and the slots of its operands and results.
 
     Attributes:
         words: None if a launch in it has no native form.
-        slots: of its operands, then of what it writes its results to; -1 of one that is not read.
+        slots: of its operands, then of the buffers for its results; -1 for an unused operand.
     """
 
     num_bytes: int
@@ -60,16 +60,16 @@ def record_control(
 
     Args:
         leaf: the operator.
-        function: runs it from Python, where a launch of a body has no native form.
+        function: runs it from Python, used if a launch of a body has no native form.
         bodies: its bodies, linked.
         lists: the launches of their leaves.
-        tools: what plans memory.
+        tools: plan memory.
     """
     control = leaf.control
     assert control is not None
     types, returned = flat_types(leaf.input_types), flat_types(leaf.output_types)
     linked = [_linked(body, lists, tools) for body in bodies]
-    # The number that tells whether a loop goes on lies after what the bodies work in.
+    # The flag that says whether a loop goes on is after the bodies' arena.
     num_bytes = max(1, *(body.num_bytes for body in linked)) + isinstance(control, RepeatWhile)
     sizes = [*(t.num_bytes for t in (*types, *returned)), num_bytes]
     views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate((*types, *returned))]
@@ -95,7 +95,7 @@ def record_control(
 
 @dataclass(frozen=True)
 class _Run:
-    """Runs an operator from Python, and copies its results to where they belong."""
+    """Runs an operator from Python, and copies its results into the output buffers."""
 
     control: Control
     function: Callable[..., Sequence[torch.Tensor]]
@@ -112,13 +112,13 @@ class _Run:
 
 
 def _linked(flat: FlatProgram, lists: Mapping[Leaf, KernelList], tools: Tools) -> _Linked:
-    """Links a body: its results are copied to where they belong when all is computed."""
+    """Links a body, which at its end copies its results into the output buffers."""
     layout = Layout()
     inputs = [layout.given(flat.slot_types[s]) for s in flat.inputs]
     targets = [layout.given(flat.slot_types[s]) for s in flat.outputs]
     part = layout.add(flat, inputs, lists)
     given = {placed.instance for placed in (*inputs, *targets)}
-    # An operand that is returned as it came is copied: where it lies, another result may go.
+    # An operand that is returned unchanged is copied: another result may overwrite it.
     made = [
         copied_out(layout, part, p, "arena") if p.instance in given else p for p in part.outputs
     ]
@@ -141,7 +141,7 @@ def _native(
     outputs: Sequence[View],
     scratch: View,
 ) -> NativeOp | None:
-    """Returns the launch as words, in which those of the bodies are."""
+    """Returns the launch as words, which include those of the bodies."""
     if any(body.words is None for body in linked):
         return None
     if isinstance(control, Choose):
@@ -150,7 +150,7 @@ def _native(
     if isinstance(control, Repeat):
         count = control.num_carried
         carried, scanned, same = control.split(operands)
-        # A step reads what is carried where the last one left it, which is where it ends up.
+        # A step reads the carried values in the output buffers, where the last step put them.
         given = [*outputs[:count], *scanned, *same, *outputs]
         rows = {*range(count, count + len(scanned)), *range(len(operands) + count, len(given))}
         body = _body(linked[0], given, scratch, rows)
@@ -169,7 +169,7 @@ def _native(
 
 
 def _begun(carried: Sequence[View], outputs: Sequence[View]) -> list[int | View]:
-    """Returns the words that copy what is carried into the first step."""
+    """Returns the words that copy the initial carried values into the output buffers."""
     pairs = zip(carried, outputs, strict=False)
     return [word for first, output in pairs for word in copied(output, first)]
 
@@ -181,9 +181,9 @@ def _body(
 
     Args:
         linked: the body.
-        given: its operands, then what it writes its results to.
-        scratch: what it works in.
-        rows: which of those have a row for each step.
+        given: its operands, then the buffers for its results.
+        scratch: its arena.
+        rows: positions in ``given`` of the tensors with a row for each step.
     """
     bindings: list[int | View] = []
     number = 0

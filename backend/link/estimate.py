@@ -1,8 +1,8 @@
 """Estimates the memory that a program will need, before its kernels are made.
 
 A leaf that is not compiled yet gets an estimated kernel list from its ATen graph: operators that
-Inductor fuses into their readers hold no memory, every other one writes its result. Such lists are
-laid out like real ones, so what lives between calls is exact, and only scratch inside them is not.
+Inductor fuses into their readers need no buffer, every other one writes its result. Such lists are
+laid out like real ones, so the buffers between calls are exact; only scratch inside calls is not.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Estimates:
             bodies = [link(body.program) for body in leaf.bodies]
             lists = self.lists(bodies, recorded)
             return record_control(leaf, _cannot_run, bodies, lists, TOOLS)
-        if is_update(leaf):  # all that it launches
+        if is_update(leaf):  # one operator, recorded as it is launched
             return record_graph(leaf)
         fuses = self._fuses and leaf.kernels != "eager"
         return _Estimate(leaf, fuses).kernel_list()
 
 
 class _Estimate:
-    """Likely buffers of one leaf, found by a walk over its graph; its launches cannot run."""
+    """The likely buffers of one leaf, from a walk over its graph; its launches cannot run."""
 
     def __init__(self, leaf: Leaf, fuses: bool) -> None:
         self._leaf = leaf
@@ -75,7 +75,7 @@ class _Estimate:
         self._first: list[int] = []
         self._last: list[int] = []
         self._launches: list[Launch] = []
-        self._kernels: dict[int, tuple[int, set[int]]] = {}  # elements, and what they read
+        self._kernels: dict[int, tuple[int, set[int]]] = {}  # elements, and buffers that are read
         self._pending: dict[torch.fx.Node, set[int]] = {}  # buffers that a fused value reads
         for node in leaf.entries:
             self._buffer_of[node] = self._new_buffer(node_type(node), -1)
@@ -110,7 +110,7 @@ class _Estimate:
         return len(self._types) - 1
 
     def _visit(self, node: torch.fx.Node) -> None:
-        if node in self._buffer_of:  # picked from several results
+        if node in self._buffer_of:  # one of several results of an operator
             return
         written = changed_operand(node)
         source = written if written is not None else _viewed(node)
@@ -181,7 +181,7 @@ class _Estimate:
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns the node whose memory a view, or a pick of a view's results, shows."""
+    """Returns the operand that a node is a view of; None if it is no view."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]

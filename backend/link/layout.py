@@ -1,10 +1,10 @@
 """Layout: kernel lists relocated to their calls, on one timeline.
 
-This is where a call is finally inlined. What is known per closure (launches, buffers, first and
-last uses) is copied by adding the call's start time and replacing buffer numbers; nothing is
+This is where a call is finally inlined. The launches, buffers and live ranges of a closure are
+copied for each call by adding the call's start time and replacing buffer numbers; nothing is
 analysed again. Several flat programs can follow one another on the timeline (a forward, then its
-backward), so that one plan covers both. What a program returns gets memory of the user's, or a
-place that lasts until the next run.
+backward), so that one plan covers both. Results go to memory of the user's, or to a place that
+lasts until the next run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .link import FlatProgram
 from .link import Launch as ClosureCall
 
 Results: TypeAlias = Literal["owned", "pinned", "allocated", "copied"]
-"""Where what a run returns lies: in memory of the caller's, or in the arena until the next run; or
-where launches allocated it, or in a copy of that, which stays where it is from run to run."""
+"""Where results are: in memory of the caller's; in the arena, until the next run; where launches
+allocated them; or in copies of those, at the same addresses in every run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor over one buffer instance of the whole program."""
+    """A tensor on one buffer instance of the whole program."""
 
     instance: int
     dtype: torch.dtype
@@ -44,14 +44,14 @@ class Placed:
     offset_bytes: int
 
     def at(self, numbers: Numbers) -> Placed:
-        """Returns the same with the numbers of other sizes."""
+        """Returns the same tensor at other sizes."""
         shape, stride = (tuple(map(numbers.of, sizes)) for sizes in (self.shape, self.stride))
         offset_bytes = numbers.of(self.offset_bytes)
         return Placed(self.instance, self.dtype, shape, stride, offset_bytes)
 
     @property
     def has_size(self) -> bool:
-        """Whether a size is among its numbers."""
+        """Whether its shape, strides or offset depend on a symbolic size."""
         return Size in map(type, (*self.shape, *self.stride, self.offset_bytes))
 
 
@@ -65,11 +65,11 @@ class Instance:
     """One buffer of the whole program.
 
     ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
-    ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
-    ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch),
-    ``"workspace"`` (what a library works in, at one place from run to run).
-    Lives in ``[birth, death)``, in launches. ``device`` is where it lies, if not on the device that
-    the program is planned for.
+    ``"result"`` (returned to the user, so allocated anew in each run), ``"foreign"`` (allocated by
+    a launch), ``"unused"`` (its value is in another buffer), ``"scratch"`` (inside one launch),
+    ``"workspace"`` (a library's scratch, at the same address in every run).
+    Live in ``[birth, death)``, counted in launches. ``device``: None for the device that the
+    program is planned for.
     """
 
     kind: BufferKind
@@ -93,7 +93,7 @@ def buffers_of(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> Buffe
 class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
-    ``of`` is that call; none where the link itself adds a launch.
+    ``of`` is the call; None for a launch that the link itself adds.
     """
 
     launch: Launch
@@ -103,7 +103,7 @@ class PlacedLaunch:
 
     @property
     def block(self) -> str:
-        """For people: the call's place in the model, and its closure."""
+        """The call's module path and closure, for messages."""
         return self.of.block if self.of is not None else ""
 
     def place(self, view: View) -> Placed:
@@ -118,7 +118,7 @@ def _placed(view: View, bases: Sequence[tuple[int, int]]) -> Placed:
 
 @dataclass
 class Part:
-    """One flat program on the timeline: what it runs, takes and returns."""
+    """One flat program on the timeline: its inputs, launches and outputs."""
 
     inputs: list[Placed]
     launches: list[PlacedLaunch]
@@ -129,11 +129,10 @@ class Part:
 class Layout:
     """Every buffer instance and launch of the flat programs added so far.
 
-    ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
-    plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
-    has besides, if it runs products. ``runs`` says who may run the launches that
-    are added here. ``others`` are devices beside the one that is planned for. ``givens`` are what
-    the caller passes: the whole, also to a part that takes a view of it that an earlier part saved.
+    ``scratch`` are the buffers that launches allocate and free while they run: not planned, but
+    counted as memory. ``workspaces`` are those of cuBLAS, if it runs products. ``runs`` says who
+    runs the launches that the link adds. ``others`` are the devices besides the planned one.
+    ``givens`` are the tensors that the caller passes, whole even if a part takes a saved view.
     """
 
     instances: list[Instance] = field(default_factory=list)
@@ -153,7 +152,7 @@ class Layout:
         return self.givens[index]
 
     def new(self, num_bytes: int, part: int, kind: BufferKind = "arena") -> int:
-        """Adds a buffer; no launch takes over one that belongs to no part (-1)."""
+        """Adds a buffer; one of no part (-1) is never reused in place."""
         return self._add(Instance(kind, num_bytes, self.time, self.time + 1, part))
 
     def add(
@@ -163,13 +162,13 @@ class Layout:
         kernel_lists: Mapping[Leaf, KernelList],
         sinks: Mapping[int, Sequence[Placed]] | None = None,
     ) -> Part:
-        """Lays a flat program out after what is there; returns its part.
+        """Lays a flat program out after those added before; returns its part.
 
         Args:
             flat: the program.
             inputs: where its inputs are.
             kernel_lists: of its leaves.
-            sinks: slots that are added to something as soon as they are there.
+            sinks: for some slots, the tensors that each is added to as soon as it is computed.
         """
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []
@@ -179,8 +178,8 @@ class Layout:
         leaves = dict.fromkeys(call.leaf for call in flat.launches)
         scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
         for call in flat.launches:
-            # The late inline: the closure's launches are used as they are, and only a table from
-            # its buffers to buffers of the whole program is made for this call.
+            # The late inline: all calls share the closure's launches; a call only gets a table from
+            # the closure's buffers to buffers of the whole program.
             kernels = kernel_lists[call.leaf]
             for index, num_bytes in scratch[call.leaf]:
                 at = self.time + index
@@ -195,13 +194,13 @@ class Layout:
             results = (_placed(view, bases) for view in kernels.outputs)
             slots.update(zip(call.results, results, strict=True))
             live.update(slots[s].instance for s in call.results)
-            # Added up at once: a gradient that waited for the end would be live until then.
+            # Added at once: else every gradient would stay live until the end.
             waiting += [s for s in call.results if s in sinks]
             launches += self._added(waiting, sinks, slots)
             waiting.clear()
             live.subtract(slots[s].instance for s in call.frees)
         launches += self._added(waiting, sinks, slots)
-        # An output outlives the part. What went into a sink does not: the sum is what is kept.
+        # An output outlives the part, unless it was added to a sink: then the sum is kept.
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
         for slot in flat.outputs:
             if slot not in sinks:
@@ -218,9 +217,9 @@ class Layout:
         return [self.apply("add_", sink, slots[slot]) for slot in waiting for sink in sinks[slot]]
 
     def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
-        """Makes a launch, now, of a method of tensors that changes one by another.
+        """Adds a launch of an in-place method of tensors, such as ``copy_``.
 
-        A target outside of the arena is there once its launch made it: as a copy.
+        A foreign target is allocated by its launch: as a clone of the source.
         """
         views = tuple(
             View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, source))
@@ -241,7 +240,7 @@ class Layout:
         return with_native(launch) if self.runs == "native" else launch
 
     def _elsewhere(self, device: torch.device | None) -> torch.device | None:
-        """Returns a device if it is another one than is planned for."""
+        """Returns a device, or None if it is the one that the program is planned for."""
         return device if device in self.others else None
 
     def _taken_over(
@@ -252,12 +251,12 @@ class Layout:
         frees: Sequence[int],
         live: Counter[int],
     ) -> tuple[tuple[int, int], ...]:
-        """Lets a result take over the memory of an operand that nobody else needs."""
+        """Lets a result reuse the buffer of an operand after the operand's last use."""
         changed = list(bases)
         for buffer, source in kernels.in_place:
             instance = self.instances[bases[source][0]]
             last = operands[source] in frees and live[bases[source][0]] == 1
-            # Another part's buffer is left alone: its code may run again before this part does.
+            # Not a buffer of another part, whose code may run again before this part does.
             whole = instance.num_bytes == self.instances[bases[buffer][0]].num_bytes
             if last and whole and instance.kind == "arena" and instance.part == len(self.parts):
                 self.instances[bases[buffer][0]].kind = "unused"
@@ -271,7 +270,7 @@ class Layout:
     def _bases(
         self, kernels: KernelList, operands: Sequence[Placed]
     ) -> tuple[tuple[int, int], ...]:
-        """Gives a call its buffers."""
+        """Returns the buffers of a call: those of its operands, and new ones."""
         bases = []
         for index, info in enumerate(kernels.buffers):
             if index < kernels.num_inputs:
@@ -280,7 +279,7 @@ class Layout:
                 instance.death = max(instance.death, self.time + info.last + 1)
                 bases.append((operand.instance, operand.offset_bytes))
                 continue
-            # A buffer lives for one launch at least, or the planner would let others overlap it.
+            # Live for at least one launch, or the planner would let other buffers overlap it.
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
             kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
             lives = (birth, max(death, birth + 1), len(self.parts))
@@ -305,7 +304,7 @@ def layout_of(
     roots: Sequence[object] = (),
     others: tuple[torch.device, ...] = (),
 ) -> Layout:
-    """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
+    """Returns the layout that a :class:`..run.planned.PlannedProgram` of these arguments plans."""
     layout = Layout(runs=runs, others=others)
     first = flats[0]
     layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
@@ -314,7 +313,7 @@ def layout_of(
         inputs = []
         for slot, (kind, which) in zip(flat.inputs, backward_inputs, strict=True):
             made = layout.instances[forward.outputs[which].instance] if kind == "output" else None
-            # What the caller got comes back from there: kept here as well, it would hold this run.
+            # The caller passes this result back: kept here as well, it would outlive its run.
             if made is not None and made.kind == "foreign" and which < num_results[0]:
                 inputs.append(layout.given(flat.slot_types[slot]))
             elif kind == "output":
@@ -332,33 +331,33 @@ def layout_of(
 
 
 def least_bytes(layout: Layout) -> int:
-    """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
+    """Returns the fewest bytes that a layout holds at its peak, in the arena and outside."""
     placed = [b for b in layout.instances if b.kind == "arena" and b.device is None]
     return most_bytes(placed) + most_bytes(outside(layout))
 
 
 def outside(layout: Layout) -> list[Instance]:
-    """Returns what launches allocate for themselves."""
+    """Returns the buffers that launches allocate for themselves."""
     found = [b for b in layout.instances if b.kind == "foreign" and b.device is None]
     return found + layout.scratch + layout.workspaces
 
 
 def most_bytes(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> int:
-    """Returns the bytes of buffers, at most, at one time."""
+    """Returns the most bytes of buffers that are live at one time."""
     return lower_bound(buffers_of(instances, numbers)) if instances else 0
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:
-    """Adds what cuBLAS works in, if the program has products, as long as it runs."""
+    """Adds the workspace of cuBLAS, live for the whole run, if the program has matrix products."""
     if any(is_product(placed.launch) for part in layout.parts for placed in part.launches):
-        # PyTorch hands it out, and has no public interface that takes memory of ours for it: the
-        # plan knows its size and its life, and not its address.
+        # PyTorch allocates it and cannot be given memory of ours: the plan counts its bytes but
+        # does not place it.
         whole = Instance("workspace", target.workspace_bytes, 0, max(layout.time, 1), 0)
         layout.workspaces.append(whole)
 
 
 def handed_on(layout: Layout) -> list[int]:
-    """Foreign buffers that the forward makes and saves: the same for every backward of it."""
+    """Returns the foreign buffers that the forward saves, the same for each of its backwards."""
     if len(layout.parts) < 2:
         return []
     saved = {p.instance for p in layout.parts[1].inputs}
@@ -370,10 +369,10 @@ def handed_on(layout: Layout) -> list[int]:
 
 
 def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[object] = ()) -> None:
-    """Gives the user buffers of their own for what they receive."""
-    # Results of the forward with one root share memory in eager, so they do here: a change in one
-    # is seen in the other. A result that the program still needs, or that lies in the buffer of one
-    # with another root, is copied out; others are made in the user's buffer.
+    """Moves results into buffers that belong to the user."""
+    # Results of the forward with one root alias in eager, so they do here: a change in one shows in
+    # the other. A result that the program still needs, or that shares a buffer with one of another
+    # root, is copied; others are computed in the user's buffer.
     for number, part in enumerate(layout.parts):
         results = part.outputs[: num_results[number]]
         needed = {p.instance for p in part.outputs[num_results[number] :]}
@@ -402,7 +401,7 @@ def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[obj
 
 
 def _whole(layout: Layout, placed: Placed) -> Placed:
-    """Returns the whole buffer that something lies in, as one row of its type."""
+    """Returns the whole buffer of a tensor, as a 1-d tensor of its dtype."""
     count = layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
     return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
@@ -410,13 +409,13 @@ def _whole(layout: Layout, placed: Placed) -> Placed:
 def _pin_results(layout: Layout, num_results: int) -> None:
     """Gives each result a place of its own in the arena, which lasts until the next run.
 
-    Outputs after the results are updates, which lie where the tensors lay that they replace.
+    Outputs after the results are updates, in the memory of the tensors that they replace.
     """
     part = layout.parts[-1]
     taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, placed in enumerate(part.outputs[:num_results]):
         own = _bytes_of(placed)
-        # Gradients that were reduced together lie one after another in one buffer.
+        # Gradients that were reduced together are next to one another in one buffer.
         free = all(own[1] <= start or end <= own[0] for start, end in taken[placed.instance])
         if layout.instances[placed.instance].kind != "arena" or not free:
             placed = part.outputs[index] = copied_out(layout, part, placed, "arena")
@@ -428,7 +427,7 @@ def _pin_results(layout: Layout, num_results: int) -> None:
 
 
 def _bytes_of(placed: Placed) -> tuple[int, int]:
-    """Returns where the bytes of its buffer that a tensor reaches over begin and end."""
+    """Returns the first byte of a tensor in its buffer, and the byte after its last."""
     num_elements = 0 if 0 in placed.shape else reach(placed.shape, placed.stride)
     num_bytes = num_elements * placed.dtype.itemsize
     return placed.offset_bytes, placed.offset_bytes + num_bytes

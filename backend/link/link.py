@@ -1,8 +1,8 @@
 """Link: the deferred inline. A program of calls becomes one flat list of kernel launches.
 
-Composite closures are expanded here and nowhere earlier; what is per closure (its leaf's kernel)
-is shared, and only slot numbers are copied per call. This first linker frees each value after its
-last use; it hands PyTorch's allocator every buffer. A memory plan replaces ``Frees`` by addresses.
+Composite closures are expanded here and nowhere earlier. All calls of a leaf share its kernels, and
+only slot numbers are made per call. A flat program says after which launch each slot is free; the
+memory plan turns that into addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Slots = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: which leaf, on which slots, and which slots nobody reads after it."""
+    """One kernel launch: the leaf, its slots, and the slots whose last use it is."""
 
     leaf: Leaf
     operands: Slots
@@ -33,7 +33,7 @@ class Launch:
 
     @property
     def block(self) -> str:
-        """For people: which call it is, by its place in the model and its closure."""
+        """The call's module path and closure, for messages."""
         return f"{self.path} {self.leaf.name}".lstrip()
 
 
@@ -63,7 +63,7 @@ def _slots(slots: Slots) -> str:
 def link(program: Program) -> FlatProgram:
     """Lays a program's calls out in execution order."""
     expansion = _Expansion()
-    # Every struct value is spread over slots here, so packing costs nothing at run time.
+    # A struct value is one slot per tensor here, so packing costs nothing at run time.
     env = {value: expansion.new_slots(value) for value in program.inputs}
     inputs = tuple(slot for value in program.inputs for slot in env[value])
     expansion.body(program, env, "")
@@ -73,7 +73,7 @@ def link(program: Program) -> FlatProgram:
 
 
 def copied_between_devices(flat: FlatProgram) -> tuple[int, int]:
-    """Returns how often a run copies from one device to another, and how many bytes."""
+    """Returns how often a run copies between devices, and how many bytes in all."""
     sizes = []
     for launch in flat.launches:
         taken = {flat.slot_types[s].device for s in launch.operands}
@@ -84,7 +84,7 @@ def copied_between_devices(flat: FlatProgram) -> tuple[int, int]:
 
 
 def check_flat(flat: FlatProgram) -> None:
-    """Checks what link promises: slots are written once, before they are read, and freed after.
+    """Checks that slots are written once, before they are read, and freed after that.
 
     Raises:
         VerifyError: with the launch that breaks it.
@@ -151,12 +151,12 @@ def _join(path: str, name: str) -> str:
 
 
 def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
-    """Moves each sum of two values that nobody else reads to where the later of them is made."""
+    """Moves each sum of two values without other uses to right after the later of them."""
     sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if leaf.is_sum}
     if not sums:
         return launches
-    # A backward returns the gradients of a whole micro-batch, and they are added to those before:
-    # without this, all of them would be there twice.
+    # A step adds the gradients of a whole micro-batch to the earlier sums after its backward:
+    # without this, all gradients and all sums would be live at once.
     uses = Counter(slot for launch in launches for slot in launch.operands)
     made_at: dict[int, int] = {}
     moved: dict[int, list[Launch]] = {}
@@ -175,12 +175,12 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
 
 
 def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
-    """Moves each update to where its operands are made and nobody else reads what it changes."""
+    """Moves each update to right after the last other launch that makes or reads its operands."""
     updates = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if is_update(leaf)}
     if not updates:
         return launches
-    # A program has its updates at the end, and a gradient is free from its update on.
-    last: dict[int, int] = {}  # where a slot is made, or read by what is no update
+    # Updates are at the end of a program; moved up, they free their gradients early.
+    last: dict[int, int] = {}  # the last launch, updates left out, that makes or reads a slot
     moved: dict[int, list[Launch]] = {}
     stay = [one for one in launches if one.leaf not in updates]
     for index, launch in enumerate(stay):
@@ -190,7 +190,7 @@ def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
             at = max(last.get(slot, -1) for slot in launch.operands)
             moved.setdefault(at, []).append(launch)
     found = [one for i, launch in enumerate(stay) for one in (launch, *moved.get(i, ()))]
-    return [*moved.get(-1, ()), *found]  # first those of gradients that were there before
+    return [*moved.get(-1, ()), *found]  # first those whose operands are all inputs
 
 
 def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tuple[Launch, ...]:

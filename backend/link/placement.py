@@ -1,16 +1,15 @@
-"""Places the buffers of a layout in an arena, and some in memory that gradients will fill.
+"""Places the buffers of a layout in an arena, or in the memory of gradients not yet written.
 
-A gradient belongs to the user, in memory of its own. Until the launch that writes it, that memory
-is idle. So the memory of large gradients (*hosts*) is allocated as the forward begins, and buffers
-that are dead by the time the gradient is written (*guests*) lie in it. A host is handed out after
-its last guest died, and nothing of ours looks at it again: what the user receives is an ordinary
-tensor that shares its memory with nothing.
+A gradient belongs to the user, in memory of its own, which is unused until the launch that writes
+it. So the memory of large gradients (*hosts*) is allocated when the forward begins, and holds
+buffers that are dead by the time the gradient is written (*guests*). A host is returned after the
+death of its last guest, and no launch of ours uses it again: the user gets an ordinary tensor that
+aliases nothing.
 
-Everything is planned as one address space, so that one proof covers it and one cache keeps it: the
-arena first, then the gradients, each with its guests inside.
+One address space is planned, so that one check and one cache entry cover all of it: the arena
+first, then the gradients, each with its guests inside.
 
-Last, whether the operands of GPU kernels lie where the kernels were compiled to find them; and the
-place where a program runs.
+This file also checks the alignment of operands of GPU kernels, and says where a program runs.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from .layout import Instance, Layout, PlacedLaunch, buffers_of
 # A plan within half a percent of the lower bound is good enough to stop looking.
 _ENOUGH = 1.005
 _PLAN_EFFORT_S = 0.3
-# Smaller gradients are no hosts: allocating them early costs more than they can hold.
+# Smaller gradients are not used as hosts: they hold too little to be allocated early.
 _MIN_HOST_BYTES = 64 * 1024
 WIDEST_LOAD_BYTES = 16
-"""Inductor compiles a kernel for operands at multiples of this, and loads so much at once."""
+"""The alignment that Inductor compiles a GPU kernel's operands for: the bytes of one load."""
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Which gradients are hosts, and where guests lie.
+    """Which gradients are hosts, and where their guests are.
 
     Attributes:
         hosts: instances of gradients, in order.
@@ -59,22 +58,22 @@ class Overlay:
 
 
 Loader: TypeAlias = Callable[[TritonKernel], Callable[..., Any]]
-"""Makes a kernel something that takes tensors and sizes, and launches it."""
+"""Loads a kernel; returns a function that launches it on tensors and sizes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The memory that a program runs in, and who launches its kernels.
+    """The device that a program runs on, and who launches its kernels.
 
     Attributes:
-        device: of the memory.
-        load: makes GPU kernels something to launch.
+        device: the device of the arena.
+        load: loads GPU kernels.
         graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
-        first_launches: ``"apart"`` where a kernel's first launch chooses how it is launched: that
-            takes memory, so it is on operands of its own, before there is an arena.
-        missing: the device that it is not, where a program only is compiled for that; or "".
-        target: what is known of the GPU; None on a CPU, and on a GPU that the table does not have.
-        others: further devices that the program works on, each with an arena of its own.
+        first_launches: ``"apart"`` if a kernel's first launch tunes it: that takes memory, so it
+            runs on operands of its own, before the arena is allocated.
+        missing: the device that a program is compiled for but that is not here; else "".
+        target: the facts of the GPU; None on a CPU, and on a GPU that the table does not have.
+        others: further devices of the program, each with an arena of its own.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -87,7 +86,7 @@ class Place:
 
     @property
     def launches(self) -> Literal["native", "python"]:
-        """Whether the native loop, which is of the CPU, may run launches there."""
+        """Whether the native loop, which is for CPUs only, may run launches there."""
         return "python" if self.missing or self.device.type != "cpu" else "native"
 
     def check_is_here(self) -> None:
@@ -105,11 +104,11 @@ HERE = Place()
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions that a planned program is made with, so that a cache can answer in their place.
+    """The functions that make a planned program, which a cache can replace.
 
     Attributes:
-        plan: places buffers, or remembers where they were placed when the same was asked.
-        native: builds the native loop, or remembers it.
+        plan: places buffers, or returns the cached plan of an equal request.
+        native: builds the native loop, or returns the cached one.
         alignment: what every offset is a multiple of, in bytes.
         place: where programs run.
     """
@@ -122,7 +121,7 @@ class Tools:
     place: Place = HERE
 
     def answered_by(self, plans: Iterable[ArenaPlan]) -> Tools:
-        """Returns the same with places that are known, in the order in which they are asked."""
+        """Returns the same tools with known plans, in the order of the requests for them."""
         left = list(plans)
 
         def answer(buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]) -> Any:
@@ -139,8 +138,8 @@ class Tools:
 TOOLS = Tools()
 
 Placement = tuple[list[int], ArenaPlan, int, Overlay, dict[torch.device, int]]
-"""Offsets by instance, the plan, the bytes of its arena, what lies outside of that, and the bytes
-of arenas on further devices."""
+"""Offsets by instance, the plan, the bytes of its arena, the buffers in gradients instead, and the
+bytes of arenas on further devices."""
 
 
 def planned(layout: Layout, tools: Tools) -> Placement:
@@ -161,7 +160,7 @@ def planned(layout: Layout, tools: Tools) -> Placement:
 
 
 def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
-    """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
+    """Places arena instances, in gradients' memory where they fit; None if none fits there."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     gradients = gradients_of(layout)
     if not placed or not gradients or layout.others:
@@ -180,7 +179,7 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
 
 
 def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
-    """Places buffers in an arena as well as a program's are placed."""
+    """Plans an arena for buffers, with the effort spent on a program's."""
     return tools.plan(buffers, (tools.alignment,), lambda: _plan(buffers, tools))
 
 
@@ -192,17 +191,17 @@ def _plan(buffers: Buffers, tools: Tools) -> ArenaPlan:
 
 
 def gradients_of(layout: Layout) -> list[int]:
-    """Returns the instances that a backward makes for the user."""
+    """Returns the instances of the gradients that a backward returns to the user."""
     return [
         i
         for i, b in enumerate(layout.instances)
-        # The memory of one whose size varies may be too small for a guest at other sizes.
+        # Not of symbolic size: at other sizes it may be too small for its guests.
         if (b.kind, b.part) == ("result", 1) and type(b.num_bytes) is int and b.num_bytes
     ]
 
 
 def movable(layout: Layout, placed: Sequence[int]) -> list[bool]:
-    """Returns which instances only native launches use: those take any address."""
+    """Says which instances only native launches use: those accept any address."""
     fixed = {
         launch.bases[view.buffer][0]
         for part in layout.parts
@@ -214,14 +213,14 @@ def movable(layout: Layout, placed: Sequence[int]) -> list[bool]:
 
 
 def buffers_with_gradients(instances: Sequence[Instance], gradients: Sequence[Instance]) -> Buffers:
-    """Returns columns of the arena's instances, then of gradients, which live on."""
+    """Returns the arena's instances, then the gradients, which live to the end."""
     end = max(b.death for b in (*instances, *gradients))
     kept = [replace(b, death=max(end, b.birth + 1)) for b in gradients]
     return buffers_of([*instances, *kept])
 
 
 def plan_overlaid(buffers: Buffers, can_move: Sequence[bool], tools: Tools) -> ArenaPlan:
-    """Plans ``len(can_move)`` buffers, in memory of the gradients that follow or in an arena."""
+    """Plans ``len(can_move)`` buffers, in the gradients that follow them or in an arena."""
     padded = buffers.aligned(ALIGNMENT)
     num_placed = len(can_move)
     hosts = _Hosts(padded, buffers.size, num_placed, partial(first_fit, library=tools.functions))
@@ -237,11 +236,11 @@ def plan_overlaid(buffers: Buffers, can_move: Sequence[bool], tools: Tools) -> A
 
 
 class _Hosts:
-    """The gradients of a problem, being filled.
+    """The gradients of a problem, while guests are placed in them.
 
     Attributes:
-        of: which host each buffer lies in, -1 for none.
-        place: at which offset in it.
+        of: for each buffer its host; -1 for none.
+        place: for each buffer its offset in the host.
     """
 
     def __init__(self, padded: Buffers, sizes: IntArray, num_placed: int, fit: FirstFit) -> None:
@@ -249,20 +248,20 @@ class _Hosts:
         self._first = num_placed
         self._room = sizes // ALIGNMENT * ALIGNMENT
         hosts = num_placed + np.flatnonzero(self._room[num_placed:] >= _MIN_HOST_BYTES)
-        # What is written last serves longest.
+        # The gradient that is written last can hold guests for the longest time.
         self._hosts = hosts[np.argsort(-padded.birth[hosts], kind="stable")]
         self.of = np.full(num_placed, -1, np.int64)
         self.place = np.zeros(num_placed, np.int64)
 
     def fill(self, waiting: IntArray) -> None:
-        """Packs one host after the other by first fit, what dies last first."""
+        """Packs one host after the other by first fit, the buffers that die last first."""
         birth, death, size = self._padded.birth, self._padded.death, self._padded.size
         for host in self._hosts:
             room = self._room[host]
             found = waiting[(death[waiting] <= birth[host]) & (size[waiting] <= room)]
             if not len(found):
                 continue
-            # What dies last is placed first, at the bottom: what dies sooner fits above it.
+            # Buffers that die last are placed first, at the bottom; others fit above them.
             sub = self._padded.take(found)
             places = self._fit(sub, np.lexsort((-sub.size, -sub.death)))
             fits = places + sub.size <= room
@@ -279,7 +278,7 @@ class _Hosts:
 def overlay_of(
     found: ArenaPlan, placed: Sequence[int], gradients: Sequence[int], layout: Layout
 ) -> tuple[int, Overlay]:
-    """Reads a plan of :func:`plan_overlaid`: the bytes of its arena, and who lies where."""
+    """Reads a plan of :func:`plan_overlaid`: the bytes of its arena, and the guests."""
     offsets = found.offsets.tolist()
     starts = offsets[len(placed) :]
     arena_bytes, guests = starts[0], dict[int, tuple[int, int]]()
@@ -291,17 +290,17 @@ def overlay_of(
 
 
 def copy_of_host(host: torch.Tensor) -> torch.Tensor:
-    """Copies a host with everything in its memory."""
+    """Copies a host with its whole storage, guests included."""
     memory = host.untyped_storage().clone()
     twin = torch.empty(0, dtype=host.dtype, device=host.device)
     return twin.set_(memory, host.storage_offset(), host.shape, host.stride())  # type: ignore[call-overload, no-any-return]
 
 
 class UnalignedError(PlanError):
-    """Kernels are handed views that begin elsewhere than they were compiled for.
+    """Kernels get views with another alignment than they were compiled for.
 
     Attributes:
-        inputs: by leaf, which of its inputs begin anywhere: kernels can be made that allow it.
+        inputs: for each leaf, its unaligned inputs: kernels can be compiled that allow them.
     """
 
     def __init__(self, message: str, inputs: Mapping[Leaf, frozenset[int]]) -> None:
@@ -310,11 +309,11 @@ class UnalignedError(PlanError):
 
 
 def check_aligned(layout: Layout, kernel_lists: Mapping[Leaf, KernelList]) -> None:
-    """Checks each operand of a Triton kernel; buffers themselves begin at multiples of more.
+    """Checks the alignment of each operand of a Triton kernel; buffers themselves are aligned.
 
     Raises:
-        UnalignedError: if some are views that begin in between, all inputs of closures.
-        PlanError: if one is a view of anything else.
+        UnalignedError: if some are unaligned views, all of inputs of closures.
+        PlanError: if one is an unaligned view of another buffer.
     """
     found: dict[Leaf, set[int]] = defaultdict(set)
     message = ""
@@ -324,9 +323,9 @@ def check_aligned(layout: Layout, kernel_lists: Mapping[Leaf, KernelList]) -> No
             f"{placed.place(view).offset_bytes} of its buffer, and was compiled for multiples of "
             f"{WIDEST_LOAD_BYTES}. Hand the block a copy of it: .contiguous() or .clone()."
         )
-        assert placed.of is not None  # what the link adds itself is no Triton kernel
+        assert placed.of is not None  # launches that the link adds are no Triton kernels
         kernels = kernel_lists[placed.of.leaf]
-        # What takes over the memory of an input begins where that begins.
+        # A buffer that reuses an input's memory has the input's alignment.
         buffer = dict(kernels.in_place).get(view.buffer, view.buffer)
         if buffer >= kernels.num_inputs:
             raise PlanError(message)
@@ -343,19 +342,19 @@ def _unaligned(layout: Layout) -> Iterator[tuple[PlacedLaunch, View]]:
 
 
 def _loaded_wide(placed: PlacedLaunch) -> Iterator[View]:
-    """Yields the operands of a launch of which it loads several elements at once."""
+    """Yields the operands from which a launch loads several elements at once."""
     kernel, args = placed.launch.function, placed.launch.args
     wide = kernel.aligned_arguments if isinstance(kernel, TritonKernel) else ()
     yield from (args[i] for i in wide if i < len(args) and isinstance(args[i], View))
 
 
 def loaded_wide(launches: Iterable[PlacedLaunch]) -> set[int]:
-    """Returns the instances of which GPU kernels load several elements at once."""
+    """Returns the instances from which GPU kernels load several elements at once."""
     return {one.bases[view.buffer][0] for one in launches for view in _loaded_wide(one)}
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor where GPU kernels can load it: a copy, in the same layout, if need be."""
+    """Returns a tensor that is aligned for GPU kernels: a copy of the same layout if need be."""
     if not tensor.data_ptr() % WIDEST_LOAD_BYTES:
         return tensor
     whole = tensor.as_strided((reach(tensor.shape, tensor.stride()),), (1,)).clone()
@@ -363,10 +362,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensors_aligned(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Checks where the model's own tensors begin.
+    """Checks the alignment of the model's own tensors.
 
     Raises:
-        PlanError: if one begins where GPU kernels cannot load it.
+        PlanError: if one is not aligned for GPU kernels.
     """
     for index, tensor in enumerate(tensors):
         if tensor.data_ptr() % WIDEST_LOAD_BYTES:

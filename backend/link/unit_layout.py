@@ -1,15 +1,15 @@
-"""Parts that take turns for many flights, laid out once: which buffers are whose.
+"""The layout of a pipeline stage: its parts laid out once, for any number of micro-batches.
 
-A unit (a pipeline stage) has a few parts: a forward and a backward, or a forward and two halves.
-They run for one flight (a micro-batch) after the other, interleaved with other flights and units.
-Each part is laid out once, whatever the number of flights. What a buffer is decides its region:
+A unit (a pipeline stage) has a few parts: a forward and a backward, or a forward and two halves of
+a backward. They run for one flight (a micro-batch) after the other, interleaved with other flights
+and units. Each part is laid out once. Each buffer belongs to one of three kinds of region:
 
-* scratch lives within one phase of a part (a run of its launches), and is placed once per phase,
-* a slab holds what one phase of a flight leaves for another, all buffers with the same two phases,
-* an inbox or outbox holds one value on its way to or from another unit.
+* scratch is live within one phase of a part (a run of its launches), and is placed once per phase,
+* a slab holds the buffers that are live from one phase to another, one slab per pair of phases,
+* an inbox or outbox holds one value that is received from or sent to another unit.
 
-A run is then given the places of its regions, and nothing else. Where memory is not planned, each
-closure is one launch that allocates what it returns, so that boxes alone are in the arena.
+A run gets the addresses of its regions, and nothing else. If memory is not planned, each closure is
+one launch that allocates its results, so that only boxes are in the arena.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ UnitResults: TypeAlias = Literal["planned", "allocated"]
 class Source:
     """Names the origin of an input of a part.
 
-    ``kind``: ``"inbox"`` (number ``index`` of the part's own way), ``"model"``, ``"given"`` (by the
-    caller in each run), ``"output"`` or ``"input"`` (number ``index`` of ``part``).
+    ``kind``: ``"inbox"`` (number ``index`` of the part's own way), ``"model"``, ``"given"`` (passed
+    by the caller in each run), ``"output"`` or ``"input"`` (number ``index`` of ``part``).
     """
 
     kind: Literal["inbox", "model", "given", "output", "input"]
@@ -56,10 +56,10 @@ class PartSpec:
     Attributes:
         name: of the part.
         way: which inboxes and outboxes are its own, such as ``"F"``.
-        flat: what it runs.
+        flat: its program.
         sources: where each input comes from.
-        inboxes: what arrives for it, or for a later part, from another unit.
-        outboxes: outputs that go to another unit.
+        inboxes: values received from another unit, for it or for a later part.
+        outboxes: outputs that are sent to another unit.
         returned: outputs that the caller gets.
         sums: output -> number of the tensor it is added to, counted after the model's.
         written: numbers of the model's tensors that the caller writes to after the part.
@@ -78,7 +78,7 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of bytes that is placed as one.
+    """A range of bytes that is placed as a whole.
 
     Attributes:
         num_bytes: how many.
@@ -96,13 +96,13 @@ class Region:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it may outlive a part."""
+        """Whether the region may outlive a part."""
         return self.is_box or self.first < self.last
 
 
 @dataclass(frozen=True)
 class Box:
-    """A region that holds a value on its way, and the form of the value."""
+    """A region for a value that is sent or received, and the form of the value."""
 
     region: int
     wire: Wire
@@ -110,12 +110,12 @@ class Box:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Lists the tensors outside of the arena that a run of a part takes and leaves.
+    """Lists the tensors outside the arena that a run of a part takes and passes on.
 
     Attributes:
         given: which of the caller's tensors its code takes, in order.
-        taken: buffers outside the arena that an earlier part made and this one uses.
-        left: buffers outside the arena that it makes for later parts.
+        taken: buffers outside the arena that an earlier part allocated and this one uses.
+        left: buffers outside the arena that it allocates for later parts.
         done: those of ``taken`` that no later part uses.
     """
 
@@ -133,8 +133,8 @@ class PlacedBuffer:
         birth: counted from the start of the part that makes it.
         death: counted from the start of the last part that uses it.
         last: number of that part.
-        region, offset: where it lies, in bytes from the start of its region.
-        num_bytes: how many.
+        region, offset: its region, and the byte in it at which it starts.
+        num_bytes: its size.
     """
 
     birth: int
@@ -152,11 +152,11 @@ class UnitLayout:
         parts: in the order in which one flight runs them.
         kernel_lists: of all leaves.
         tensor_types: of the model's tensors, and then of the sums.
-        given_types: of what the caller gives.
+        given_types: of the tensors that the caller passes.
         plan: places the scratch of a phase.
         num_phases: most phases of a part. More of them need less memory and more regions.
-        results: ``"allocated"`` where launches allocate what they return. It may be a view of what
-            they take, so nothing that they take lies where something else will.
+        results: ``"allocated"`` if launches allocate their results. These may be views of operands,
+            so the memory of operands is not reused.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class UnitLayout:
         self.specs = parts
         self.results = results
         self.layout = Layout(runs="native" if results == "planned" else "python")
-        # What a part takes and a later one, too.
+        # Inputs of a part that a later part takes, too.
         self._shared = {(s.part, s.index) for p in parts for s in p.sources if s.kind == "input"}
         self.inboxes: dict[str, list[Box]] = {}
         self.outboxes: dict[str, list[Box]] = {}
@@ -203,8 +203,8 @@ class UnitLayout:
         start = self.layout.time
         self._inbox_places.setdefault(spec.way, [])
         for wire in spec.inboxes:
-            # It belongs to no part (-1): a receive may fill it before the part starts, so that no
-            # launch may take its memory over.
+            # It belongs to no part (-1): a receive may fill it before the part starts, so no launch
+            # may reuse its memory.
             self._inbox_places[spec.way].append((self.layout.new(wire.num_bytes, -1), wire))
         unpacked: list[Any] = []
         inputs = [self._input(spec, index, number, unpacked) for index in range(len(spec.sources))]
@@ -219,17 +219,17 @@ class UnitLayout:
         part.launches[:0] = unpacked
         for output in (*spec.returned, *(output for output, _ in spec.outboxes)):
             instance = self.layout.instances[part.outputs[output].instance]
-            # What is returned as it came in is used in this part, even if nothing is launched.
+            # An input that is returned unchanged is used in this part, even without a launch.
             instance.death = max(instance.death, start + 1)
         for output, wire in spec.outboxes:
             place = self._outbox(number, part, part.outputs[output], wire)
             self._outbox_places.setdefault(spec.way, []).append((place, wire))
-        for output in spec.returned:  # the caller takes it after the copies that travel were made
+        for output in spec.returned:  # the caller reads it after the copies into outboxes
             instance = self.layout.instances[part.outputs[output].instance]
             instance.death = max(instance.death, self.layout.time)
         self._spans.append((start, self.layout.time))
-        # A part may launch nothing, and two parts must never share a moment: buffers
-        # are distinguished by the part in which they live.
+        # A part may launch nothing, but two parts must not share a time: a buffer's times say in
+        # which parts it is live.
         self.layout.time += 1
         return part
 
@@ -242,7 +242,7 @@ class UnitLayout:
             tensor = self._tensors[source.index]
             if source.index not in spec.written or (spec.name, index) not in self._shared:
                 return tensor
-            # The caller changes it after the part; a backward reads it as this part did.
+            # The caller changes it after the part; the backward needs the earlier value: a copy.
             return self._copied(Wire(self._tensor_types[source.index]), tensor, number, unpacked)
         if source.kind == "given":
             return self._given[source.index]
@@ -251,7 +251,7 @@ class UnitLayout:
         return (part.outputs if source.kind == "output" else part.inputs)[source.index]
 
     def _arrived(self, instance: int, wire: Wire, number: int, unpacked: list[Any]) -> Placed:
-        """Returns a value that arrived, in the layout that its type asks for."""
+        """Returns a received value, in the layout of its type."""
         type_ = wire.type
         stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
         box = Placed(instance, type_.dtype, wire.once, stride, 0)
@@ -260,7 +260,7 @@ class UnitLayout:
         return self._copied(wire, box, number, unpacked)
 
     def _copied(self, wire: Wire, source: Placed, number: int, launches: list[Any]) -> Placed:
-        """Copies a value, each element once, into the layout that its type asks for."""
+        """Copies a value into the layout of its type, expanded elements once."""
         type_ = wire.type
         kind: BufferKind = "arena" if self.results == "planned" else "foreign"
         num_bytes = max(reach(wire.once, type_.stride), 0) * type_.dtype.itemsize
@@ -270,7 +270,7 @@ class UnitLayout:
         return replace(copy, shape=type_.shape)
 
     def _outbox(self, number: int, part: Part, placed: Placed, wire: Wire) -> int:
-        """Returns the buffer that travels: the output's own where it fits, else a copy."""
+        """Returns the buffer to send: the output's own if it has the right form, else a copy."""
         type_, instance = wire.type, self.layout.instances[placed.instance]
         same = (placed.shape, placed.stride, placed.offset_bytes) == (type_.shape, type_.stride, 0)
         whole = instance.kind == "arena" and instance.num_bytes == wire.num_bytes
@@ -286,7 +286,7 @@ class UnitLayout:
     # ---- regions -------------------------------------------------------------------------
 
     def _find_spans(self, starts: Sequence[int]) -> list[tuple[int, int]]:
-        """For each buffer, the first and the last of the spans that begin so, in which it lives."""
+        """Returns for each buffer the first and last span with these starts in which it is live."""
         births = np.array([b.birth for b in self.layout.instances])
         deaths = np.array([b.death for b in self.layout.instances])
         first = np.searchsorted(starts, births, side="right") - 1
@@ -294,13 +294,13 @@ class UnitLayout:
         return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
 
     def _cut(self, number: int, num_phases: int) -> list[int]:
-        """Returns the starts of phases of a part: about equally long, cut where little is live."""
+        """Returns the starts of a part's phases: about equally long, cut where little is live."""
         start, end = self._spans[number]
         live = np.zeros(end - start + 1, np.int64)
         for instance, used in zip(self.layout.instances, self._used, strict=True):
             if instance.kind == "arena" and used == (number, number):
                 live[instance.birth - start + 1 : instance.death - start] += instance.num_bytes
-        # What is live across a cut goes into a slab, where the planner can share nothing. So a cut
+        # Buffers that are live across a cut go into a slab, where no memory is shared. So a cut
         # moves by up to half a phase to where the fewest bytes are live.
         cuts = [0]
         step = (end - start) / num_phases
@@ -325,8 +325,8 @@ class UnitLayout:
                 groups.setdefault(phases[index], []).append(index)
         for (begin, end), members in groups.items():
             (first, a), (last, b) = where[begin], where[end]
-            # Buffers that live from one phase to another are all live between the two: nothing can
-            # be shared, and no planner is needed. Within a phase a planner places them.
+            # All buffers that are live from one phase to another are live at once between the two,
+            # so they are stacked. The planner places those of a single phase.
             num_bytes = self._stack(members) if begin < end else self._place(members, plan)
             self._add_region(members, Region(num_bytes, first, last, a, b, False))
         for target, places in (
@@ -337,7 +337,7 @@ class UnitLayout:
                 target[way] = [Box(self._region_of[i], wire) for i, wire in found]
 
     def _stack(self, members: Sequence[int]) -> int:
-        """Puts buffers one after the other; returns their bytes together."""
+        """Places buffers one after the other; returns their total bytes."""
         total = 0
         for index in members:
             self._offsets[index] = total
@@ -366,16 +366,16 @@ class UnitLayout:
 
     @cached_property
     def used_regions(self) -> list[list[int]]:
-        """The regions that the code of each part works in."""
+        """The regions that the code of each part uses."""
         views = (code.arena_views.values() for code in self.codes)
         placed = ({self._region_of[p.instance] for p in own} for own in views)
         return [sorted(p | set(c.regions)) for p, c in zip(placed, self.codes, strict=True)]
 
     def bytes_per_flight(self, num_flights: int) -> int:
-        """Returns what one of so many flights at once takes, with its share of the scratch."""
+        """Returns the bytes of one of several flights at once, with its share of the scratch."""
         kept = sum(r.num_bytes for r in self.regions if r.is_kept)
-        # Flights share the scratch, since one part runs at a time: each bears its share of the most
-        # that a phase needs.
+        # Flights share the scratch, since one part runs at a time: each counts its share of the
+        # largest phase.
         scratch = 0
         for part, cuts in enumerate(self._cuts):
             own = [r for r in self.regions if r.first == part and not r.is_kept]
@@ -394,7 +394,7 @@ class UnitLayout:
         return [*(cut - start for cut in self._cuts[number]), end - start + 1]
 
     def addition_to(self, tensor: int) -> tuple[int, int] | None:
-        """Returns the part and the phase in which a tensor is added to; None if none is."""
+        """Returns the part and the phase in which a sum is added to; None if in none."""
         added = self._added.get(self._tensors[tensor].instance)
         if added is None:
             return None
@@ -402,7 +402,7 @@ class UnitLayout:
         return part, bisect_right(self._cuts[part], added.time) - 1
 
     def code_of_first(self, number: int, tensors: Collection[int]) -> GeneratedCode:
-        """Returns the code of a part that sets these tensors, in place of adding to them."""
+        """Returns the code of a part that sets these tensors instead of adding to them."""
         added = [self._added[self._tensors[tensor].instance] for tensor in tensors]
         return self._code(number, added)
 
@@ -424,7 +424,7 @@ class UnitLayout:
 
     @cached_property
     def hand_overs(self) -> list[HandOver]:
-        """The tensors outside of the arena that each part takes and leaves."""
+        """The tensors outside the arena that each part takes and passes on."""
         return [self._hand_over(number) for number in range(len(self._parts))]
 
     def _hand_over(self, number: int) -> HandOver:
@@ -457,12 +457,12 @@ class UnitLayout:
         return lower_bound(buffers_of(own)) if own else 0
 
     def offsets_from(self, number: int, starts: Mapping[int, int]) -> dict[int, int]:
-        """Returns the offsets in the arena of the buffers that the code of a part has views of."""
+        """Returns the arena offsets of the buffers that a part's code has views of."""
         used = {placed.instance for placed in self.codes[number].arena_views.values()}
         return {i: starts[self._region_of[i]] + self._offsets[i] for i in used}
 
     def placed(self, number: int) -> list[PlacedBuffer]:
-        """Returns the buffers that a part makes, no boxes."""
+        """Returns the buffers that a part makes, without boxes."""
         found = []
         for index, instance in enumerate(self.layout.instances):
             first, last = self._used[index]
@@ -478,7 +478,7 @@ class UnitLayout:
         return found
 
     def launches_of(self, number: int) -> list[tuple[int, PlacedLaunch]]:
-        """Returns the launches of a part, each with its moment, counted from the part's start."""
+        """Returns the launches of a part, each with its time from the part's start."""
         start = self._spans[number][0]
         return [(launch.time - start, launch) for launch in self._parts[number].launches]
 
@@ -489,6 +489,6 @@ class UnitLayout:
 
 
 def least(buffers: Buffers) -> ArenaPlan:
-    """Returns what a plan takes at least, without places."""
+    """Returns a plan without offsets, whose peak is the lower bound."""
     bound = lower_bound(buffers)
     return ArenaPlan(np.zeros(len(buffers), np.int64), bound, bound, "lower bound")

@@ -1,4 +1,4 @@
-"""Arenas of a planned program: who works in one, and which are kept while nobody does."""
+"""Arenas of a planned program: which are in use, and how many idle ones are kept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from ...reuse.process import ProcessLock
 from ..link.torch_generated import Runner
 
-_MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
-_NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
+_MAX_IDLE_ARENAS = 4  # an arena is as large as all activations, so few are kept
+_NUM_SPELLS = 4  # so many are remembered, so that a lone forward between steps frees no arena
 
 address_of = torch.Tensor.data_ptr
 
@@ -25,16 +25,16 @@ def new_memory(num_bytes: int, device: torch.device, *, pinned: bool = False) ->
 
 
 class Lender(Protocol):
-    """Lends arenas: a program."""
+    """A program that lends arenas."""
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
 
 
 class Use:
-    """Counts the arenas in use now and lately: so many are kept when they are idle.
+    """Counts the arenas in use, now and lately: as many are kept when they are idle.
 
-    A spell of use begins with the first lease and ends when all are given back.
+    A spell begins with the first lease and ends when all leases are released.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Use:
 
     @property
     def num_idle_kept(self) -> int:
-        """Returns the number of idle arenas that are worth their memory."""
+        """Returns how many idle arenas to keep."""
         lately = max((self._most, *self._spells))
         return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
 
 
 @dataclass(frozen=True)
 class Arena:
-    """An arena in which nobody runs, and what is bound in it, by shape."""
+    """An idle arena, and the leases bound in it, by the key of their shapes."""
 
     memory: torch.Tensor
     others: Mapping[torch.device, torch.Tensor]
@@ -70,13 +70,13 @@ class Arena:
 
 
 class Arenas:
-    """The arenas of a program, in which it runs with the numbers of any shape.
+    """The arenas of a program, shared by all shapes that it runs with.
 
     Attributes:
-        addresses: of the tensors that are bound in idle ones.
-        idle: those in which nobody runs.
+        addresses: of the tensors that are bound in idle arenas.
+        idle: the arenas that no lease uses.
         use: how many are in use.
-        lock: collecting garbage inside may give a lease back.
+        lock: reentrant, since a garbage collection while it is held may release a lease.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Arenas:
         self._pinned: tuple[Callable[[], torch.Tensor | None], int, object] | None = None
 
     def taken(self, key: object) -> Arena | None:
-        """Returns an idle arena, one in which a shape is bound if there is one."""
+        """Returns an idle arena, if possible one with a lease bound for this key."""
         bound = (i for i, arena in enumerate(self.idle) if key in arena.bound)
         return self.idle.pop(next(bound, -1)) if self.idle else None
 
     def forget(self, key: object) -> None:
-        """Drops what is bound for a shape, and arenas in which none is."""
+        """Drops the leases bound for a key, and arenas without any."""
         for arena in self.idle:
             arena.bound.pop(key, None)
         self.idle[:] = [arena for arena in self.idle if arena.bound]
@@ -100,11 +100,11 @@ class Arenas:
             self.addresses = []
 
     def pin(self, arena: torch.Tensor, key: object) -> None:
-        """Notes where results lie until the next run, of whatever shape."""
+        """Notes the arena that holds the results until the next run, of any shape."""
         self._pinned = weakref.ref(arena), arena.data_ptr(), key
 
     def pinned_by_others(self, key: object) -> tuple[torch.Tensor] | None:
-        """Returns the arena of another shape in which results lie, if it is whole."""
+        """Returns the arena with another shape's results, if its storage is still whole."""
         made, start, owner = self._pinned or (lambda: None, 0, key)
         arena = made() if owner is not key else None
         if arena is None or arena.data_ptr() != start:
@@ -135,11 +135,11 @@ class Lease:
         return Lease(*bound, owner, self.others, home)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors are where they were when the arena was bound."""
+        """Whether these tensors are at the addresses that were bound."""
         return list(map(address_of, tensors)) == self.addresses
 
     def has_its_arena(self) -> bool:
-        """Whether the arena is where it was bound, and whole: operators of the user's see it."""
+        """Whether the arena is unmoved and whole: a user's operator may have resized it."""
         return all(
             memory.data_ptr() == start and memory.untyped_storage().nbytes() >= memory.numel()
             for memory, start in zip(self._arenas(), self._starts, strict=True)
@@ -149,7 +149,7 @@ class Lease:
         return [self.arena, *self.others.values()]
 
     def hand_over(self) -> None:
-        """Leaves the arena to another lease on it."""
+        """Passes the arena on to another lease, which will release it."""
         self.owner = None
 
     def release(self) -> None:

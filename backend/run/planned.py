@@ -1,9 +1,9 @@
 """A planned program: every buffer has an address, and a run is one launch after the other.
 
-One :class:`PlannedProgram` is made per linked program; each run in flight has a :class:`Lease` on
-an arena of its own, with all views bound. Leases return to a pool when they are released or
-dropped, so a training loop binds once and two forwards before a backward get two arenas. Where
-memory is not planned, each closure is one launch that allocates what it returns.
+There is one :class:`PlannedProgram` per linked program. Each run in flight has a :class:`Lease` on
+an arena of its own, in which all views are bound. Arenas return to a pool when their leases are
+released or dropped, so a training loop binds once, and two forwards before a backward get two
+arenas. If memory is not planned, each closure is one launch that allocates its results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .leases import Arena, Arenas, Lease, address_of, new_memory
 class PlannedProgram:
     """One or two flat programs (a forward, and its backward) over one planned arena.
 
-    On a GPU a program of pinned results is one CUDA graph; ``why_no_graph`` says why it is not.
+    On a GPU a program with pinned results is one CUDA graph; ``why_no_graph`` is the reason if not.
 
     Args:
         flats: the flat programs, in the order they run.
@@ -66,18 +66,18 @@ class PlannedProgram:
         num_results: for each program, how many of its leading outputs the user receives.
         backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
             ``("input", i)`` of the forward, or ``("new", type)``.
-        results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
-            leaves every output at one place in the arena until the next run. Where all launches
-            allocate what they return, so that the arena is empty: ``"allocated"`` hands that out,
-            and ``"copied"`` a copy at one place.
-        tools: what places buffers and runs launches.
-        gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
-            begins, and activations lie in their memory until they are written.
-        names: what the user calls the first of ``model_inputs``.
+        results: ``"owned"`` allocates results in each run, for the user to keep; ``"pinned"``
+            leaves every output at one place in the arena until the next run. If all launches
+            allocate their results, so that the arena is empty: ``"allocated"`` returns them,
+            ``"copied"`` returns copies at the same addresses in every run.
+        tools: place buffers and run launches.
+        gradients: ``"apart"`` allocates them when the backward begins; ``"overlaid"`` when the
+            forward begins, and their memory holds activations until they are written.
+        names: the user's names of the first of ``model_inputs``.
         roots: for each result of the forward what it is a view of; equal ones share memory.
 
     Attributes:
-        plans: what the tools answered, in order.
+        plans: the memory plans that the tools returned, in order.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PlannedProgram:
         self.why_no_graph = self._hindrance() if is_on_gpu else ""
         self._writers = self._writers_of(num_results)
         self._codes = [writer(ranges="offered").write() for writer in self._writers]
-        # Compiled once; each arena executes the code again, in a scope with its own views.
+        # Compiled once; each arena executes the code in a namespace with its own views.
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
@@ -144,26 +144,26 @@ class PlannedProgram:
         return self.plans[-1]
 
     def at(self, numbers: Numbers) -> PlannedProgram:
-        """Returns the same program with the numbers of other sizes, for which there is room."""
+        """Returns the same program at other sizes, for which its buffers have room."""
         _ = (
             self._device_of,
             self._made_bytes,
             self._outside,
             self.is_native,
-        )  # found once
+        )  # cached before the copy
         made = copy.copy(self)
         made._numbers, made._key = numbers, object()
         return made
 
     @property
     def rooms(self) -> list[tuple[int, int]]:
-        """The bytes of buffers that vary, and how many there is room for."""
+        """The bytes of each buffer of symbolic size, and the bytes reserved for it."""
         placed = [b.num_bytes for b in self.layout.instances if b.kind == "arena"]
         found = {repr(size): size for size in placed if type(size) is Size}
         return [(size, -(-int(size) // ALIGNMENT) * ALIGNMENT) for size in found.values()]
 
     def _writers_of(self, num_results: Sequence[int]) -> list[partial[CodeWriter]]:
-        """Returns what writes the function of each part."""
+        """Returns the writer of each part's function."""
         handed = (*handed_on(self.layout), *self.overlay.hosts)
         return [
             partial(
@@ -191,7 +191,7 @@ class PlannedProgram:
 
     @property
     def num_hosts(self) -> int:
-        """Gradients whose memory a forward allocates; they follow what it hands on."""
+        """Number of gradients that a forward allocates; they come after its foreign buffers."""
         return len(self.overlay.hosts)
 
     @property
@@ -206,12 +206,12 @@ class PlannedProgram:
 
     @property
     def allocates_all(self) -> bool:
-        """Whether all launches are closures that allocate what they return."""
+        """Whether each launch is a closure that allocates its results."""
         return self._results in ("allocated", "copied")
 
     @property
     def outside_bytes(self) -> int:
-        """Most bytes at one time that launches allocate: results, scratch, what cuBLAS works in."""
+        """Most bytes at one time that launches allocate: results, scratch, cuBLAS's workspace."""
         return most_bytes(self._outside, self._numbers)
 
     @functools.cached_property
@@ -220,22 +220,22 @@ class PlannedProgram:
 
     @property
     def workspace_bytes(self) -> int:
-        """Those of them that cuBLAS works in, all the time."""
+        """Bytes of cuBLAS's workspace, which is among them all the time."""
         return sum(b.num_bytes for b in self.layout.workspaces)
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a run holds: the arena, and what is outside of it."""
+        """Most bytes that a run holds: in the arena, and outside of it."""
         return self.plan.peak_bytes + self.outside_bytes
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of what the user receives, but for gradients that the plan places."""
+        """Bytes of the user's results, without gradients that the plan places."""
         return sum(map(self._numbers.of, self._made_bytes))
 
     @functools.cached_property
     def _made_bytes(self) -> list[int]:
-        """Bytes of each result; those that do not vary as one number."""
+        """Bytes of results: one sum for all of fixed size, then each of symbolic size."""
         planned = set(gradients_of(self.layout)) if self.overlay.hosts else set()
         instances = enumerate(self.layout.instances)
         made = [b.num_bytes for i, b in instances if b.kind == "result" and i not in planned]
@@ -244,7 +244,7 @@ class PlannedProgram:
 
     @property
     def num_made_per_run(self) -> int:
-        """Tensors that one run makes: what the user receives, and foreign results."""
+        """Number of tensors that one run allocates: the user's results, and foreign ones."""
         return sum(code.num_made_per_run for code in self._codes)
 
     def foreign_launches(self) -> list[str]:
@@ -253,24 +253,24 @@ class PlannedProgram:
         return [launch.name for launch in launches if launch.results]
 
     def check_is_here(self) -> None:
-        """Raises PlanError if it was compiled for a device that is not here."""
+        """Raises PlanError if the program was compiled for a device that is not here."""
         self._tools.place.check_is_here()
 
     def lease(self, tensors: list[torch.Tensor], before: Lease | None = None) -> Lease:
-        """Returns an arena to run in, with the model's present tensors bound.
+        """Returns a lease on an arena, with the model's present tensors bound.
 
         Args:
             tensors: the model's.
-            before: what another shape runs in, if it is known: most is bound as it is there.
+            before: the lease of another shape, if there is one: most bindings are taken from it.
         """
         self.check_is_here()
-        # What is bound keeps its memory alive, so an address means one memory. The tensor
-        # object would not: `parameter.data = ...` gives it another.
+        # A lease keeps the memory alive that it is bound to, so equal addresses are the same
+        # memory. Equal tensor objects are not: `parameter.data = ...` changes their memory.
         addresses = list(map(address_of, tensors))
         arenas = self._arenas
         with arenas.lock:
             if addresses != arenas.addresses:
-                # Of shapes that take turns, what the model has stays where it was looked at.
+                # Where shapes take turns, tensors that another lease has checked are not new.
                 seen = {*arenas.addresses, *(before.addresses if before is not None else ())}
                 moved = [i for i, address in enumerate(addresses) if address not in seen]
                 names = [self._names[i] if i < len(self._names) else "" for i in moved]
@@ -287,10 +287,10 @@ class PlannedProgram:
         return known.owned_by(self, arena)
 
     def followed(self, lease: Lease) -> Lease:
-        """Returns a lease on the same arena, bound to where its tensors' memory is now.
+        """Returns a lease on the same arena, bound to the present addresses of its tensors.
 
         Raises:
-            RuntimeError: if the memory of one is gone.
+            RuntimeError: if the memory of one was freed.
         """
         if lease.is_bound_to(lease.tensors):
             return lease
@@ -305,7 +305,7 @@ class PlannedProgram:
         arenas = self._arenas
         with arenas.lock:
             arenas.use.end()
-            # An arena that is bound to other tensors than the present ones is of no use again.
+            # An arena that is bound to other tensors than the present ones cannot be used again.
             if lease.addresses == arenas.addresses and lease.has_its_arena():
                 home = lease.home or Arena(lease.arena, lease.others)
                 home.bound[self._key] = lease.owned_by(None)
@@ -342,33 +342,36 @@ class PlannedProgram:
             raise
 
     def rest(self) -> None:
-        """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
+        """Frees the idle arenas, and drops the model's tensors that are bound in them."""
         with self._arenas.lock:
             self._arenas.forget(self._key)
 
     def copy_of(
         self, lease: Lease, handed: Sequence[torch.Tensor]
     ) -> tuple[Lease, list[torch.Tensor]]:
-        """Returns a second arena with the same contents, and the same of what was handed on."""
+        """Returns a lease on a copy of an arena, and copies of the tensors that were handed on."""
         twin = self.lease(lease.tensors)
         twin.arena.copy_(lease.arena)
         for device, arena in twin.others.items():
             arena.copy_(lease.others[device])
         foreign = len(handed) - self.num_hosts
-        # Foreign tensors are only read, so both share them; a backward writes to hosts.
+        # Foreign tensors are only read, so both share them; hosts are written, so they are copied.
         return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
 
     def taken_over(
         self, other: PlannedProgram, lease: Lease, handed: Sequence[torch.Tensor]
     ) -> tuple[Lease, list[torch.Tensor]]:
-        """Returns an arena with what another program saved, and what it handed on.
+        """Copies what another program saved into an arena of this one.
 
         Args:
             other: a program of the same forward, with another backward.
             lease: of that program, after its forward ran.
-            handed: what the forward handed on.
+            handed: the tensors that the forward handed on.
+
+        Returns:
+            The lease on the arena, and the tensors to hand on to this program's backward.
         """
-        # The two backwards differ, and so do the places of what the forward saved for them.
+        # The two backwards differ, so their saved tensors are at different offsets.
         twin = self.lease(lease.tensors)
         foreign = list(handed[: len(handed) - other.num_hosts])
         hosts = [self._new_host(instance) for instance in self.overlay.hosts]
@@ -379,7 +382,7 @@ class PlannedProgram:
         return twin, [*foreign, *hosts]
 
     def memory_of(self, instance: int, lease: Lease, hosts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the bytes of a buffer in an arena, or in the gradient that it lies in."""
+        """Returns the bytes of a buffer, in an arena or in the gradient that hosts it."""
         host, start = self.overlay.guests.get(instance, (-1, self.offsets[instance]))
         device = self.layout.instances[instance].device
         memory = lease.arena if device is None else lease.others[device]
@@ -401,14 +404,14 @@ class PlannedProgram:
         others: Mapping[torch.device, torch.Tensor],
         other: Lease | None = None,
     ) -> Lease:
-        """Binds an arena; most as another shape has it there, if one does."""
+        """Binds an arena; takes most bindings from another shape's lease on it, if there is one."""
         is_alike = other is not None and other.arena is arena and other.code is self._compiled
         other = other if is_alike and self._numbers is not PLAIN else None
         there = other.addresses if other is not None else [-1] * len(addresses)
         elsewhere = [i for i, (a, b) in enumerate(zip(addresses, there, strict=True)) if a != b]
         held = list(tensors if other is None else other.tensors)
         for index in elsewhere:
-            # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
+            # Detached: `parameter.data = ...` must not change the memory of the lease's tensor.
             held[index] = tensors[index].detach()
         instances = list(self.model_instances.values())
         tensor_of = dict(zip(instances, held, strict=True))
@@ -416,7 +419,7 @@ class PlannedProgram:
         memory = Memory(
             arena, self.offsets, tensor_of, self._tools, others=others, device_of=self._device_of
         )
-        # Closures may return something on any device, and not only on that of an arena.
+        # Such closures may return tensors on any device, not only on that of an arena.
         names: dict[str, Any] = {"as_predicted": as_predicted} if self.allocates_all else {}
         runners = []
         for index, (writer, code, compiled) in enumerate(
@@ -429,7 +432,7 @@ class PlannedProgram:
             else:
                 part = code.part_at(self._numbers, moved)
                 runners.append(memory.runner_like(other.runners[index], part, compiled, **names))
-        # A graph replays fixed addresses: results that are made anew in each run have none.
+        # A CUDA graph replays fixed addresses, so results must be at the same ones in each run.
         if self._tools.place.graphs == "captured" and self._results == "pinned":
             runners = [self._as_graph(runner) for runner in runners]
         if self._results == "copied":
@@ -438,7 +441,7 @@ class PlannedProgram:
 
     @functools.cached_property
     def _device_of(self) -> dict[int, torch.device]:
-        """The further devices of buffers that lie on one."""
+        """The devices of the buffers that are not on the planned device."""
         instances = enumerate(self.layout.instances)
         return {i: b.device for i, b in instances if b.device is not None}
 
@@ -449,14 +452,14 @@ class PlannedProgram:
 
 
 def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:
-    """Returns what copies the results of each run to where those of the first are."""
+    """Wraps a runner to copy the results of each run into those of the first."""
     kept: list[torch.Tensor] = []
 
     def run(inputs: list[Any]) -> list[torch.Tensor]:
         check_addresses(bound)
         made = runner(inputs)
         if not kept:
-            # Copies: users write to some, and one may be an input, or a kernel's constant.
+            # Clones: users write to some results, and one may be an input or a kernel's constant.
             kept.extend(result.clone() for result in made)
         else:
             for result, new in zip(kept, made, strict=True):
@@ -467,7 +470,7 @@ def _at_one_place(runner: Runner, bound: Sequence[torch.Tensor]) -> Runner:
 
 
 Graph: TypeAlias = Literal["keep", "free"]
-"""Whether saved tensors are kept after a backward, as it may run again, or freed."""
+"""Whether a backward keeps the saved tensors, so that it can run again, or frees them."""
 
 
 @dataclass
@@ -478,7 +481,7 @@ class _Flight:
 
 
 def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> Runner:
-    """Returns what runs a flat program of closures that allocate what they return."""
+    """Returns a function that runs a flat program whose closures allocate their results."""
     program = PlannedProgram([flat], kernel_lists, [], [len(flat.outputs)], results="allocated")
     return program.lease([]).runners[0]
 
@@ -504,7 +507,7 @@ class Runtime:
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
 
     def at(self, numbers: Numbers) -> Runtime:
-        """Returns the same with the numbers of other sizes, for which there is room."""
+        """Returns the same runtime at other sizes, for which its buffers have room."""
         made = copy.copy(self)
         made.program = self.program.at(numbers)
         return made
@@ -517,7 +520,7 @@ class Runtime:
 
     @called_without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Returns what the user receives, and the flight."""
+        """Runs the forward; returns the user's results, and the flight."""
         if self.program.allocates_all:
             check_addresses(inputs)
         lease = self.program.lease([inputs[i] for i in self._model])
@@ -534,7 +537,7 @@ class Runtime:
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:
-        """Returns the gradients.
+        """Runs the backward; returns the gradients.
 
         Args:
             flight: from the forward.
@@ -548,23 +551,23 @@ class Runtime:
         if graph == "keep":  # the backward works in the arena, so it gets one of its own
             lease, foreign = self.program.copy_of(lease, foreign)
         else:
-            flight.foreign = []  # gradients among them: the user's alone from here on
+            flight.foreign = []  # drops gradients, too, which belong to the user from here on
         given += foreign
         if self.program.allocates_all:
             check_addresses(given)
-        del foreign  # so that each saved tensor goes after its last use
+        del foreign  # so that each saved tensor is freed after its last use
         gradients = lease.runners[1](given)
         lease.release()
         return gradients
 
     def rest(self) -> None:
-        """Gives back the memory that is held while nothing runs."""
+        """Frees the memory that is held while nothing runs."""
         self.program.rest()
 
     def taken_over(self, other: Any, flight: Any) -> Any:
-        """Returns the flight of another runtime, with the same forward, as one of this.
+        """Returns a flight of this runtime from one of another runtime with the same forward.
 
-        The flight stays as it is.
+        The other flight stays valid.
         """
         flight.lease = other.program.followed(flight.lease)
         lease, handed = self.program.taken_over(other.program, flight.lease, flight.foreign)
@@ -579,7 +582,7 @@ def _forward_input(program: PlannedProgram, position: int) -> int:
 
 
 def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns a tensor; raises RuntimeError if it was changed in place since it had a version."""
+    """Returns a tensor; raises RuntimeError if it was changed in place since this version."""
     found = version_of(tensor)
     if found != version:
         raise RuntimeError(
