@@ -1,4 +1,4 @@
-"""The commands of ``lazyinline``, run with their parsed arguments; rows of its ``bench``."""
+"""The commands of ``lazyinline``, run with their parsed arguments, and the rows of ``bench``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HEAD = (
 
 
 class Decoder(nn.Module):
-    """Puts PyTorch's own layers between an embedding and a head, as a GPT has them."""
+    """A GPT-like decoder of PyTorch's own layers."""
 
     def __init__(self, layers: int, hidden: int = 256, vocab: int = 1000, seq: int = 64) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
 def decoder(
     layers: int, *, batch: int = 2, train: bool = True
 ) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
-    """Makes the decoder that is measured unless another model is named, with a batch."""
+    """Returns the default model of ``bench``, and a batch."""
     ids, targets = torch.randint(1000, (2, batch, 64), device="cpu").unbind()
     return Decoder(layers).train(train), (ids, targets) if train else (ids,), {}
 
@@ -83,17 +83,15 @@ def bench(
     say: Callable[[str], None],
     **options: Any,
 ) -> list[MeasureReport]:
-    """Measures all rows; says each as soon as it is there.
+    """Measures all rows and reports each as soon as it is known.
 
     Args:
-        make: returns a model with its inputs; is given a number of layers, if there are some. The
-            smallest is compiled twice before, both ways: that pays for the C++ kernels, which all
-            depths share, and the rows then show what the compilers do.
+        make: returns a model and its inputs, for a number of layers if ``layers`` has some.
         layers: numbers of layers, or none.
-        say: takes a line.
-        options: of :func:`lazyinline.measure`.
+        say: called with each line.
+        options: those of :func:`lazyinline.measure`.
     """
-    # C++ kernels are shared by all depths: without this the first row would pay for them alone.
+    # All depths share C++ kernels. Without a warm-up the first row would pay for them.
     if layers:
         say(f"warm-up: {min(layers)} layers, all ways; imports, C++ kernels built ...")
         measure(*make(min(layers)), **options, execute=bool(options.get("against")))
@@ -107,7 +105,7 @@ def bench(
             say(f"{'':>6} {report.other_text(name)}")
     others = {one.other_text(name) for one in reports for name in one.others}
     for note in dict.fromkeys(note for report in reports for note in report.notes()):
-        if note not in others:  # said beside its row
+        if note not in others:  # printed below its row already
             say(note)
     say("errors are against eager: largest absolute of the output, largest relative of a gradient")
     return reports
@@ -125,12 +123,12 @@ def _row(report: MeasureReport) -> str:
 
 
 def to_json(reports: Sequence[MeasureReport]) -> str:
-    """Returns all rows, and where they were measured."""
+    """Returns all rows, with a description of the machine."""
     found = {"about": about(), "rows": [report.to_dict() for report in reports]}
     return json.dumps(found, indent=2, allow_nan=False) + "\n"
 
 
-# ---- The commands --------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def run_bench(options: argparse.Namespace) -> None:
@@ -138,7 +136,7 @@ def run_bench(options: argparse.Namespace) -> None:
     _check_folders(options.json, options.html)
     micro_batches, layers = options.micro_batches or 1, options.layers or ()
     if options.model is None:
-        # A micro-batch has as many sequences as a step without them: rows can be compared.
+        # A micro-batch has as many sequences as a whole step without them, for comparable rows.
         make: Callable[..., Any] = partial(
             decoder, batch=2 * micro_batches, train=not options.infer
         )
@@ -176,12 +174,14 @@ def run_inspect(options: argparse.Namespace) -> None:
         raise LazyInlineError("--diff shows what one pass changed: name it with --after PASS.")
     if options.level == "primitive" and (options.after or options.recompute):
         raise LazyInlineError(
-            "--level primitive shows a model before any choice of a backend: it goes with no "
-            "--after and no --recompute."
+            "--level primitive shows a model before any backend is chosen. Leave out --after and "
+            "--recompute."
         )
     if _is_file(options.target):
         if options.after or options.level == "primitive" or options.diff:
-            raise LazyInlineError("A file has programs as they were captured: leave --after out.")
+            raise LazyInlineError(
+                "A file has captured programs only: leave out --after, --level and --diff."
+            )
         for what, program in programs_of_file(options.target):
             print(folded(f"// {what}"), format_program(program), sep="\n", end="")
         return
@@ -212,7 +212,7 @@ def run_export(options: argparse.Namespace) -> None:
         program = next((one for what, one in found if what.endswith("inference")), None)
         if program is None or options.train:
             raise LazyInlineError(
-                f"A file is exported in inference, and {options.target} has no program for that: "
+                f"Only inference programs of a file are exported, and {options.target} has none: "
                 "save what lazyinline.compile returned, after a call without gradients."
             )
         print(export_onnx(program, (), options.file, verify=False, **same))
@@ -223,7 +223,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Runs ``report``: measures a model, prints what came out, writes a page."""
+    """Runs ``report``: measures a model, prints the report, writes a page."""
     _check_folders(options.html)
     if _is_file(options.target):
         print(parts_text(options.target))
@@ -261,7 +261,7 @@ def _is_file(target: str | None) -> bool:
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:
-    """Raises LazyInlineError for a file in no folder, before anything takes long."""
+    """Raises LazyInlineError for a file without a folder, before the slow work begins."""
     for file in files:
         if file is not None and not file.resolve().parent.is_dir():
             raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
@@ -275,7 +275,7 @@ def run_advise(options: argparse.Namespace) -> None:
 
 
 def run_fit(options: argparse.Namespace) -> None:
-    """Runs ``fit``: prints what a rank of a mesh holds."""
+    """Runs ``fit``: prints the memory of a rank of a mesh."""
     model, args, kwargs = load_target(options.model)
     found = fit(
         model,
@@ -283,7 +283,7 @@ def run_fit(options: argparse.Namespace) -> None:
         kwargs,
         mesh=dict(options.mesh),
         target=options.target,
-        # On a command line no plan can be written down: "marked" is what names and marks say.
+        # A command line cannot hold a plan; "marked" goes by names of dimensions and by marks.
         plan="auto" if options.plan == "auto" else None,
         memory_bytes_per_rank=options.memory_gib and int(options.memory_gib * 2**30),
         micro_batches=options.micro_batches,
@@ -299,7 +299,7 @@ def run_fit(options: argparse.Namespace) -> None:
 
 
 def run_cache(options: argparse.Namespace) -> None:
-    """Runs ``cache``: prints what the on-disk cache holds, or empties it."""
+    """Runs ``cache``: prints the contents of the on-disk cache, or empties it."""
     try:
         found = DiskCache(default_directory(), max_bytes())
     except OSError as error:
@@ -328,15 +328,15 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = {
 
 
 def error_line(error: Exception) -> str | None:
-    """Returns one line for an error that is the user's to mend; None for one that is ours."""
+    """Returns one line for an error of the user's code; None for one that may be our bug."""
     if isinstance(error, LazyInlineError):
         return str(error)
-    # What the model raises, also deep in PyTorch, is the user's. Where code of ours is between the
-    # model and what raised, it may be ours, and a bug report needs the traceback.
+    # An error that the model raises, also deep in PyTorch, is the user's. If code of ours was
+    # called by the model, it may be ours, and a bug report needs the traceback.
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        # The innermost frame of the user's counts, and one of ours below it makes the error ours.
+        # The user's innermost frame is reported, unless a frame of ours is below it.
         if code.co_filename.startswith(own_places()):
             where = ""
         elif not (is_library_frame(frame) or is_standard_frame(frame)):

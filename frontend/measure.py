@@ -1,7 +1,7 @@
-"""``measure(model)``: what a compile saves, against eager and ``torch.compile``, in one run.
+"""``measure(model)`` compares late inlining with early inlining, eager and ``torch.compile``.
 
-A copy of the model is compiled late and early, and both run against eager; the report is a table,
-JSON and a page.
+Copies of the model are compiled with late and with early inlining; both are compared with eager.
+The report is a table, JSON and a page.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement
 
 Step: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]]
-"""The outputs and the gradients of one step, by name."""
+"""The outputs and the gradients of one step, each by name."""
 
 Against: TypeAlias = Literal["torch.compile", "per-block"]
-"""``torch.compile`` of the model, or of each block that the late side shares."""
+"""``torch.compile`` on the model, or on each block that late inlining shares."""
 
 _SIZES = {
     "graph nodes held": "num_nodes",
@@ -61,12 +61,12 @@ _SIZES = {
 
 
 class Errors(NamedTuple):
-    """Holds how far a step is from eager's.
+    """The differences between a step and an eager step.
 
     Attributes:
-        output: largest absolute difference of a number.
-        gradient: largest of the norm of a difference by the norm of eager's; None without training.
-        worst: the parameter or input that it belongs to.
+        output: the largest absolute difference of any output element.
+        gradient: the largest relative difference of a gradient, by norms; None without training.
+        worst: the parameter or input whose gradient that is.
     """
 
     output: float
@@ -76,12 +76,12 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Other:
-    """Holds what ``torch.compile`` took for the same model.
+    """The compile time of ``torch.compile`` for the same model.
 
     Attributes:
-        cpu_s: CPU-seconds of its first step, less those of the second.
-        wall_s: the same on the clock.
-        refused: the first line of its error; the model then has no step of it.
+        cpu_s: CPU seconds of the first step minus those of the second.
+        wall_s: the same in wall-clock time.
+        refused: the first line of its error, if it failed; it then has no step.
     """
 
     cpu_s: float
@@ -91,15 +91,15 @@ class Other:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """Holds late against early inlining of one model, both against eager.
+    """Late and early inlining of one model, both compared with eager.
 
     Attributes:
-        late: the compile with blocks compiled once, inlined at link.
+        late: the compile with blocks compiled once and inlined at link.
         early: the compile with everything inlined first (``reuse="off"``).
-        steps: the time of a step of eager, late and early by name; empty if nothing was run.
-        errors: how far late and early are from eager, by name; empty likewise.
-        layers: number of layers, where known.
-        others: what ``torch.compile`` took, by :data:`Against`; its steps are among the steps.
+        steps: step times of eager, late, early and ``others``, by name; empty if nothing was run.
+        errors: differences from eager, by name; empty if nothing was run.
+        layers: the number of layers, if known.
+        others: the compile times of ``torch.compile``, by :data:`Against`.
     """
 
     model: str
@@ -116,19 +116,19 @@ class MeasureReport:
 
     @property
     def sides(self) -> dict[str, CompileReport]:
-        """Returns both compiles by name."""
+        """The reports of both compiles, by name."""
         return {"late": self.late, "early": self.early}
 
     @property
     def noise(self) -> str:
-        """Says why the times of steps are not to be trusted; an empty text where they are."""
+        """Why step times cannot be trusted; empty if they can."""
         if not any(step.has_warnings for step in self.steps.values()):
             return ""
         widest = max(step.iqr / step.median for step in self.steps.values())
         return f"busy machine, do not trust step times: the middle half varies by {widest:.0%}"
 
     def title(self) -> str:
-        """Says what was measured, in one line."""
+        """Returns a line that names what was measured."""
         depth = "" if self.layers is None else f", {self.layers} layers"
         kind = "training" if self.train else "inference"
         if self.micro_batches > 1:
@@ -137,7 +137,7 @@ class MeasureReport:
         return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
 
     def notes(self) -> list[str]:
-        """Says what a reader should know: times that vary, what is not shared and why."""
+        """Returns notes for the reader: noisy times, blocks that are not shared, and why."""
         notes = [self.noise] if self.noise else []
         notes += map(self.other_text, self.others)
         if not self.late.num_block_calls:
@@ -148,7 +148,7 @@ class MeasureReport:
         return notes
 
     def other_text(self, name: str) -> str:
-        """Says what ``torch.compile`` took, and lazyinline's share of it."""
+        """Returns a line on the times of ``torch.compile``, with lazyinline's relative to them."""
         other, late = self.others[name], self.late
         if other.refused:
             return f"{name} refuses: {other.refused}"
@@ -160,7 +160,7 @@ class MeasureReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers as plain values; what was not measured is empty or None."""
+        """Returns the numbers as plain values; those not measured are empty or None."""
         own = ("model", "layers", "micro_batches", "train", "backend", "threads")
         sides, steps = self.sides.items(), self.steps.items()
         return {name: getattr(self, name) for name in own} | {
@@ -177,7 +177,7 @@ class MeasureReport:
             "step_min_ms": {name: 1e3 * min(step.times) for name, step in steps},
             "step_max_ms": {name: 1e3 * max(step.times) for name, step in steps},
             "rounds": {name: len(step.times) for name, step in steps},
-            # An infinite error is text: JSON has no such number.
+            # JSON has no infinity, so an infinite error is a string.
             "max_abs_error": {n: _finite(e.output) for n, e in self.errors.items()},
             "max_rel_grad_error": {n: _finite(e.gradient) for n, e in self.errors.items()},
             "worst_gradient": {n: e.worst for n, e in self.errors.items()},
@@ -191,7 +191,7 @@ class MeasureReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena."""
+        """Writes a self-contained page: verdict, program, passes, steps, the arena."""
         page = measured_page([(self.to_dict(), self.sides)], self.title())
         pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
 
@@ -200,7 +200,7 @@ class MeasureReport:
         return folded("\n".join([self.title(), "", *map(str.rstrip, rows), "", *self.notes()]))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yields the printed rows: sizes and seconds late and early, and a step of all three."""
+        """Yields the printed rows: sizes and seconds of late and early, and steps of all three."""
         both = [self.late, self.early]
         yield "", *self.sides
         for label, name in _SIZES.items():
@@ -232,16 +232,17 @@ def _finite(value: float | None) -> float | str | None:
 
 
 class Workload:
-    """Holds a copy of a model and of its inputs: a step leaves the user's own as they are.
+    """A copy of a model and of its inputs, so that a step does not change the user's.
 
     Args:
         model: the model.
         args: positional inputs of a step.
         kwargs: keyword inputs of a step.
-        train: whether a step has gradients.
-        micro_batches: parts of the batch that are run one after another, for their mean loss.
-        options: how the copy is compiled, in its first step; None runs the copy eagerly.
-        torch_compiled: paths of the modules that ``torch.compile`` compiles, "" the whole model.
+        train: whether a step computes gradients.
+        micro_batches: the number of parts of the batch that run one after another; the loss is
+            their mean.
+        options: the options that the first step compiles the copy with; None runs it eagerly.
+        torch_compiled: paths of the modules that ``torch.compile`` compiles; "" is the model.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class Workload:
             if len(results) > 1:
                 results = [torch.stack([*map(loss_of, results)]).mean()]
         outputs = _tensors_in(results[0])
-        # A step has run its backward already.
+        # A ``TrainingStep`` has run its backward already.
         if self._train and not isinstance(self.run, TrainingStep):
             torch.autograd.backward(*_objective(results[0], outputs))
         values = {name: tensor.detach() for name, tensor in outputs.items()}
@@ -297,7 +298,7 @@ def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Returns what is differentiated: the loss, or all outputs, each with its cotangent."""
+    """Returns the tensors to differentiate, the loss or all outputs, and their cotangents."""
     loss = loss_of(result)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss, None
@@ -309,15 +310,15 @@ def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, A
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Puts the random generators back at the end."""
-    # Only where CUDA is in use: to ask for a GPU's generator would initialize it.
+    """Restores the random generators at the end."""
+    # Only if CUDA is in use, because reading the state of a GPU's generator initializes CUDA.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):
         yield
 
 
 def errors(actual: Step, expected: Step) -> Errors:
-    """Returns how far a step is from what is right: the largest of outputs and of gradients."""
+    """Returns the largest differences of outputs and of gradients."""
     outputs, gradients = (
         {name: difference(found.get(name), b, relative=relative) for name, b in right.items()}
         for found, right, relative in zip(actual, expected, (False, True), strict=True)
@@ -330,7 +331,7 @@ def errors(actual: Step, expected: Step) -> Errors:
 
 
 def difference(a: torch.Tensor | None, b: torch.Tensor | None, *, relative: bool) -> float:
-    """Returns the largest difference of two numbers; or its norm, relative to that of ``b``."""
+    """Returns the largest absolute difference; or its norm, relative to that of ``b``."""
     given = b if a is None else a
     if given is None:
         return 0.0
@@ -348,7 +349,7 @@ def difference(a: torch.Tensor | None, b: torch.Tensor | None, *, relative: bool
 
 
 ROUNDS, ROUND_S = 3, 0.5
-"""Steps of all ways are timed by turns, so many times and for so many seconds each."""
+"""All ways are timed in turn: the number of rounds, and seconds for each way in a round."""
 
 
 @door
@@ -366,34 +367,34 @@ def measure(
 ) -> MeasureReport:
     """Compiles a model with late and with early inlining and compares both with eager.
 
-    A small compile goes before, so that neither side pays for imports. Inductor's cache of whole
-    graphs is off meanwhile, its cache of C++ objects is not; the late side comes first, so what
-    both sides need in C++ is charged to it. ``torch.utils.benchmark`` times the steps, by turns.
+    A tiny model is compiled first, so that neither side pays for imports. Inductor's cache of
+    whole graphs is off, its cache of C++ objects is on. The late side runs first, so C++ objects
+    that both need are charged to it. ``torch.utils.benchmark`` times the steps in turn.
 
-    In training a step is a forward and the gradients of a scalar result or of its ``.loss``; of a
-    model with neither, all outputs are differentiated with a fixed cotangent. Train and eval modes
-    stay the model's own. Copies are run: the model, its ``.grad`` and the inputs stay as they are.
+    In training a step is a forward and the gradients of a scalar result or of its ``.loss``; if
+    there is neither, all outputs are differentiated with fixed cotangents. The model keeps its
+    train or eval mode. Copies are run: the model, its ``.grad`` and the inputs do not change.
 
     Args:
-        model: any ``nn.Module`` that can be copied.
+        model: an ``nn.Module`` that ``copy.deepcopy`` can copy.
         args: positional inputs of one step.
         kwargs: keyword inputs of one step.
         train: measure a training step; otherwise a forward without gradients.
         micro_batches: training only. Each tensor of the batch is split along dimension 0 into so
-            many parts; both sides are then :func:`compile_step`, whose loss is the mean.
+            many parts; both sides then use :func:`compile_step`, whose loss is the mean.
         execute: run the steps; otherwise only compile. The model may then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
         reuse: what the late side shares, ``"auto"`` or ``"marked"``; early is always ``"off"``.
-        against: also measure ``"torch.compile"`` of the model, or ``"per-block"``: of each block
-            that the late side shares, with the rest eager. They come last, so that C++ objects
-            which both sides need are there. An error of theirs is part of the report.
+        against: also measure ``"torch.compile"`` on the model, or ``"per-block"``: on each block
+            that the late side shares, with the rest eager. They run last and find the C++ objects
+            of late and early in the cache. If one fails, the report has its error.
 
     Returns:
         The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.
 
     Raises:
         CaptureError: if the model cannot be captured.
-        PlanError: if it cannot be run or measured as asked.
+        PlanError: if the arguments do not fit each other or the model.
 
     Example:
         >>> print(lazyinline.measure(model, (ids, targets)))
@@ -428,9 +429,9 @@ def measure(
 def _compared(
     work: Callable[..., Workload], sides: Mapping[str, Workload], against: Sequence[Against]
 ) -> dict[str, Any]:
-    """Returns the reports of the sides, the times of all steps, and how far sides are off eager."""
+    """Returns the reports of both sides, the step times, and the differences from eager."""
     for side in sides.values():
-        gc.collect()  # so that no side pays for what was there before
+        gc.collect()  # so that no side pays for earlier garbage
         _seeded(side)  # compiles
     reports = {name: side.run.last_report for name, side in sides.items()}
     ways, others = {"eager": work(), **sides}, dict[str, Other]()
@@ -442,9 +443,9 @@ def _compared(
         others[name] = _first_step(way)
         if not others[name].refused:
             ways[name] = way
-    _seeded(ways["eager"])  # the first step makes what later ones reuse, the second counts
+    _seeded(ways["eager"])  # a first step to warm up; the next one is compared
     results = {name: _seeded(way) for name, way in ways.items()}
-    # Before more steps: they write their gradients where these lie.
+    # Compared before more steps run, because they overwrite these gradients in place.
     off = {name: errors(results[name], results["eager"]) for name in ways if name != "eager"}
     steps = _timed({name: way.step for name, way in ways.items()})
     again = {name for name, side in sides.items() if side.run.last_report is not reports[name]}
@@ -453,34 +454,34 @@ def _compared(
 
 
 def _outermost(report: CompileReport) -> list[str]:
-    """Returns the paths of the blocks that a model calls; not of blocks inside them."""
+    """Returns the paths of the outermost blocks."""
     paths = {one.path for one in report.decisions}
-    # A block inside another is compiled with it: both would be traced twice.
+    # ``torch.compile`` of a block also compiles the blocks inside.
     inside = {path for path in paths if any(path.startswith(f"{other}.") for other in paths)}
     return sorted(paths - inside)
 
 
 def _first_step(way: Workload) -> Other:
-    """Runs two steps of what ``torch.compile`` made; returns what the first took beyond the second.
+    """Returns the compile time of ``torch.compile``: the first step minus the second.
 
-    Its refusal is its answer, not an error of a measurement.
+    If it fails, its error is part of the result.
     """
     gc.collect()
-    torch.compiler.reset()  # nothing is left of a model before
+    torch.compiler.reset()  # drops what an earlier model left
     took = [(cpu_seconds(), time.perf_counter())]
     try:
         for _ in range(2):
             _seeded(way)
             took.append((cpu_seconds(), time.perf_counter()))
-    except Exception as error:  # any: it is PyTorch's compiler's
+    except Exception as error:  # PyTorch's compiler may raise any
         lines = str(error).strip().splitlines() or [""]
         return Other(0.0, 0.0, f"{type(error).__name__}: {lines[0]}")
-    # The first step less the second, which has nothing left to compile.
+    # ``took`` has the time before both steps, between them, and after them.
     return Other(*(2 * second - first - third for first, second, third in zip(*took, strict=True)))
 
 
 def warm_up_compiler(*, backend: BackendName, train: bool) -> None:
-    """Compiles a tiny model, so that imports and first uses are paid."""
+    """Compiles a tiny model, so that imports and initialization are done."""
     with generators_kept(), graph_cache_off(backend), torch.device("cpu"):
         _compiled(_tiny(), (torch.ones(4, 8),), {}, train, 1, Options(backend=backend))
 
@@ -497,7 +498,7 @@ def _compiled(
     micro_batches: int,
     options: Options,
 ) -> CompileReport:
-    """Compiles, and runs nothing."""
+    """Compiles without running; returns the report."""
     compiler = Compiler(options)
     with torch.set_grad_enabled(train):
         if micro_batches == 1:
@@ -508,13 +509,13 @@ def _compiled(
 
 
 def _seeded(work: Workload) -> Step:
-    torch.manual_seed(0)  # dropout draws the same in every way
+    torch.manual_seed(0)  # the same dropout everywhere
     return work.step()
 
 
 def _timed(steps: Mapping[str, Callable[[], Any]]) -> dict[str, Measurement]:
-    """Times steps, by turns."""
-    from torch.utils.benchmark import Measurement, Timer  # with it PyTorch's builder of extensions
+    """Times the steps, in turn."""
+    from torch.utils.benchmark import Measurement, Timer  # slow: imports cpp_extension
 
     threads = torch.get_num_threads()
     timers = [Timer("step()", globals={"step": s}, num_threads=threads) for s in steps.values()]
@@ -524,5 +525,5 @@ def _timed(steps: Mapping[str, Callable[[], Any]]) -> dict[str, Measurement]:
 
 
 def graph_cache_off(backend: BackendName) -> AbstractContextManager[Any]:
-    """Keeps Inductor from taking whole graphs from its cache."""
+    """Turns off Inductor's cache of whole graphs."""
     return torch_inductor.graph_cache_off() if backend == "inductor" else nullcontext()

@@ -1,6 +1,6 @@
-"""``@lazyinline.decomposition(operator)``: a rule makes an operator one of PyTorch's, compiled.
+"""``@lazyinline.decomposition(operator)``: a rule that decomposes a custom operator.
 
-A rule is checked against its operator: both run on the same inputs, and what they give is compared.
+A rule is checked against its operator: both run on the same inputs, and their results are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..reuse.ir.types import TensorType, strides_that_matter
 from ..reuse.torch_names import schema_of
 
 Checks: TypeAlias = Literal["all", "values"]
-"""The results to compare: gradients as well, or values alone (with shapes, types and strides)."""
+"""What to compare: ``"values"`` (with shapes, types and strides), or ``"all"``, also gradients."""
 
 Arguments: TypeAlias = dict[str, Any]
 """By name."""
@@ -42,10 +42,10 @@ _NUMBERS = {"int": 1, "SymInt": 1, "float": 1.75, "number": 1.75, "Scalar": 1.75
 def check_rule(
     operator: Any, rule: Rule, examples: Sequence[Sequence[Any] | Mapping[str, Any]], checks: Checks
 ) -> None:
-    """Compares a rule with its operator, after PyTorch has checked the operator itself.
+    """Compares a rule with its operator, after ``opcheck`` of the operator itself.
 
     Raises:
-        DecompositionError: if they differ, or there is nothing to compare them on.
+        DecompositionError: if they differ, or there are no inputs to compare them on.
     """
     parameters = schema_of(operator).arguments
     with torch.random.fork_rng(devices=[]):
@@ -60,7 +60,7 @@ def check_rule(
 
 @dataclass(frozen=True)
 class _Pair:
-    """Holds an operator and its rule, to run on the same arguments."""
+    """An operator and its rule, to run on the same arguments."""
 
     operator: Any
     rule: Rule
@@ -77,7 +77,7 @@ class _Pair:
         return given, {name: value for name, value in named.items() if name in keywords}
 
     def wrong(self, what: str) -> DecompositionError:
-        """Returns what is wrong with the rule, as an error."""
+        """Returns an error that says what is wrong with the rule."""
         return DecompositionError(f"The rule of {self.operator} ({self.rule.place}) {what}.")
 
 
@@ -87,7 +87,7 @@ def _check(pair: _Pair, checks: Checks) -> None:
         with torch.no_grad():
             expected = _run(operator, *pair.inputs())
         _check_operator(operator, *pair.inputs())
-    except Exception as error:  # whatever an operator of a user's may raise
+    except Exception as error:  # a user's operator may raise any
         raise DecompositionError(f"{operator} itself: {type(error).__name__}: {error}.") from error
     args, kwargs = pair.inputs()
     before = versions(tensors_in((args, kwargs)))
@@ -96,7 +96,7 @@ def _check(pair: _Pair, checks: Checks) -> None:
             made = _run(rule, args, kwargs)
     except Exception as error:
         raise pair.wrong(f"raises {type(error).__name__} ({error})") from error
-    # By versions, not values: an operand may be written with the values that it has.
+    # Versions, not values: a rule may write the values that an operand already has.
     if versions(tensors_in((args, kwargs))) != before:
         raise pair.wrong("changes an operand in place. Let it work on a copy: x = x.clone()")
     _compare(pair, "another result", made, expected)
@@ -113,7 +113,7 @@ def _check(pair: _Pair, checks: Checks) -> None:
 
 
 def _check_operator(operator: Any, args: Sequence[Any], kwargs: Arguments) -> None:
-    """Raises what PyTorch finds wrong with an operator; it need have no fake kernel."""
+    """Runs ``opcheck`` and raises its first error; a fake kernel is not required."""
     found = torch.library.opcheck(
         operator,
         tuple(args),
@@ -136,7 +136,7 @@ def _compare(pair: _Pair, what: str, made: Any, expected: Any) -> None:
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Arguments) -> Any:
-    torch.manual_seed(0)  # an operator may draw, and its rule then draws the same
+    torch.manual_seed(0)  # operator and rule draw the same random numbers
     return function(*args, **kwargs)
 
 
@@ -167,7 +167,7 @@ def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
 def _named(
     operator: Any, parameters: Sequence[Any], example: Sequence[Any] | Mapping[str, Any]
 ) -> Arguments:
-    """Returns an example of the user's by the names of the parameters, in their order."""
+    """Returns a user's example by parameter names, in their order."""
     if isinstance(example, Mapping):
         return {p.name: example[p.name] for p in parameters if p.name in example}
     if not isinstance(example, (tuple, list)):
@@ -179,10 +179,10 @@ def _named(
 
 
 def _made(operator: Any, rule: Rule, parameters: Sequence[Any]) -> Iterator[Arguments]:
-    """Yields small tensors and numbers of the first shape that the operator takes; transposed too.
+    """Yields small examples of the first shape that the operator accepts, and transposed ones.
 
     Raises:
-        DecompositionError: if it takes none.
+        DecompositionError: if it accepts none.
     """
     why = ""
     for shape in _SHAPES:
@@ -190,7 +190,7 @@ def _made(operator: Any, rule: Rule, parameters: Sequence[Any]) -> Iterator[Argu
             torch.manual_seed(0)
             found = {p.name: _value(p, shape) for p in parameters}
             _run(operator, *_Pair(operator, rule, parameters, found).inputs())
-        except Exception as error:  # whatever an operator of a user's may raise
+        except Exception as error:  # a user's operator may raise any
             why = why or str(error).partition("\n")[0]
             continue
         yield found
@@ -232,31 +232,31 @@ Example = Sequence[Any] | Mapping[str, Any]
 def decomposition(
     operator: Any, *, check: bool | Checks = True, examples: Sequence[Example] = ()
 ) -> Callable[[Function], Function]:
-    """Gives an operator of yours a rule: what it does, written in PyTorch's operators.
+    """Registers a decomposition of a custom operator into PyTorch's operators, its rule.
 
-    Compiled programs run the rule in place of the operator: fused, planned, kept on disk, exported.
-    An operator with a derivative of its own (``register_autograd``) keeps it; the rule takes it
-    apart afterwards, as do the rules of the operators that its backward calls. An operator without
+    Compiled programs run the rule instead of the operator, so it is fused, planned, cached on disk
+    and exported. An operator with ``register_autograd`` keeps its derivative; it is decomposed
+    after differentiation, as are the custom operators that its backward calls. An operator without
     one is differentiated through its rule, to any order.
 
-    A program keeps the rule that it was compiled with. The rule may depend on its arguments alone.
+    A program keeps the rule that it was compiled with. A rule may depend on its arguments only.
 
     Args:
-        operator: what ``torch.library.custom_op`` returned, or ``torch.ops.my.op``.
-        check: let ``torch.library.opcheck`` check the operator, run rule and operator on examples
-            here and now, and compare values, shapes, types, strides, and the gradients where the
-            operator has a derivative. ``"values"`` leaves out
-            the gradients: of an operator whose derivative is meant to be another than its rule's.
+        operator: the result of ``torch.library.custom_op``, or ``torch.ops.my.op``.
+        check: check the operator by ``torch.library.opcheck``, run rule and operator on examples
+            at once, and compare values, shapes, types, strides, and gradients if the operator has
+            a derivative. ``"values"`` skips the gradients, for an operator whose derivative
+            differs from that of its rule on purpose.
         examples: arguments for the check, each a tuple, or a dictionary by name. Without any,
-            small tensors and numbers are taken.
+            small tensors and numbers are made.
 
     Returns:
-        A decorator, which returns the function as it is.
+        A decorator, which returns the function unchanged.
 
     Raises:
-        DecompositionError: if the rule is not the operator's: its signature, what it gives, or that
-            it changes what it is given; or if the operator has another rule, is PyTorch's, or
-            changes its operands.
+        DecompositionError: if the rule differs from the operator in signature or results, or
+            changes its operands; or if the operator has another rule, is PyTorch's, or changes or
+            returns its operands.
 
     Example:
         >>> @lazyinline.decomposition(torch.ops.my.square)
@@ -327,7 +327,7 @@ def _check_signature(operator: Any, rule: Rule) -> None:
 
 
 def _check_is_first(operator: Any, rule: Rule) -> None:
-    """Refuses a second rule, but for the first defined anew: a notebook's cell, a reload."""
+    """Refuses a second rule, except a redefinition of the first (notebook cell, module reload)."""
     present = rule_of(operator)
     if present is not None and not _is_defined_anew(present.function, rule.function):
         raise DecompositionError(

@@ -27,13 +27,13 @@ class Options:
     backend: BackendName = "inductor"
     recompute: Policy = None
     cache: Literal["off", "disk"] = "off"
-    """``"disk"`` takes results of earlier processes; what is measured does not."""
+    """``"disk"`` uses results of earlier processes; measurements use ``"off"``."""
 
     fallback: Fallback = "eager"
-    """``"eager"`` runs modules that cannot be captured in eager mode, between compiled ones."""
+    """``"eager"`` runs modules that cannot be captured eagerly, between compiled ones."""
 
     target: str | None = None
-    """A GPU that need not be here; None for the device that a model is on."""
+    """A GPU to compile for, which need not be here; None for the model's device."""
 
     boundaries: Boundaries = "kept"
     """``"fused"`` lets kernels fuse from the end of a block into the start of the next."""

@@ -322,7 +322,7 @@ def test_commands_show_what_ranks_run_once_and_which_run_the_same(
     assert len(list(tmp_path.glob("page-rank*.html"))) == len(ranks)
 
     assert main(["export", str(path), str(tmp_path / "model.onnx")]) == 2
-    assert "A file is exported in inference, and" in capsys.readouterr().err
+    assert "Only inference programs of a file are exported, and" in capsys.readouterr().err
 
 
 @pytest.mark.sweep(keep="few")

@@ -1,15 +1,13 @@
-"""Adapter: the backend that PyTorch finds by its name, ``torch.compile(backend="lazyinline")``.
+"""Adapter: the Dynamo backend, ``torch.compile(backend="lazyinline")``.
 
-Dynamo calls :func:`compile_graph` with each graph it captured, and runs what it returns. Graph
-breaks and the guards of a graph are Dynamo's; a program's own guard runs as for any compiled
-module. A graph that cannot be a program is handed on, with a warning that says why: to Inductor, or
-to PyTorch's own kernels.
+Dynamo calls :func:`compile_graph` with each graph that it captured, and runs its result. Dynamo
+handles graph breaks and its guards; a program's own guard runs as for any compiled module. A graph
+that cannot be compiled is handed on to Inductor or to eager mode, with a warning that says why.
 
-A graph of Dynamo's has forms of its own: the calls of modules are in ``meta``, modes are operators
-that switch them, ``torch.utils.checkpoint`` and each call of a
-``torch.compiler.nested_compile_region`` as higher-order operators on a graph, and each size that
-varies as an input next to the tensors that have it. In programs of ``torch.export``, repeated
-regions are found as in Dynamo's graphs.
+A Dynamo graph records module calls in ``meta``. It enters and leaves modes by operators. Calls of
+``torch.utils.checkpoint`` and ``torch.compiler.nested_compile_region`` are higher-order operators
+on a graph. Each symbolic size is an input next to the tensors that have it. Programs of
+``torch.export`` are read in the same way, to find repeated regions.
 """
 
 from __future__ import annotations
@@ -66,19 +64,19 @@ _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 class HandedOnError(Exception):
-    """Says why a graph is left to another compiler."""
+    """Raised, with the reason, for a graph that another compiler must take."""
 
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """Holds a graph of Dynamo's in the form that capture takes.
+    """A Dynamo graph in a form that can be captured.
 
     Attributes:
-        module: the graph, in which a checkpoint is a call of ``torch.utils.checkpoint`` and sizes
-            are asked of tensors.
-        calls: the calls of modules that its operators were made in.
-        inputs: which of Dynamo's inputs it takes.
-        names: for each of them, for each dimension the name of its size if that varies.
+        module: the graph, with calls of ``torch.utils.checkpoint``, and of ``Tensor.size`` in
+            place of size inputs.
+        calls: for each operator, the module calls around it.
+        inputs: the positions of its inputs among Dynamo's.
+        names: for each input, the name of the size of each dimension, empty if static.
     """
 
     module: torch.fx.GraphModule
@@ -88,15 +86,15 @@ class DynamoGraph:
 
 
 def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
-    """Reads a graph.
+    """Reads a Dynamo graph.
 
     Raises:
-        HandedOnError: if it holds what a program cannot say.
+        HandedOnError: if it has something that cannot be captured.
     """
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             _refuse(inner)
-            _switch_pairs(inner)  # refuses a mode that the body of a region leaves switched
+            _switch_pairs(inner)  # refuses a region that does not leave a mode it entered
     pairs = _switch_pairs(module)
     copy, nodes = _rewritten(module)
     calls = _calls(module, pairs)
@@ -109,7 +107,7 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
     return DynamoGraph(copy, {**copied, **asked}, inputs, names)
 
 
-# ---- what a program cannot say -------------------------------------------------------------
+# ---- what cannot be captured ---------------------------------------------------------------
 
 
 def _refuse(module: torch.fx.GraphModule) -> None:
@@ -122,28 +120,28 @@ def _refuse(module: torch.fx.GraphModule) -> None:
             if held(module, node.args[0]).meta.get(_REGION_OPTIONS) is not None:
                 raise HandedOnError("a nested_compile_region has options for another compiler")
         elif isinstance(target, HigherOrderOperator) and target not in _KNOWN:
-            raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
+            raise HandedOnError(f"the graph has the higher-order operator {target.name()}")
         elif node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(
             _TRANSFORMS
         ):
-            raise HandedOnError("the graph holds a transform of torch.func")
+            raise HandedOnError("the graph has a transform of torch.func")
         elif node.op == "placeholder" and isinstance(
             node.meta.get("example_value"), torch.SymFloat | torch.SymBool
         ):
-            raise HandedOnError(f"{node.name} is a number that varies")
+            raise HandedOnError(f"the input {node.name} is a symbolic float or bool")
 
 
 # ---- modes ---------------------------------------------------------------------------------
 
 
 def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
-    """Returns what switches a mode, each with what switches it back.
+    """Returns the nodes that enter modes, each with the node that leaves it.
 
     Raises:
-        HandedOnError: if a mode is left switched.
+        HandedOnError: if a mode is not left.
     """
     pairs: list[tuple[Node, Node]] = []
-    waiting: list[tuple[Node, Any]] = []  # with the operand of what will close it
+    waiting: list[tuple[Node, Any]] = []  # with the operand of the node that will leave it
     grad = torch.is_grad_enabled()
     for node in filter(_is_switch, module.graph.nodes):
         opens = node.target is _set_grad_enabled or node.target not in _EXITS
@@ -153,11 +151,11 @@ def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
         elif opens:
             waiting.append((node, grad if node.target is _set_grad_enabled else node))
         else:
-            raise HandedOnError(f"{node.name} ends a mode that something else began")
+            raise HandedOnError(f"{node.name} leaves a mode that the graph did not enter last")
         if node.target is _set_grad_enabled:
             grad = bool(node.args[0])
     if waiting:
-        raise HandedOnError(f"{waiting[-1][0].name} leaves a mode switched")
+        raise HandedOnError(f"{waiting[-1][0].name} enters a mode that the graph does not leave")
     return pairs
 
 
@@ -169,21 +167,21 @@ def _is_switch(node: Node) -> bool:
 
 
 def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
-    """Returns the calls that operators were made in."""
+    """Returns the module calls around each operator."""
     found = {node: tuple(_calls_of(node)) for node in module.graph.nodes}
     operators = [node for node in module.graph.nodes if node.op.startswith("call_")]
     place = {node: index for index, node in enumerate(operators)}
     for first, last in pairs:
         inside = operators[place[first] : place[last]]
         between = [found[node] for node in inside if not _is_switch(node)]
-        # Dynamo records no module for switches of modes: they belong to the innermost call that
-        # holds all between them.
+        # Dynamo records no module for nodes that switch modes. They belong to the innermost call
+        # around all nodes between them.
         found[first] = found[last] = _common(between[0], between[-1]) if between else ()
-    for node in module.graph.find_nodes(op="get_attr"):  # a graph, where its user has modules
+    for node in module.graph.find_nodes(op="get_attr"):  # the module calls of its user
         user = next(iter(node.users), node)
         found[node] = found[node] or found[user]
     for node in module.graph.find_nodes(op="call_function", target=invoke_subgraph):
-        # A region may be a plain function, so each call of one counts as a call of a module.
+        # A region may be a plain function, so each call of one counts as a module call.
         path = ".".join([*(one.path for one in found[node][-1:]), str(node.args[1])])
         call = ModuleCall(node.name, path, "Region", is_marked=True)
         found |= dict.fromkeys((node.args[0], node, *node.users), (*found[node], call))
@@ -197,7 +195,7 @@ def _calls_of(node: Node) -> Iterator[ModuleCall]:
 
 
 def _path(text: str) -> str:
-    """Returns where a module stands, of ``L['self'].layers.0``."""
+    """Returns the path of a module, ``layers.0`` for ``L['self'].layers.0``."""
     inner = re.sub(r"^[LG]\['(\w+)'\]\.?", "", text) or text
     return inner if re.fullmatch(r"\w+(\.\w+)*", inner) else re.sub(r"\W+", "_", inner).strip("_")
 
@@ -208,28 +206,28 @@ def _common(calls: Sequence[ModuleCall], others: Sequence[ModuleCall]) -> tuple[
     return tuple(calls[:length])
 
 
-# ---- what a model says in other words ------------------------------------------------------
+# ---- calls in a form that capture sees -----------------------------------------------------
 
 
 def enter_autocast(*settings: Any) -> torch.autocast:
-    """Begins a region of autocast as a ``with`` does."""
+    """Enters autocast, as a ``with`` statement does."""
     region = torch.autocast(*settings)
     region.__enter__()
     return region
 
 
 def exit_autocast(region: torch.autocast) -> None:
-    """Ends it."""
+    """Leaves autocast."""
     region.__exit__(None, None, None)
 
 
 def call_region(body: torch.fx.GraphModule, identifier: str, *operands: Any) -> Any:
-    """Runs one call of a ``torch.compiler.nested_compile_region``; equal bodies are one graph."""
+    """Runs one call of a ``torch.compiler.nested_compile_region``."""
     return body(*operands)
 
 
 def call_with_grad(enabled: bool, body: torch.fx.GraphModule, *operands: Any) -> Any:
-    """Runs a part of an exported program with gradients switched on or off."""
+    """Runs part of an exported program with gradients enabled or disabled."""
     with torch.set_grad_enabled(enabled):
         return body(*operands)
 
@@ -237,12 +235,12 @@ def call_with_grad(enabled: bool, body: torch.fx.GraphModule, *operands: Any) ->
 def call_in_autocast(
     kind: str, dtype: Any, enabled: bool, cached: bool, body: torch.fx.GraphModule, *operands: Any
 ) -> Any:
-    """Runs a part of an exported program in a region of autocast."""
+    """Runs part of an exported program under autocast."""
     with torch.autocast(kind, dtype, enabled, cached):
         return body(*operands)
 
 
-# Under a trace before autograd, PyTorch's own would only be noted, and switch nothing.
+# A pre-dispatch trace would only record PyTorch's own functions, which would not switch modes.
 _PLAIN_CALLS = {
     tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
     invoke_subgraph: call_region,
@@ -255,7 +253,7 @@ _KNOWN = (*CONTROL_FLOW, *_PLAIN_CALLS)
 
 
 def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict[Node, Node]]:
-    """Returns a copy of a graph that says modes and checkpoints as a model does, and its nodes."""
+    """Returns a copy of a graph with modes and checkpoints as a model has them, and its nodes."""
     graph, root = torch.fx.Graph(), nn.Module()
     nodes: dict[Node, Node] = {}
     take_over(root, module, module.graph.nodes)
@@ -275,7 +273,7 @@ def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
 def _ask_tensors_for_sizes(
     copy: torch.fx.GraphModule, placeholders: Sequence[Node], nodes: Mapping[Node, Node]
 ) -> None:
-    """Takes a size of the tensor that has it, and no longer as an input."""
+    """Replaces size inputs by ``Tensor.size`` of the input that has the size."""
     first = next((n for n in copy.graph.nodes if n.op != "placeholder"), None)
     assert first is not None  # a graph has an output
     for size in filter(_is_size, placeholders):
@@ -302,11 +300,11 @@ def _with_size(size: Node, placeholders: Sequence[Node]) -> tuple[Node, int]:
             for dim, length in enumerate(value.shape):
                 if expression_of(length) == wanted:
                     return node, dim
-    raise HandedOnError(f"{size.name} is a number that varies and no size of an input")
+    raise HandedOnError(f"the input {size.name} is a symbolic number, and no input has this size")
 
 
 def size_names(node: Node) -> tuple[str, ...]:
-    """Returns for each dimension of an input the name of its size, if that varies."""
+    """Returns, for each dimension of an input, the name of its size, or "" if it is static."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return ()
@@ -322,11 +320,11 @@ _OPTIONS = ("backend", "recompute", "reuse")
 
 
 class HandedOnWarning(UserWarning):
-    """Warns that a graph of Dynamo's is left to another compiler."""
+    """Warns that a Dynamo graph is handed on to another compiler."""
 
 
 class CompiledGraph:
-    """Runs in place of a graph of Dynamo's."""
+    """The compiled form of a Dynamo graph."""
 
     def __init__(self, graph: DynamoGraph, options: Options) -> None:
         module = graph.module if options.reuse == "off" else outlined(graph.module, graph.calls)
@@ -335,11 +333,11 @@ class CompiledGraph:
 
     @property
     def last_report(self) -> CompileReport | None:
-        """Returns the report of the newest compile."""
+        """The report of the newest compile."""
         return self._calls.last_report
 
     def prepare(self, inputs: Sequence[Any]) -> None:
-        """Compiles for inputs of a layout; raises LazyInlineError if there can be no program."""
+        """Compiles for the layout of these inputs; raises LazyInlineError if that fails."""
         self._calls.prepare(*(inputs[index] for index in self._inputs))
 
     def __call__(self, *inputs: Any) -> Any:
@@ -358,9 +356,9 @@ def compile_graph(
 
     Args:
         module: the graph.
-        inputs: what it was captured for.
+        inputs: the inputs that it was captured for.
         options: ``backend``, ``recompute`` and ``reuse``, as :func:`compile` takes them.
-        mode: none is known.
+        mode: None or ``"default"``.
 
     Raises:
         PlanError, ReuseError: for options that do not exist.
@@ -370,9 +368,9 @@ def compile_graph(
     """
     chosen = _checked(options or {}, mode)
     try:
-        with tracing(None):  # Dynamo's own trace is under way here, and is none of ours
+        with tracing(None):  # hides the context of Dynamo's own trace
             graph = CompiledGraph(read_graph(module), chosen)
-            # Fake inputs have no values to compile with: the first call compiles then.
+            # Fake inputs have no values to compile with, so the first call compiles.
             if not any(isinstance(x, FakeTensor) for x in inputs):
                 graph.prepare(inputs)
         return graph
@@ -397,7 +395,7 @@ def _handed_on(
 ) -> Run:
     other = "PyTorch's own kernels" if options.backend == "eager" else "TorchInductor"
     warnings.warn(
-        f"A graph that torch.compile captured is left to {other}: {reason}",
+        f"A graph that torch.compile captured is handed on to {other}: {reason}",
         HandedOnWarning,
         stacklevel=2,
     )
@@ -407,37 +405,37 @@ def _handed_on(
     return run
 
 
-# ---- Programs of torch.export --------------------------------------------------------------------
+# ---- programs of torch.export --------------------------------------------------------------------
 
 
 def module_of_exported(exported: ExportedProgram) -> nn.Module:
-    """Returns a module that is called as the exported model is, in which what repeats is blocks.
+    """Returns a module with the exported model's signature, and repeated regions as blocks.
 
     Raises:
-        CaptureError: if it holds what no program can say.
+        CaptureError: if it has something that cannot be captured.
     """
     module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
-    # Nothing else would notice inputs of other shapes than the exported ones.
+    # Only ``_guards_fn`` checks the shapes of inputs.
     if not hasattr(module, "_guards_fn"):
         raise CaptureError(
             "This exported program has no example_inputs, without which PyTorch makes no check of "
             "its inputs: set them."
         )
     for node in module.graph.find_nodes(op="call_module"):
-        node.meta.pop("nn_module_stack", None)  # what checks the inputs is no part of a block
+        node.meta.pop("nn_module_stack", None)  # the check of the inputs belongs to no block
     try:
         graph = read_graph(module)
     except HandedOnError as error:
-        raise CaptureError(f"This exported program cannot be taken: {error}.") from error
+        raise CaptureError(f"This exported program cannot be captured: {error}.") from error
     made = outlined(graph.module, graph.calls)
-    made.graph.set_codegen(module.graph._codegen)  # which takes and gives what the model does
+    made.graph.set_codegen(module.graph._codegen)  # keeps the model's arguments and results
     made.recompile()
     vars(made).update(train=_refuse_mode, eval=_refuse_mode)
     return made
 
 
 def _refuse_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError("The mode of an exported program stands in its graph.")
+    raise NotImplementedError("The train or eval mode of an exported program is fixed.")
 
 
 def target_in(file: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -451,7 +449,7 @@ def target_in(file: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
     """Returns the program; see :func:`lazyinline.from_exported`."""
-    # Its own text is read where there is one: blocks come back as they were, without a search.
+    # If lazyinline exported it, it contains the program's text, and blocks need no search.
     read = program_in(exported)
     if read is not None:
         spec = torch_pytree.flatten(exported.call_spec.out_spec.unflatten(range(len(read[1]))))[1]
@@ -462,7 +460,7 @@ def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
     args, kwargs = torch_pytree.unflatten(leaves, spec)
     subject = Subject(model, args, kwargs, effects="undo")
     given = set(exported.graph_signature.user_inputs)
-    # Parameters are inputs of the exported graph, too; only the caller's may vary in size.
+    # Parameters are inputs of the exported graph, too; only user inputs may vary in size.
     inputs = exported.graph.find_nodes(op="placeholder")
     names = tuple(size_names(node) for node in inputs if node.name in given)
     if any(map(any, names)):
@@ -471,7 +469,7 @@ def program_of_exported(exported: ExportedProgram, *, train: bool) -> Program:
 
 
 def _plain(example: Any) -> Any:
-    """Returns an example input without the attributes that PyTorch leaves on one it has loaded."""
+    """Returns an example input without the attributes that loading leaves on tensors."""
     if not isinstance(example, torch.Tensor):
         return example
     return example.detach().requires_grad_(example.requires_grad)

@@ -13,7 +13,7 @@ Mark the layer class, compile the model, train or run it as before::
 
 from lazyinline.reuse.process import check_supported
 
-check_supported()  # first: what follows names what only some versions of PyTorch have
+check_supported()  # first, because the imports below need a supported version of PyTorch
 
 import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise

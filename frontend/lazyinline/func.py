@@ -1,8 +1,8 @@
 """Derivatives of functions and modules, to any order, compiled.
 
 ``grad``, ``vjp`` and ``jvp`` have the signatures of ``torch.func``, ``hvp`` that of
-``torch.autograd.functional``. What they return is compiled at its first call; inside a model, or
-inside one another, they become calls of derivatives that each different block has once.
+``torch.autograd.functional``. The functions that they return are compiled at their first call.
+Inside a model, or inside each other, each different block has its derivatives once.
 """
 
 from lazyinline.frontend.func.coordinates import (

@@ -1,6 +1,6 @@
-"""The ``lazyinline`` command up to where it needs PyTorch: help and mistakes cost no import of it.
+"""The ``lazyinline`` command. It parses arguments before it imports PyTorch, so help is fast.
 
-A package of its own, because whatever imports ``lazyinline`` imports PyTorch.
+A package of its own, because ``import lazyinline`` imports PyTorch.
 
-main    every command with its arguments; runs it; what an error or an interrupt ends in
+main    all commands with their arguments; runs a command; exit status of errors and interrupts
 """

@@ -1,4 +1,4 @@
-"""Every command with its arguments; what an error, an interrupt or a closed pipe ends in."""
+"""The command line: all commands with their arguments, and the exit status of errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+INTERRUPTED = 130  # the exit status that shells report after SIGINT
 
 _DEBUG = "LAZYINLINE_DEBUG"
 
@@ -20,11 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: the arguments; None means those of the process.
+        argv: the arguments; None for those of the process.
 
     Returns:
-        The exit status: 0; 2 if something was asked that cannot be done, or the user's model
-        failed; 130 if it was interrupted.
+        The exit status: 0; 2 if the command cannot be carried out or the user's model failed; 130
+        if it was interrupted.
     """
     parser = make_parser()
     options = parser.parse_args(argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _print_completion(parser, options.shell)
     before = os.environ.get(_DEBUG)
     if options.debug:
-        os.environ[_DEBUG] = "1"  # for what would shorten a traceback
+        os.environ[_DEBUG] = "1"  # for full tracebacks
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _say_error("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, say `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Only now: this imports PyTorch.
+    # Imported late, because this imports PyTorch.
     from lazyinline.frontend.commands import COMMANDS, error_line
 
     try:
@@ -80,7 +80,7 @@ def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
     return 0
 
 
-# What the compiler takes is behind an import of PyTorch; tests/test_command_line.py compares.
+# Copies of choices in modules that import PyTorch; tests/test_command_line.py compares them.
 _BACKENDS = ("inductor", "eager")
 _REUSE = ("auto", "marked", "off")
 _AGAINST = ("torch.compile", "per-block")
@@ -119,14 +119,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
     )
     add = parser.add_argument
-    help_ = f"{_FORM}; with --layers, a function of their number; default: a small decoder"
+    help_ = f"{_FORM}; with --layers, the function takes their number; default: a small decoder"
     add("--model", metavar="TARGET", help=help_)
-    help_ = "of the decoder, default 4 8 16; or what TARGET is called with, one after another"
+    help_ = "numbers of layers, of the decoder default 4 8 16; TARGET is called with each"
     add("--layers", type=_positive, nargs="+", metavar="N", help=help_)
     add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=_BACKENDS, default="inductor")
-    help_ = "also torch.compile of the model, or of each block"
+    help_ = "also measure torch.compile on the model, or on each block"
     add("--against", choices=_AGAINST, nargs="+", default=(), help=help_)
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
     add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
@@ -134,26 +134,26 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Captures a model and prints each closure once, with its calls; or its programs after any "
-        "pass of the compiler, and what the pass changed."
+        "Captures a model and prints each closure once, with its calls; or prints the programs "
+        "after a pass of the compiler, or what the pass changed."
     )
     add = parser.add_argument
     add("target", metavar="TARGET|FILE", nargs="?", help=f"{_FORM} or (model, args, kwargs)")
-    add("--passes", action="store_true", help="print the passes of every way in, in order")
+    add("--passes", action="store_true", help="print the passes of each entry point, in order")
     add("--after", metavar="PASS", help="print the programs after this pass")
     add("--diff", action="store_true", help="with --after: print what the pass changed")
-    help_ = "with --after: whose passes"
+    help_ = "with --after: the passes of compile or of compile_step"
     add("--way", choices=("compile", "step"), default="compile", help=help_)
-    help_ = "with --way step, of which the target is one; default 1"
+    help_ = "with --way step: micro-batches of a step, each as large as the target's; default 1"
     add("--micro-batches", type=_positive, default=1, metavar="Y", help=help_)
     help_ = "marked shares marked blocks only, off inlines early"
     add("--reuse", choices=_REUSE, default="auto", help=help_)
     add("--train", action="store_true", help="with gradients; shows what is saved and recomputed")
-    help_ = "with --train; default: nothing but marks"
+    help_ = "with --train; default: as marked with lazyinline.recompute"
     add("--recompute", choices=("full", "selective"), help=help_)
-    add("--backend", choices=_BACKENDS, default="eager", help="whose graphs to show")
+    add("--backend", choices=_BACKENDS, default="eager", help="show the graphs for this backend")
     add("--source", action="store_true", help="show the line of Python behind each operator")
-    help_ = "primitive: every operator taken apart into lazyinline.primitives()"
+    help_ = "primitive: every operator decomposed into lazyinline.primitives()"
     add("--level", choices=("shared", "primitive"), default="shared", help=help_)
 
 
@@ -171,20 +171,20 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Finds what repeats in a model without any mark: what sharing each class saves, and which "
-        "argument, attribute or constant keeps near-identical blocks apart."
+        "Finds repeated classes in a model without marks: what sharing each one saves, and which "
+        "argument, attribute or constant prevents sharing of near-identical blocks."
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs)")
     add("--infer", action="store_true", help="forward without gradients; default is training")
-    add("--backend", choices=_BACKENDS, default="inductor", help="whose seconds")
+    add("--backend", choices=_BACKENDS, default="inductor", help="estimate for this backend")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compiles a model with late and with early inlining, compares both with eager, and writes "
-        "one page on it: the program, who shares and why not, passes, steps, memory. The page "
-        "needs nothing else. A model without data (meta device) is compiled and not run."
+        "a self-contained page: the program, which blocks share or why not, passes, steps, memory. "
+        "A model on the meta device is compiled but not run."
     )
     add = parser.add_argument
     add("target", metavar="TARGET|FILE", help=f"{_FORM} or (model, args, kwargs)")
@@ -197,26 +197,26 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what each rank of a mesh holds in a training step, and whether it fits: compiles and "
-        "plans the program of one, without data, a GPU or another process. What the names of the "
-        "mesh's dimensions mean: docs/parallel.md."
+        "Prints the memory of each rank of a mesh in a training step, and whether it fits. Plans "
+        "the program of one rank, without data, a GPU or another process. For the names "
+        "of the mesh's dimensions, see docs/parallel.md."
     )
     add = parser.add_argument
     add("model", metavar="TARGET", help=f"{_FORM} or (model, args, kwargs); args: the whole batch")
     add("--mesh", type=_mesh, required=True, metavar="NAME=SIZE,...", help="as pp=4,fsdp=8,tp=2")
     add("--target", required=True, metavar="GPU", help="of each rank, such as cuda:sm_90")
-    help_ = "auto: found without a mark; marked (default): by names of dimensions, and by marks"
+    help_ = "auto: found without marks; marked (default): from names of dimensions and marks"
     add("--plan", choices=("auto", "marked"), default="marked", help=help_)
-    add("--memory-gib", type=Fraction, metavar="GIB", help="of a rank; default: the GPU's")
+    add("--memory-gib", type=Fraction, metavar="GIB", help="per rank; default: the GPU's memory")
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
-    add("--schedule", default="1F1B", help="of stages, along a dimension named pp; default 1F1B")
+    add("--schedule", default="1F1B", help="of a pipeline, along the dimension pp; default 1F1B")
     add("--num-stages", type=_positive, metavar="N", help="default: one for each rank along pp")
     add("--recompute", choices=("full", "selective"))
-    help_ = "of a parameter's size that the optimizer holds; default 2, as AdamW"
+    help_ = "tensors that the optimizer holds per parameter; default 2, as AdamW"
     add("--optimizer-tensors", type=int, default=2, metavar="N", help=help_)
     help_ = "rates of the mesh, written by lazyinline.measure_links"
     add("--links", type=pathlib.Path, metavar="FILE", help=help_)
-    add("--show", action="store_true", help="print the plan and what is moved as well")
+    add("--show", action="store_true", help="also print the plan and the traffic")
 
 
 def _mesh(text: str) -> tuple[tuple[str, int], ...]:
@@ -229,17 +229,17 @@ def _mesh(text: str) -> tuple[tuple[str, int], ...]:
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Derivatives, kernels and memory plans that later processes start from. "
-        "LAZYINLINE_CACHE_DIR moves them, LAZYINLINE_CACHE_MAX_BYTES limits them, "
-        "LAZYINLINE_CACHE=0 turns the cache off."
+        "Shows or clears the on-disk cache of derivatives, kernels and memory plans. "
+        "LAZYINLINE_CACHE_DIR sets its folder, LAZYINLINE_CACHE_MAX_BYTES its limit, and "
+        "LAZYINLINE_CACHE=0 turns it off."
     )
     parser.add_argument("action", choices=("info", "clear"))
-    parser.add_argument("--json", action="store_true", help="print numbers for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints what makes a shell complete this command's arguments, for instance: "
+        "Prints a completion script for a shell, for instance: "
         'eval "$(lazyinline completion bash)". Needs shtab: pip install "lazyinline[completion]".'
     )
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
@@ -253,12 +253,12 @@ def _positive(text: str) -> int:
 
 
 _COMMANDS = {
-    "bench": ("late against early inlining, side by side", _add_bench),
+    "bench": ("compare late with early inlining, and both with eager", _add_bench),
     "inspect": ("print the program of a model", _add_inspect),
     "export": ("write a model as an ONNX file", _add_export),
-    "advise": ("which classes to mark, and what is in the way", _add_advise),
-    "fit": ("what each rank of a mesh would hold, and whether it fits", _add_fit),
-    "report": ("a page on how a model is compiled", _add_report),
-    "cache": ("what earlier compiles left on disk", _add_cache),
-    "completion": ("complete this command in a shell", _add_completion),
+    "advise": ("find which classes to mark, and what prevents sharing", _add_advise),
+    "fit": ("compute the memory of each rank of a mesh, without its GPUs", _add_fit),
+    "report": ("write a page on how a model is compiled", _add_report),
+    "cache": ("show or clear the on-disk cache", _add_cache),
+    "completion": ("print a completion script for a shell", _add_completion),
 }

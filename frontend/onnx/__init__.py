@@ -1,5 +1,5 @@
 """``export_onnx(model, args, path)``: a program as an ONNX file.
 
 export   a program as an ONNX file, one function per closure
-check    what is exported, and onnxruntime against the model, on the example inputs
+check    compares onnxruntime with the model on the example inputs
 """

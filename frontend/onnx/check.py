@@ -1,4 +1,4 @@
-"""The check of an exported file: onnxruntime against the model, on the example inputs."""
+"""Checks an exported file: compares onnxruntime with the model on the example inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """Holds what is exported: a program, and its model, where that is known."""
+    """A program to export, and its model if that is known."""
 
     program: Program
     model: nn.Module | None
@@ -41,7 +41,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Names:
-    """Holds the names of a file's inputs and outputs.
+    """The names of a file's inputs and outputs.
 
     Attributes:
         inputs: a name for each program input.
@@ -78,7 +78,7 @@ def check(path: pathlib.Path, model: ir.Model, subject: Subject, names: Names) -
         other = _resized(subject, sizes)
         try:
             expected = reference_outputs(other, names)
-        except Exception as error:  # beyond what the model can take, such as its positions
+        except Exception as error:  # such as more positions than the model has
             _LOG.info("not checked at %s: the model fails there: %s", sizes, error)
             continue
         worst = max(worst, _check_once(path, other, names, expected))
@@ -97,7 +97,7 @@ def _check_once(
 
 
 def _resized(subject: Subject, sizes: Mapping[Any, int]) -> Subject:
-    """Returns example inputs of other sizes, made of the same values."""
+    """Returns example inputs of other sizes, cut or repeated from the given ones."""
     shapes = {
         source.index: tensor_type(value).shape
         for source, value in zip(subject.program.sources, subject.program.inputs, strict=True)
@@ -166,7 +166,7 @@ def compare(expected: Mapping[str, torch.Tensor], results: Mapping[str, torch.Te
                 f"Output {name} is {list(result.shape)} in onnxruntime and {list(value.shape)} in "
                 "eager. This is a bug of lazyinline or torch.onnx; verify=False writes it anyway."
             )
-        # Relative to the whole output: a value near zero has few right digits in eager, too.
+        # Relative to the whole output, because values near zero are inexact in eager, too.
         error = relative_difference(result, value)
         limit = TOLERANCE.get(value.dtype, _DEFAULT_TOLERANCE)
         _LOG.debug("%s: onnxruntime and eager differ by %.2e (relative)", name, error)
@@ -183,7 +183,7 @@ def compare(expected: Mapping[str, torch.Tensor], results: Mapping[str, torch.Te
 def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Returns the largest difference, relative to the largest finite value.
 
-    Where one side is infinite or NaN and the other is not, it is infinite.
+    It is infinite if one side is infinite or NaN where the other is not.
     """
     if not expected.is_floating_point():
         return 0.0 if torch.equal(result, expected) else math.inf
@@ -195,8 +195,8 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the difference in double precision; zero where both are as infinite, or are NaN."""
-    # The difference of two large halves may be infinite in their own type.
+    """Returns the difference in double precision; zero where both are NaN or equal infinities."""
+    # The difference of two large float16 values may overflow in their own type.
     a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
     return (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
 
@@ -235,7 +235,7 @@ def reference_outputs(subject: Subject, names: Names) -> dict[str, torch.Tensor]
                 except RuntimeError as error:
                     if NO_DERIVATIVE not in str(error):
                         raise
-                    return _interpreted(subject, names)  # the rule's derivative is all there is
+                    return _interpreted(subject, names)  # only the rule has a derivative
     return expected
 
 
@@ -262,7 +262,7 @@ def _gradients(
 
 
 def copied(tree: Any) -> Any:
-    """Returns a structure with a copy of each tensor, which requires grad as the tensor does."""
+    """Returns a structure with a copy of each tensor; copies keep ``requires_grad``."""
     leaves, spec = torch_pytree.flatten(tree)
     copies = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -273,9 +273,8 @@ def copied(tree: Any) -> Any:
 
 @contextmanager
 def _undone(subject: Subject) -> Iterator[None]:
-    """Puts back what running the model changes: buffers, and the random state."""
+    """Restores buffers and the random state, which running the model changes."""
     buffers = [] if subject.model is None else list(subject.model.buffers())
-    # The check runs the model once more than the user has asked for.
     before = [b.detach().clone() for b in buffers]
     try:
         with torch.random.fork_rng(devices=()):

@@ -42,19 +42,19 @@ _LOG = logging.getLogger("lazyinline")
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Holds what an export wrote.
+    """The report of an export.
 
     Attributes:
         path: the file.
-        functions: nodes of each local function.
-        main_nodes: nodes of the main graph: one per block instance, and the glue.
-        graph_bytes: size of the file; weights in a second file not counted.
+        functions: the number of nodes of each local function.
+        main_nodes: the number of nodes of the main graph: one per block instance, and the glue.
+        graph_bytes: size of the file, without weights in a second file.
         weight_bytes: bytes of all initializers.
         inputs: names of the inputs.
         outputs: names of the outputs.
         max_relative_error: largest difference to eager, relative to the largest value of its
             output; None if it was not checked.
-        conditions: what must hold of the sizes, beyond their declared ranges.
+        conditions: conditions on the sizes, beyond their declared ranges.
     """
 
     path: pathlib.Path
@@ -95,18 +95,18 @@ def export_onnx(
 ) -> ExportReport:
     """Writes a model as an ONNX file with one local function per different block.
 
-    Each closure is translated once, by torch.onnx's own operator translations; each block instance
-    is one node that calls its function, named by its module path. Parameters are initializers under
+    Each closure is translated once, by torch.onnx's own operator translations. Each block instance
+    is one node that calls its function, named by its module path. Parameters are initializers with
     the model's own names.
 
     Args:
         model: a model, a compiled module, or a captured program (``lazyinline.capture``).
-        args: example positional inputs, on which the file is checked too.
+        args: example positional inputs; the file is also checked on them.
         path: the file to write.
         kwargs: example keyword inputs.
-        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; a compiled
-            module and a program have theirs already.
-        functions: False writes the flat model, every call replaced by its function's nodes.
+        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; not used
+            for a compiled module or a program, which have theirs.
+        functions: False writes a flat model, with every call replaced by its function's nodes.
         dynamic_shapes: which dimensions of the inputs may vary, as ``torch.export.export`` takes
             it; named ``Dim`` objects, or plain names, become the names of the file's dimensions.
         opset: version of the ONNX operators, 18 to 24.
@@ -114,10 +114,10 @@ def export_onnx(
             ``.loss``; each gradient is an output named ``grad.<parameter>``.
         verify: run onnxruntime on the example inputs and compare with the model (1e-4 relative);
             the file is written only if they agree.
-        external_data: whether weights go into ``<path>.data``; None does so above 2 GB.
+        external_data: whether weights go into ``<path>.data``; None decides by size (2 GB).
 
     Returns:
-        What was written; also logged, by the logger ``lazyinline``.
+        A report, which the logger ``lazyinline`` logs, too.
 
     Raises:
         CaptureError: if the model cannot be captured.
@@ -138,7 +138,7 @@ def export_onnx(
                 "model instead of a program."
             )
         goal = Goal("file", train=train, opset=opset)
-        # A file has an input for each argument, also where one example tensor is passed as two.
+        # Copied, so that a tensor passed as two arguments becomes two inputs of the file.
         arguments, keywords = copied((arguments, dict(kwargs or {})))
         subject = _subject(model, arguments, keywords, reuse, goal, dynamic_shapes)
         built, names = _build(subject, opset)
@@ -165,7 +165,7 @@ def _check_options(path: pathlib.Path, opset: int) -> None:
         raise ExportError(f"{path} cannot be written: there is no such folder, or it is one.")
 
 
-# ---- what is exported ------------------------------------------------------------------------
+# ---- the program to export -------------------------------------------------------------------
 
 
 def _subject(
@@ -195,7 +195,7 @@ def _subject(
 def _exported(
     state: Compilation, model: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Subject:
-    """Returns what finished passes leave to be written, with the model to check it by."""
+    """Returns the program of finished passes, with the model to check it against."""
     program, derivative = verify_program(state.programs[PARTS[0]]), state.derivative
     gradients = () if derivative is None else derivative.gradient_inputs
     sizes = None if state.seen is None else state.seen.sizes
@@ -208,7 +208,7 @@ def _started(reuse: Reuse, goal: Goal) -> Compilation:
 
 
 def _sized(state: Compilation, subject: ModelSubject, dynamic_shapes: Any) -> Compilation:
-    """Runs the passes with symbols in place of the sizes that may vary."""
+    """Runs the passes with symbols for the sizes that may vary."""
     from ...backend.onnx.torch_onnx import oblivious
     from ..sizes.torch_input_sizes import DeclaredSizes
 
@@ -218,7 +218,7 @@ def _sized(state: Compilation, subject: ModelSubject, dynamic_shapes: Any) -> Co
         try:
             return _run_sized(state, subject, sizes)
         except (CaptureError, ExportError):
-            # Relations between sizes that the declarations do not tell hold in the example only.
+            # Undeclared relations between sizes may hold in the example only: its sizes as hints.
             if not sizes().moved:
                 raise
             return _run_sized(state, subject, functools.partial(sizes, hints="example"))
@@ -239,7 +239,7 @@ def _names(subject: Subject) -> Names:
     program, tree = subject.program, subject.program.output_tree
     assert isinstance(tree, OutputTree)
     taken: set[str] = set()
-    # Inputs keep the names of the arguments; outputs and constants give way to them.
+    # Inputs keep the names of the arguments; outputs and constants get free names.
     users = [s.name for s in program.sources if isinstance(s, UserInput)]
     taken.update(users)
     inputs = []
@@ -282,7 +282,7 @@ def _free(wish: str, taken: set[str]) -> str:
 def _build(subject: Subject, opset: int) -> tuple[ir.Model, Names]:
     from lazyinline import __version__
 
-    # Here, since it needs onnxscript, an extra that need not be installed.
+    # Imported late, because it needs onnxscript, an optional dependency.
     from ...backend.onnx.functions import Naming, build_model
 
     names = _names(subject)
@@ -304,7 +304,7 @@ def _write(
     verify: bool,
     external_data: bool | None,
 ) -> ExportReport:
-    """Writes into a folder next to the file, checks there, and moves into place."""
+    """Writes and checks the file in a temporary folder next to it, then moves it into place."""
     from ...backend.onnx import file as onnx_file
 
     error = None
@@ -315,7 +315,7 @@ def _write(
             from .check import check
 
             error = check(draft, model, subject, names)
-        # Weights first: a reader that sees the new graph must not find old weights next to it.
+        # Weights first, so that nobody reads the new graph with old weights.
         for file in sorted(pathlib.Path(folder).iterdir(), reverse=True):
             os.replace(file, path.resolve().parent / file.name)
     report = ExportReport(

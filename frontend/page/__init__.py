@@ -1,6 +1,6 @@
-"""Reports as one page: a file that needs nothing else, every number from the report itself.
+"""Reports as self-contained HTML pages; every number is from the report itself.
 
-write     a page as text: one template, data, style, script, charts; numbers as people read them
-page      the pages of a compile, of measurements, of a pipeline's plan
-sections  memory, program, who shares, passes, steps, recompute, pipeline, predicted, measured
+write     writes the file: template, data, style, script, charts; formats numbers
+page      the data of pages on a compile, measurements, a pipeline's plan
+sections  memory, program, sharing, passes, steps, recompute, pipeline, predicted and measured
 """

@@ -1,6 +1,6 @@
-"""The pages of a compile and of a measurement: a verdict, compared figures, and sections.
+"""The data of pages on a compile, a measurement, and the plan of a pipeline.
 
-The plan of a pipeline shows itself as text and as a page.
+A page has a verdict, tiles with compared figures, and sections.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Tile: TypeAlias = dict[str, str]
 Numbers = Mapping[str, Any]
 """The result of :meth:`lazyinline.MeasureReport.to_dict`."""
 _EXACT = 1e-4
-"""Relative errors above this are not rounding of 32-bit numbers."""
+"""Relative errors above this are more than float32 rounding."""
 
 
 def compile_page(record: CompileRecord, title: str = "") -> PageData:
     """Returns the data of a compile's page.
 
     Args:
-        record: what the compile did.
-        title: names what was compiled.
+        record: the record of the compile.
+        title: the name of the model.
     """
     kind = "training" if record.train else "inference"
     tiles = () if record.ran_eagerly else _compile_tiles(record)
@@ -49,14 +49,14 @@ def compile_page(record: CompileRecord, title: str = "") -> PageData:
 def measured_page(
     rows: Sequence[tuple[Numbers, Mapping[str, CompileRecord]]], subtitle: str
 ) -> PageData:
-    """Returns the data of a page that sets late inlining against early, and both against eager.
+    """Returns the data of a page that compares late and early inlining, and both with eager.
 
     Args:
-        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers, and
-            the compiles late and early.
-        subtitle: names what was measured.
+        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers and
+            the late and early compiles.
+        subtitle: a line that names what was measured.
     """
-    # The deepest model is where late and early differ most, and what people care about.
+    # Late and early differ most in the deepest model.
     found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
     late, early = sides["late"], sides["early"]
     return {
@@ -89,7 +89,7 @@ def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) 
 
 
 def notes(record: CompileRecord) -> list[str]:
-    """Returns what a reader should know, in sentences."""
+    """Returns notes for the reader, in sentences."""
     found = []
     if record.ran_eagerly:
         found.append(f"The model ran eagerly: {record.ran_eagerly}")
@@ -136,7 +136,7 @@ def _comparison(found: Numbers, late: CompileRecord, early: CompileRecord) -> st
 
 def _against_eager(found: Numbers) -> list[float]:
     """Returns late over eager, by the fastest step and by the median."""
-    # Both, as a range: on a busy machine they disagree, and one number would hide it.
+    # Both, as a range, because on a busy machine they differ.
     return [found[time]["late"] / found[time]["eager"] for time in ("step_min_ms", "step_ms")]
 
 
@@ -146,20 +146,20 @@ def _against_eager(found: Numbers) -> list[float]:
 def tile(
     label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
 ) -> Tile:
-    """Returns a figure as the head of a page shows it.
+    """Returns a tile: one figure at the head of a page.
 
     Args:
-        label: names it.
+        label: the name of the figure.
         value: the figure.
-        note: says what it is compared with.
-        good: whether it is as one wishes.
-        otherwise: its state if not: ``"plain"`` or ``"warn"``.
+        note: what it is compared with.
+        good: whether it is a good result.
+        otherwise: the state of a tile that is not good: ``"plain"`` or ``"warn"``.
     """
     return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
 
 
 def program_tiles(record: CompileRecord) -> Iterator[Tile]:
-    """Yields how many graph nodes are held, and how near the arena is to its lower bound."""
+    """Yields tiles on the number of graph nodes, and on the arena and its lower bound."""
     held, inlined = record.num_nodes, record.num_nodes_if_inlined
     note = f"{held:,} of {inlined:,} if inlined"
     yield tile("Graph nodes held", times_less(held, inlined), note, good=held < inlined)
@@ -184,9 +184,9 @@ def _compile_tiles(record: CompileRecord) -> Iterator[Tile]:
 
 
 def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
-    """Yields the predicted memory and time of a program for a GPU that is not here, if any.
+    """Yields tiles on predicted memory and time, if the compile has a target GPU.
 
-    ``variant`` distinguishes the program where there are several.
+    ``variant`` names the program if there are several.
     """
     if gpu is None:
         return
@@ -202,7 +202,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
         good=gpu.fits,
         otherwise="warn",
     )
-    # A roofline is a bound from below: no step of these launches can be faster.
+    # A roofline is a lower bound on the time of these launches.
     yield tile(
         f"Step on {where}",
         f"\u2265 {seconds_text(predicted.cost.seconds)}",
@@ -219,7 +219,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
 
 
 def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -> Iterator[Tile]:
-    """Yields the figures that matter most, each with what it is compared with."""
+    """Yields the tiles of a measurement, the most important first."""
     yield from _other_tiles(found, late)
     cpu_s = f"{late.cpu_s:.2f} s late, {early.cpu_s:.2f} s early"
     less = times_less(late.cpu_s, early.cpu_s)
@@ -236,7 +236,7 @@ def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -
 
 
 def _other_tiles(found: Numbers, late: CompileRecord) -> Iterator[Tile]:
-    """Yields the figures against ``torch.compile``, where it was measured."""
+    """Yields tiles that compare with ``torch.compile``, if it was measured."""
     for name, other in found["others"].items():
         if other["refused"]:
             yield tile(
@@ -265,7 +265,7 @@ def _run_tiles(found: Numbers) -> Iterator[Tile]:
     kind = "max_rel_grad_error" if found["train"] else "max_abs_error"
     error, worst = found[kind]["late"], found["worst_gradient"]["late"]
     note = f"relative, of a gradient: {worst}" if found["train"] else "absolute, of an output"
-    # Of outputs only infinity is wrong for sure: an absolute error has no scale.
+    # An absolute error of an output has no scale, so only infinity is surely wrong.
     exact = float(error) <= _EXACT if found["train"] else error != "inf"
     label = "Largest difference from eager"
     yield tile(label, error_text(error), note, good=exact, otherwise="warn")
@@ -286,14 +286,14 @@ _OF_A_RANK = (
 
 @dataclass(frozen=True)
 class ShownPlan(PipelinePlan):
-    """A pipeline before it runs. ``print(plan)`` shows it; ``save_html`` draws it.
+    """The plan of a pipeline. ``print(plan)`` shows it; ``save_html`` draws it.
 
     Attributes:
-        compiled: what this rank's compile did; None for a plan alone.
-        rank: which one it is; None for a plan alone.
-        layouts: what lies where, of a pipeline over a mesh.
-        traffic: there, what one rank of each stage moves in a step over the other dimensions.
-        memory: there, what this rank holds, where its memory is planned.
+        compiled: the record of this rank's compile; None for a plan without a compile.
+        rank: this rank; None for a plan without a compile.
+        layouts: the layouts of tensors, for a pipeline on a mesh.
+        traffic: on a mesh, the collectives of one rank of each stage in a step.
+        memory: on a mesh, the memory of this rank, if it is planned.
     """
 
     compiled: CompileRecord | None = None
@@ -304,7 +304,7 @@ class ShownPlan(PipelinePlan):
 
     @staticmethod
     def of(plan: PipelinePlan, compiled: CompileRecord | None = None, **more: Any) -> ShownPlan:
-        """Returns the same plan, able to show itself."""
+        """Returns the same plan, with what is known of this rank."""
         return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, **more)
 
     def __str__(self) -> str:
@@ -313,7 +313,7 @@ class ShownPlan(PipelinePlan):
 
     @property
     def moved_text(self) -> str:
-        """Returns what lies where, and what each stage moves; empty without a mesh."""
+        """The layouts, and the traffic of each stage, as text; empty without a mesh."""
         if self.layouts is None:
             return ""
         # Imported late: DTensor takes as long to import as all of lazyinline.
@@ -329,8 +329,8 @@ class ShownPlan(PipelinePlan):
 
         Args:
             path: the file to write.
-            measured_s: what actions took, to be shown next to what was predicted: the result of
-                ``pipe.measured_s()``, which every rank calls.
+            measured_s: the result of ``pipe.measured_s()``, which every rank calls; measured times
+                are shown next to predicted ones.
 
         Example:
             >>> pipe.plan.save_html("pipeline.html", pipe.measured_s())

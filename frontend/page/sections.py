@@ -1,8 +1,7 @@
-"""The sections of a page, each a function from what a compile made to plain values.
+"""The data of a page's sections, in plain values.
 
-A section has the numbers that it draws or lists, and no text but names; the script writes them. One
-that would show nothing is None. That on memory has each buffer of a plan as a box over time and
-address, and live bytes above.
+A section has numbers and names only; the script writes the text. A section with nothing to show is
+None. The arena section has each buffer as a box over time and address, and the curve of live bytes.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ if TYPE_CHECKING:
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 MOST_BOXES = 20_000
-"""A browser draws this many boxes in a moment, and a page of them has 2 MB."""
+"""A browser draws so many boxes without delay; a page with them has 2 MB."""
 MOST_POINTS = 1500
 _BACKWARD = ".backward"
-"""Part of the name of every closure that autodiff derived for a backward."""
+"""Part of the name of every backward closure."""
 KINDS = (
     *("scratch of one call", "passed on", "saved for backward", "gradients and results"),
     "between stages",
 )
-_USES = {"part": 1, "flight": 2, "travels": 4}  # of a rank's buffer: the number of its kind
+_USES = {"part": 1, "flight": 2, "travels": 4}  # indices into KINDS, by the use of a rank's buffer
 
 
 def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> dict[str, Any] | None:
@@ -58,7 +57,7 @@ def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> di
     rows, section = of
     drawn = rows
     if len(rows) > most_boxes:
-        # A screen would not show the small ones: the largest are drawn, by bytes times launches.
+        # Draws the largest ones, by bytes times launches. A screen would not show the others.
         area = (rows[:, 1] - rows[:, 0]) * rows[:, 3]
         drawn = rows[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
     # A box is birth, death, offset, size, kind, call and launch of a buffer.
@@ -67,12 +66,12 @@ def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> di
 
 
 class _Calls:
-    """Finds the call and the launch of each moment.
+    """Finds the call and the launch at each moment.
 
     Args:
-        launches: in order: its moment, a value that differs from call to call, the name of the
-            call, and its own.
-        end: the number of moments. One without a launch belongs to the launch before it.
+        launches: in order, (moment, a key that differs between calls, name of the call, name of
+            the launch).
+        end: the number of moments. A moment without a launch belongs to the launch before it.
     """
 
     def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
@@ -89,13 +88,13 @@ class _Calls:
         self._moments, self._calls, self._launches = np.array(found, np.int64).T
 
     def at(self, moment: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns the numbers of call and launch at each moment; at the end, of one call more."""
+        """Returns the numbers of call and launch at moments; the end counts as one more call."""
         found = np.searchsorted(self._moments, moment, side="right") - 1
         calls = np.where(moment >= self._end, len(self.names), self._calls[found])
         return calls, self._launches[found]
 
     def section(self) -> dict[str, Any]:
-        """Returns what boxes refer to by number. Names repeat, so each is held once."""
+        """Returns the names that boxes refer to by number; each is held once."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(self.names))}
         return {
             "calls": [numbers[name] for name in self.names],
@@ -113,7 +112,7 @@ def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
     if not offsets:
         return None
     buffers = buffers_of([layout.instances[i] for i in offsets])
-    # A gradient is the user's: its place stays taken to the end, whatever its last use.
+    # The user gets the gradients, so their memory is in use to the end.
     is_gradient = np.array([i in gradients for i in offsets])
     death = np.where(is_gradient, layout.time, buffers.death)
     calls = _Calls(_program_launches(layout), layout.time)
@@ -139,12 +138,12 @@ def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
 def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
     for part in layout.parts:
         for placed in part.launches:
-            # One table per call: launches that share it are of one call.
+            # Launches of one call share a table of bases.
             yield placed.time, id(placed.bases), placed.block or "between", placed.launch.name
 
 
 def _outside(layout: Layout) -> list[list[Any]]:
-    """Returns what no plan places: its kind, how many, and the most bytes live at once."""
+    """Returns memory outside the arena: its kind, count, and the most bytes live at once."""
     foreign = [b for b in layout.instances if b.kind == "foreign" and b.num_bytes]
     scratch, work = list(layout.scratch), [b.num_bytes for b in layout.workspaces]
     rows = [
@@ -160,7 +159,7 @@ def _most(buffers: list[Instance]) -> int:
 
 
 def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
-    """Returns the buffers of all runs of a rank's parts, in the order of its schedule."""
+    """Returns boxes and section of all runs of a rank's parts, in the order of its schedule."""
     found = [row for row in plan.rows() if row.num_bytes]
     if not found:
         return None
@@ -169,7 +168,7 @@ def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
     columns = [[r.birth, r.death, r.offset, r.num_bytes, _USES[r.use]] for r in found]
     birth, death, offset, num_bytes, kind = np.array(columns, np.int64).T
     (first, launch), (last, _) = calls.at(birth), calls.at(death - 1)
-    kind[(kind == 1) & (first == last)] = 0  # of one call, though the plan says "of a part"
+    kind[(kind == 1) & (first == last)] = 0  # a buffer of a part that only one call uses
     size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     foreign = plan.foreign_lives()
     outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]
@@ -197,7 +196,7 @@ def _rank_launches(
 
 
 def _curve(buffers: Buffers) -> list[list[int]]:
-    """Returns live bytes over time; of many points, the largest of each stretch."""
+    """Returns live bytes over time; if there are many points, the maximum of each interval."""
     times: IntArray = np.unique(np.concatenate([buffers.birth, buffers.death]))
     change = np.zeros(len(times), np.int64)
     np.add.at(change, np.searchsorted(times, buffers.birth), buffers.size)
@@ -209,15 +208,15 @@ def _curve(buffers: Buffers) -> list[list[int]]:
     return np.column_stack([times, live]).tolist()
 
 
-# ---- The other sections --------------------------------------------------------------------------
+# ---- the other sections --------------------------------------------------------------------------
 
 
 _LONGEST_PERIOD = 12
-"""Most different calls that take turns in one group."""
+"""The longest pattern of calls that is found to repeat."""
 _MOST_OPERATORS = 600
-"""More operators of one closure than these are counted, and not listed."""
+"""So many operators of a closure are listed; further ones are only counted."""
 _MOST_PATHS = 4
-"""Module paths named of a group of calls: the first ones, then the last."""
+"""So many module paths of a group of calls are listed: the first ones, and the last."""
 
 HELD = (
     "Memory held is the arena, what the user receives, and what launches allocate themselves; "
@@ -226,7 +225,7 @@ HELD = (
 
 Unit: TypeAlias = Literal["s", "bytes", "share"]
 Row: TypeAlias = tuple[str, Unit, float | None, float | None]
-"""Label, unit, predicted, measured; None where it was not predicted, or not measured."""
+"""Label, unit, predicted, measured; None if it was not predicted, or not measured."""
 Measured: TypeAlias = Mapping[tuple[int, str], float]
 """Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
 
@@ -248,7 +247,7 @@ def program_section(made: Made) -> dict[str, Any]:
 
 
 def runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Finds repetition: yields (start, length of what repeats, how often), covering all keys."""
+    """Finds repetition: yields (start, length of the pattern, repeats), covering all keys."""
     start = 0
     while start < len(keys):
         best = (1, 1)
@@ -257,7 +256,7 @@ def runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
             pattern = keys[start : start + period]
             while keys[start + times * period : start + (times + 1) * period] == pattern:
                 times += 1
-            # Only more is better: "aaaa" is four of one call, not two of a pair.
+            # Strictly more, so that "aaaa" is four times "a", not twice "aa".
             if times > 1 and times * period > best[0] * best[1]:
                 best = (period, times)
         yield (start, *best)
@@ -276,8 +275,8 @@ class _Closures:
         """Returns the groups of a program's calls, in order.
 
         Args:
-            program: a program, or the inside of a closure.
-            twins: the captured closure of each that runs, which has the user's lines.
+            program: a program, or that of a ``Composite``.
+            twins: for each closure, the captured one, which has the user's source lines.
         """
         calls = _shown(program)
         numbers = [self._number(call.closure, twins.get(call.closure)) for call in calls]
@@ -314,7 +313,7 @@ class _Closures:
         return self._numbers[closure]
 
     def _leaf(self, leaf: Leaf, twin: Closure | None) -> dict[str, Any]:
-        # Only captured operators know the user's lines; differentiated ones do not.
+        # Only captured operators have the user's source lines; differentiated ones do not.
         body, kernels = twin if isinstance(twin, Leaf) else leaf, self._kernels.get(leaf)
         found: dict[str, Any] = {
             "operators": [
@@ -337,9 +336,9 @@ def _shown(program: Program) -> list[Call]:
 
 
 def _twins(captured: Program, runs_as: Program) -> dict[Closure, Closure]:
-    """Pairs what runs with what was captured, call by call; nothing if they are not alike."""
+    """Maps closures of the program that runs to captured ones; empty if their calls differ."""
     a, b = _shown(runs_as), _shown(captured)
-    # Recompute and constants change what runs, so only calls that still pair up are named.
+    # Recompute and constants may change calls.
     if len(a) != len(b) or any(x.path != y.path for x, y in zip(a, b, strict=True)):
         return {}
     return {x.closure: y.closure for x, y in zip(a, b, strict=True)}
@@ -355,7 +354,7 @@ def _paths(group: Sequence[Call | SharingDecision]) -> list[str]:
 def reuse_section(
     decisions: Sequence[SharingDecision], nothing_shared: str
 ) -> dict[str, Any] | None:
-    """Returns calls per key, and what became of each instance; None if the model has no block."""
+    """Returns calls per key, and the state of each instance; None if the model has no block."""
     if not decisions and not nothing_shared:
         return None
     names = ("block", "state", "with", "why")
@@ -376,7 +375,7 @@ def _fate(d: SharingDecision) -> tuple[str, str, str, str]:
 
 
 def passes_section(sides: Mapping[str, CompileRecord]) -> dict[str, Any] | None:
-    """Returns seconds and nodes of each pass, for each way of compiling; None without a pass."""
+    """Returns seconds and nodes of each pass, for each side; None if no pass ran."""
     names = list(dict.fromkeys(p.name for record in sides.values() for p in record.passes))
     if not names:
         return None
@@ -398,14 +397,14 @@ def _totals(record: CompileRecord) -> dict[str, Any]:
 
 
 def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
-    """Returns one pass; where it ran several times, all of it."""
+    """Returns the row of a pass, summed over its runs."""
     found = [p for p in record.passes if p.name == name]
     cpu_s, wall_s = sum(p.cpu_s for p in found), sum(p.wall_s for p in found)
     return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}
 
 
 def depth_section(rows: Sequence[tuple[int, Mapping[str, CompileRecord]]]) -> dict[str, Any] | None:
-    """Returns what compiling costs for each number of layers; None of fewer than two."""
+    """Returns the compile cost for each number of layers; None for fewer than two."""
     if len(rows) < 2:
         return None
     ways = [
@@ -416,7 +415,7 @@ def depth_section(rows: Sequence[tuple[int, Mapping[str, CompileRecord]]]) -> di
 
 
 def steps_section(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the time of a step, and how far it is from eager; None if no step was run."""
+    """Returns step times and differences from eager; None if no step was run."""
     if not found["step_ms"]:
         return None
     columns = ("step_min_ms", "step_ms", "step_max_ms", "rounds")
@@ -434,7 +433,7 @@ def steps_section(found: Mapping[str, Any]) -> dict[str, Any] | None:
 def recompute_section(
     records: Sequence[RecomputeRecord], frontiers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Returns what is saved and what else could be; None if nothing is saved or computed again."""
+    """Returns what is saved, and the alternatives; None if nothing is saved or recomputed."""
     if not any(r.saved_bytes or r.recomputed_flops for r in records):
         return None
     return {
@@ -444,7 +443,7 @@ def recompute_section(
 
 
 def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
-    """Returns the predicted step, action by action, and what each rank holds meanwhile."""
+    """Returns the predicted step, action by action, and the memory of each rank over time."""
     table = plan.table
     return {
         "schedule": table.schedule,
@@ -469,7 +468,7 @@ def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
     )
     slots = sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s)
     busy = sum(s.end_s - s.start_s for s in slots)
-    # A micro-batch holds what a stage saves from its forward to its last backward.
+    # What a stage saves for a micro-batch is held from its forward to its last backward.
     sizes = {s.index: s.flight_bytes for s in own}
     held = parameters + gradients
     points = {0.0: held}
@@ -495,12 +494,12 @@ def mesh_section(
     traffic: Mapping[str, Sequence[Collective]],
     memory: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns what lies where on a mesh, and what one rank moves in a step.
+    """Returns the layouts of tensors on a mesh, and the traffic of one rank in a step.
 
     Args:
         layouts: the plan.
-        traffic: the collectives of each stage, by its name; of a step without stages one.
-        memory: bytes that a rank holds, by what they are for.
+        traffic: the collectives by name of the stage; a step without stages has one entry.
+        memory: the bytes of a rank, by purpose.
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ...pipeline_parallel.mesh.traffic import traffic_rows
@@ -523,18 +522,18 @@ def mesh_section(
 
 
 def predicted_section(rows: Iterable[Row], lead: str = HELD) -> dict[str, Any] | None:
-    """Returns both figures of each row; None if neither is known of any.
+    """Returns the rows with a known figure; None if there is none.
 
     Args:
-        rows: one without any figure is left out.
-        lead: says how they were found.
+        rows: predicted and measured figures.
+        lead: how they were found.
     """
     known = [row for row in rows if row[2] is not None or row[3] is not None]
     return {"lead": lead, "rows": known} if known else None
 
 
 def compile_rows(record: CompileRecord) -> Iterator[Row]:
-    """Yields what a compile predicts; nothing of it was measured."""
+    """Yields the predictions of a compile, without measured figures."""
     what = "memory held by a step" if record.train else "memory held by a run"
     yield what, "bytes", record.held_bytes, None
     if record.gpu is not None:
@@ -546,7 +545,7 @@ def compile_rows(record: CompileRecord) -> Iterator[Row]:
 
 
 def recompute_rows(record: CompileRecord) -> Iterator[Row]:
-    """Yields what computing again is predicted to take; no step without it was timed."""
+    """Yields the predicted time of recompute."""
     frontiers = record.made.frontiers() if record.made is not None else ()
     points = [(f["closure"], point) for f in frontiers for point in f["points"]]
     extra_s = {(closure, p["saved_bytes"]): p["extra_s"] for closure, p in points}
@@ -558,7 +557,7 @@ def recompute_rows(record: CompileRecord) -> Iterator[Row]:
 
 
 def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
-    """Yields predicted and measured seconds of actions, and of the step that they make."""
+    """Yields predicted and measured seconds of the actions and of the step."""
     for (stage, kind), seconds in sorted((measured_s or {}).items()):
         what = f"stage {stage}, {ACTION_TEXT[kind]}"
         predicted = plan.stages[stage]

@@ -1,7 +1,4 @@
-"""A page as one file: a template takes data, style, script and charts, with nothing to fetch.
-
-And numbers as people read them.
-"""
+"""Writes a page as one self-contained file, and formats numbers for readers."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 PageData: TypeAlias = dict[str, Any]
-"""The data of a page: a title, and the figures of each section. Plain values only."""
+"""The data of a page: a title, and the data of each section. Plain values only."""
 
 _ASSETS = resources.files(__package__) / "assets"
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
@@ -26,9 +23,9 @@ _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 def write_page(data: PageData) -> str:
     """Returns the text of a page."""
-    import jinja2  # only here: whoever asks for no page does not wait for it
+    import jinja2  # imported late, because only pages need it
 
-    # The script draws a section for each name that it finds.
+    # The script draws a section for each name in the data.
     present = {name: section for name, section in data.items() if section is not None}
     files = {name: _asset(name) for name in ("page.css", "echarts.min.js", "page.js")}
     template = jinja2.Environment(autoescape=True).from_string(_asset("page.html.jinja"))
@@ -36,13 +33,13 @@ def write_page(data: PageData) -> str:
 
 
 def as_json(data: PageData) -> str:
-    """Returns data as JSON that no text in it can end, within a script element."""
+    """Returns data as JSON for a script element; no string in it can close the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def about() -> dict[str, Any]:
-    """Returns where a page was made: machine, versions, and the command."""
+    """Returns the machine, versions and command that made a page."""
     now = datetime.datetime.now(datetime.timezone.utc)
     from lazyinline import __version__
 
@@ -55,7 +52,7 @@ def about() -> dict[str, Any]:
             ["PyTorch", torch.__version__],
             ["lazyinline", __version__],
         ],
-        # In a notebook or a console, its name.
+        # In a notebook or a console, the name of that program.
         "command": shlex.join([pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "date": now.strftime("%Y-%m-%d %H:%M UTC"),
     }
@@ -79,26 +76,26 @@ _EQUAL = 0.02
 
 
 def times_less(late: float, early: float) -> str:
-    """Says how many times less the first is than the second: ``2.4x less``, ``equal``."""
+    """Compares the first number with the second: ``2.4x less``, ``1.1x more``, ``equal``."""
     if not late or not early:
         return "equal" if late == early else "-"
     ratio = early / late
-    if abs(ratio - 1) <= _EQUAL:  # a hundredth less is noise, and no news
+    if abs(ratio - 1) <= _EQUAL:  # so small a difference is noise
         return "equal"
     return f"{ratio:.3g}\u00d7 less" if ratio > 1 else f"{1 / ratio:.3g}\u00d7 more"
 
 
 def ratio_range(ratios: list[float]) -> str:
-    """Writes ratios as a range: ``0.9-1.1x``, or ``1.0x`` where they agree."""
+    """Formats ratios as a range: ``0.9-1.1x``, or ``1.0x`` if they agree."""
     low, high = (f"{r:.2f}" if r < 10 else f"{r:.0f}" for r in (min(ratios), max(ratios)))
     return f"{low}\u00d7" if low == high else f"{low}\u2013{high}\u00d7"
 
 
 def error_text(error: float | str | None) -> str:
-    """Writes an error in two digits: ``1.2e-07``, ``0``, or ``-`` if it is not known."""
+    """Formats an error in two digits: ``1.2e-07``, ``0``, or ``-`` if it is not known."""
     return "-" if error is None else "0" if error == 0 else f"{float(error):.1e}"
 
 
 def count_text(number: int, noun: str) -> str:
-    """Writes a number of things: ``1 call``, ``2,000 calls``."""
+    """Formats a number of things: ``1 call``, ``2,000 calls``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""Where ranks that open a file say that they have, or why they cannot."""
+"""Ranks that open a file together tell each other of success or failure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_S = 0.1
 
 
 class Arrivals:
-    """What ranks say as they open a file, in the store of PyTorch's default group.
+    """Tells the other ranks, in the default group's store, whether this rank opened a file.
 
-    Not a collective: a rank that cannot read its file does not know that others wait for it, for
-    the file might be of one process. So it leaves a note, which those find that try to open the
-    same path as often as it did. How often ranks have met, in whatever file, is the same for all.
+    Not a collective: a rank that cannot read its file does not know whether the file is for one
+    process or for all ranks. So it leaves a note under the path and the number of its try. Ranks
+    that wait at the same try of the same path find it. All ranks count the same number of meetings.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -33,7 +33,7 @@ class Arrivals:
             return
         store, me = group.get_group_store(), dist.get_rank()
         if store is not None:  # ranks that are threads have none
-            with suppress(dist.DistError):  # should the others have ended
+            with suppress(dist.DistError):  # if the other ranks have ended
                 tried = store.add(f"lazyinline/tried {me} {os.fspath(path)!r}", 1)
                 self._note = f"lazyinline/cannot {tried} {os.fspath(path)!r}"
                 self._met, self._store = f"lazyinline/met {me}", store
@@ -55,9 +55,9 @@ class Arrivals:
         """Waits until all ranks have opened a file.
 
         Raises:
-            FileError: on all others, if one of them cannot; or if one does not come in time.
+            FileError: if another rank cannot open it, or does not arrive in time.
         """
-        store, self._store = self._store, None  # what comes after it others hear of in collectives
+        store, self._store = self._store, None  # later errors show in collectives
         if store is None:
             return
         number, me = store.add(self._met, 0), dist.get_rank()
@@ -66,7 +66,7 @@ class Arrivals:
         wait_s, limit_s = 0.001, store.timeout.total_seconds()
         deadline = time.monotonic() + limit_s
         while True:
-            # In this order: a rank that left a note may be at its next try, and open the file.
+            # In this order, because a rank that left a note may open the file at its next try.
             are_all_here = store.check(opened)
             if store.check([self._note]):
                 store.delete_key(opened[me])
