@@ -162,8 +162,8 @@ class CompileRecord:
         opened_from: the file that the program was loaded from, if nothing was compiled.
         decisions: for each block instance, whether it shares, and if not, why.
         gpu: predictions for a GPU that is not here.
-        made: the programs, for a page. It is no dataclass field, so that listing the numbers does
-            not list programs.
+        made: the programs, for a page. Not a dataclass field, so that a list of the fields has only
+            numbers.
     """
 
     train: bool

@@ -92,26 +92,26 @@ def compile(
     Args:
         model: any ``nn.Module``; its layer class may be marked with :func:`lazy_inline`. Also a
             :class:`Program`, or an ``ExportedProgram``, whose repeated regions become blocks.
-        reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
-            ``"marked"`` only what is marked; ``"off"`` inlines early.
+        reuse: ``"auto"`` compiles each different block once, both marked and repeated ones;
+            ``"marked"`` only marked ones; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
         recompute: None saves what autograd needs; ``"full"`` computes each block again in the
             backward; ``"selective"`` computes again all but matrix products, convolutions and
             attention; a :class:`Budget` computes as little again as fits into so many bytes.
         dynamic: sizes that are symbols: with None those of inputs that came in several sizes, with
             True all, with False none. A further shape then costs a link only.
-        in_place: compile the model that is given, and return it: its calls run the program, and all
-            else (class, signature, hooks, ``state_dict``, saving) is as it was. Compiled again, the
-            new options hold. Copies and saved models are plain.
+        in_place: compile the given model itself, and return it. Its calls run the program; all else
+            (class, signature, hooks, ``state_dict``, saving) does not change. A second compile
+            replaces the options. Copies and saved models are not compiled.
         fallback: ``"eager"`` runs modules that cannot be captured in eager mode (their Python needs
             the value of a tensor, say), and compiles the modules inside that can be; the report
-            has the line and the reason. ``"error"`` raises CaptureError; so does a ``recompute``,
-            which would not hold in a module that runs eagerly.
+            has the line and the reason. ``"error"`` raises CaptureError, as does any ``recompute``,
+            because it would not apply to a module that runs eagerly.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here, for the
             shapes of each call: the report has the plan, and the call itself raises PlanError.
-        boundaries: ``"fused"`` lets kernels fuse from the end of a block into the start of the
-            next, where equal blocks stand in a row: one or two launches a block fewer. Reports and
-            profiles then show a block's body, and seams between blocks.
+        boundaries: ``"fused"`` lets kernels fuse the end of a block with the start of the next, if
+            equal blocks follow each other: one or two launches fewer per block. Reports and
+            profiles then show block bodies, and seams between blocks.
 
     Calls run eagerly, and the report says why, where a forward does more than compute (``print``),
     where a module has a backward hook and gradients are wanted, and under ``torch.func``
@@ -152,7 +152,7 @@ def _as_module(given: Any) -> Any:
 
 
 def _check_model(model: nn.Module, fallback: Fallback) -> None:
-    """Raises an error if ``model`` is no module, or has modules that cannot be compiled."""
+    """Raises an error if ``model`` is not a module, or has modules that cannot be compiled."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     places = walk_modules(model)
@@ -184,7 +184,7 @@ def last_report(compiled: nn.Module | TrainingStep) -> CompileReport | None:
         The report; None before the first call.
 
     Raises:
-        PlanError: if this is no compiled model.
+        PlanError: if this is not a compiled model.
 
     Example:
         >>> lazyinline.compile(model, in_place=True)
@@ -208,7 +208,7 @@ def restore(compiled: nn.Module) -> nn.Module:
         compiled: the result of ``compile``.
 
     Raises:
-        PlanError: if this is no compiled model.
+        PlanError: if this is not a compiled model.
 
     Example:
         >>> lazyinline.compile(model, in_place=True)

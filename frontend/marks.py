@@ -220,7 +220,7 @@ def place(module: nn.Module, device: torch.device | str) -> nn.Module:
         device: as PyTorch names it.
 
     Raises:
-        ReuseError: if the target is no module.
+        ReuseError: if the target is not a module.
         PlanError: if the module's tensors are on several devices, it has none, or a part of it is
             placed already.
 

@@ -61,12 +61,12 @@ def compile_step(
 
     The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
     runs kernel after kernel. ``.grad`` of every parameter that gets one is set to the gradient
-    of the mean loss (not added to what was there) and stays valid until the next step. Its storage
-    is the gradient's bytes alone, in the arena's memory: saved or copied it takes no more, and it
-    cannot be resized. What an earlier step set and this one does not is set to None.
+    of the mean loss (without adding to earlier values) and stays valid until the next step. Its
+    storage covers only the gradient's bytes in the arena, so saving it saves no more; it cannot be
+    resized. A ``.grad`` that an earlier step set and this one does not is set to None.
 
-    What the model's forward leaves in dictionaries that it is given, and in attributes of modules
-    that it sets, a step leaves as it was; the report says so.
+    A step does not keep what the forward writes to given dictionaries and to attributes of modules;
+    the report says so.
 
     A step is one backward of the mean loss: hooks on parameters run once per step, whatever the
     number of micro-batches, after all kernels, from the last parameter used to the first.
@@ -78,8 +78,8 @@ def compile_step(
         micro_batches: each tensor argument is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
         recompute: None, ``"full"``, ``"selective"`` or a :class:`Budget`; see :func:`compile`.
-        reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
-            ``"marked"`` only what is marked; ``"off"`` inlines early.
+        reuse: ``"auto"`` compiles each different block once, both marked and repeated ones;
+            ``"marked"`` only marked ones; ``"off"`` inlines early.
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
             each micro-batch's backward right after its forward, which keeps fewer bytes.

@@ -601,11 +601,11 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
         write_no_tanh(monkeypatch)
     model, x = mixed_layers(), torch.randn(3, WIDTH)
     expected = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=f"(?s)PyTorch runs the operators.*{said}"):
+    with pytest.warns(UserWarning, match=f"(?s)PyTorch runs its operators.*{said}"):
         report = assert_equals_eager(model, (x,), calls=1, backend="inductor").told
     assert 0 < len(report.eager_kernels) < report.num_kernels
     assert "run operator by operator, @" in str(report)
-    with pytest.warns(UserWarning, match="PyTorch runs the operators"):  # nor is it kept on disk
+    with pytest.warns(UserWarning, match="PyTorch runs its operators"):  # nor is it kept on disk
         lazyinline.compile(expected)(x)
 
 
@@ -614,9 +614,9 @@ def run_with_a_full_disk() -> None:
     importlib.import_module("torch._inductor.compile_fx")  # tries, by writing, the system's folder
     model, x = mixed_layers(), torch.randn(3, WIDTH)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    with pytest.warns(UserWarning, match="PyTorch runs the operators") as warned:
+    with pytest.warns(UserWarning, match="PyTorch runs its operators") as warned:
         assert_equals_eager(model, (x,), backend="inductor")
-    assert sum("PyTorch runs the operators" in str(one.message) for one in warned) == 1
+    assert sum("PyTorch runs its operators" in str(one.message) for one in warned) == 1
     with pytest.warns(UserWarning):
         assert_equals_eager(model, (x,), backend="inductor", door="step")
 

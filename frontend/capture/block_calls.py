@@ -232,7 +232,7 @@ class TemplateMaker:
         leaves: Sequence[Any],
         history: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Makes a fake result of a shared call. It is no autograd leaf: it may change in-place."""
+        """Makes a fake result of a shared call. Not an autograd leaf: it may change in-place."""
         assert leaf.type is not None
         assert leaf.prototype is not None
         history = history if leaf.requires_grad else ()
@@ -433,7 +433,7 @@ class BlockCalls:
     def _run_inline(
         self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]
     ) -> Any:
-        """Runs a module that is no block; one marked for recompute becomes a region of its own."""
+        """Runs a module that is not a block; one marked for recompute becomes a region."""
         recording = self._recording
         before, mark = recording.num_nodes, recompute_mark(module)
         part = recording.inside_part(type(module).__name__, recording.path(module), mark)

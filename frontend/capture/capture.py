@@ -398,7 +398,7 @@ def _run_model(
 
 
 def _given(recording: Recording, index: int, leaf: Any) -> Any:
-    """Returns what the trace uses for a flat input that is no tensor: itself, or a symbol."""
+    """Returns what the trace uses for a flat input that is not a tensor: itself, or a symbol."""
     sizes = recording.sizes
     recording.effects.changes.is_given(leaf)
     recording.given.append(leaf)

@@ -297,7 +297,7 @@ class Sizes(Protocol):
         """Returns a fake of an input."""
 
     def given(self, index: int, leaf: Any) -> Any:
-        """Returns a symbol, or the value itself, for a flat input that is no tensor."""
+        """Returns a symbol, or the value itself, for a flat input that is not a tensor."""
 
     def localize(self, root: Region, sources: Any) -> None:
         """Rewrites a recorded run so that no symbolic size crosses a region's boundary."""

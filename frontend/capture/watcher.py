@@ -216,7 +216,7 @@ class ModelWatcher:
 
     @contextmanager
     def _in_function(self) -> Iterator[None]:
-        """Marks what runs inside as part of a custom function: a nested one is no operator."""
+        """Marks what runs inside as part of a custom function: a nested one is not an operator."""
         self._is_in_function = True
         try:
             yield

@@ -85,7 +85,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def check_example(what: str, model: Any, args: Any) -> None:
-    """Raises PlanError if the model is no module, or the inputs are no tuple."""
+    """Raises PlanError if the model is not a module, or the inputs are not a tuple."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"{what} takes an nn.Module, not {type(model).__name__}.")
     if not isinstance(args, (tuple, list)):
@@ -134,7 +134,7 @@ def wrapper_name(module: nn.Module) -> str:
 
 
 def way_of(module: nn.Module) -> Way:
-    """Returns how a module works as a wrapper; ``"none"`` if it is no supported wrapper."""
+    """Returns how a module works as a wrapper; ``"none"`` if it is not a supported wrapper."""
     name = wrapper_name(module)
     return _WRAPPERS[name].way if name else "none"
 
@@ -157,7 +157,7 @@ def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def model_inside(module: nn.Module) -> nn.Module | None:
-    """Returns the model that a wrapper calls; None if the module is no such wrapper."""
+    """Returns the model that a wrapper calls; None if the module is not such a wrapper."""
     if way_of(module) != "calls":
         return None
     inner: nn.Module = module.module  # type: ignore[assignment]
@@ -322,7 +322,7 @@ def check_memory(program: Program) -> None:
 
 
 def check_leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises PlanError if a tensor that requires grad is no leaf: a step could not train it."""
+    """Raises PlanError if a tensor that requires grad is not a leaf: a step could not train it."""
     for name, tensor in tensors:
         if tensor.requires_grad and tensor.grad_fn is not None:
             raise PlanError(

@@ -577,7 +577,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object that is no registered pytree container holds tensors."""
+    """Whether an object that is not a registered pytree container holds tensors."""
     if depth == 0 or isinstance(value, (torch.Tensor, nn.Module, type)):
         return False
     table = getattr(value, "__dict__", None)

@@ -154,7 +154,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     """Returns the outermost regions that repeat and are worth a closure."""
     if not runs:
         return []
-    # A call whose nodes are not consecutive is no region.
+    # A call whose nodes are not consecutive is not a region.
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
     uses = Counter(region.key for region in regions if _gives_tensors(region))

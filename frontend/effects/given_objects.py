@@ -314,7 +314,7 @@ class GivenObjects:
         return value
 
     def key(self, key: Any) -> Step | None:
-        """Returns the step of an item's key; None if it is no plain key (a slice, for example)."""
+        """Returns the step of an item's key; None if it is not a plain key (but a slice, say)."""
         if is_index(key) and id(key) in self._owners:
             return "index", self._owners[id(key)]
         return ("item", key) if type(key) in (int, str) else None

@@ -168,7 +168,7 @@ _BACK = 3
 def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
     """Returns a function that returns the Jacobian of another one, lazily.
 
-    The signature is that of ``torch.func.jacrev``. The result is no tensor, but a
+    The signature is that of ``torch.func.jacrev``. The result is not a tensor, but a
     :class:`Jacobian`, which computes its parts on demand.
 
     Args:

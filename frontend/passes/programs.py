@@ -222,7 +222,7 @@ def lower(state: State) -> State:
     reasons = context.reasons_for_eager(new)
     failed = [f"@{leaf.name}: {why}" for leaf, why in reasons.items()]
     if failed:
-        message = "PyTorch runs the operators of a closure, the backend failed at its kernels: "
+        message = "The backend failed to compile a closure, so PyTorch runs its operators: "
         warnings.warn(message + "; ".join(failed), stacklevel=2)
         state.report.eager_kernels += failed
     state.report.num_kernels += len(new)

@@ -262,7 +262,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
     """Runs passes in order; times each, and verifies its result where asked.
 
     Raises:
-        CaptureError: if a pass failed in a way that nobody foresaw.
+        CaptureError: if a pass failed with an unexpected error.
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
@@ -275,7 +275,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
             if not one.wanted(state):
                 continue
             before, cpu, wall = state, cpu_seconds(), time.perf_counter()
-            with followed(one.name), _bugs_told(one.name):
+            with followed(one.name), _explained_bugs(one.name):
                 state = one.function(state)
                 if everything or one.verified == "always":
                     check(state, one.level)
@@ -287,8 +287,8 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
 
 
 @contextmanager
-def _bugs_told(name: str) -> Iterator[None]:
-    """Turns what nobody foresaw in a pass into an error after which the model runs eagerly.
+def _explained_bugs(name: str) -> Iterator[None]:
+    """Turns an unexpected error of a pass into one after which the model runs eagerly.
 
     Raises:
         CaptureError: from the error; the error itself under ``LAZYINLINE_DEBUG=1``.

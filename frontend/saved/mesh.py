@@ -97,7 +97,7 @@ class SavedMesh:
         """Reads the result of :func:`mesh_data`.
 
         Raises:
-            FileError: if it is no valid mesh, or differs from the given one.
+            FileError: if it is not a valid mesh, or differs from the given one.
         """
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
@@ -271,7 +271,7 @@ def read_step(
     """Reads this rank's step, and checks it against the captured program in local types.
 
     Raises:
-        FileError: if it is no valid step, or has a collective that its mesh cannot run.
+        FileError: if it is not a valid step, or has a collective that its mesh cannot run.
     """
     programs = read_texts(parts, place, [STEP], own=OWN, trusted=trusted)
     # A file that this machine signed was written by a compile, so its collectives are valid.

@@ -121,7 +121,7 @@ def program_parts(
         sizes: its symbolic sizes, as in the file.
 
     Raises:
-        FileError: if a part of it is no plain data.
+        FileError: if a part of it is not plain data.
     """
     # A symbolic program was compiled without the cache, which is needed here to pack kernels.
     options = kept.lowered.context.options

@@ -382,7 +382,7 @@ def _input_data(guard: Guard, count: int) -> Any:
     """Returns the inputs of ``count`` micro-batches together, as JSON data.
 
     Raises:
-        FileError: if an input is no plain data.
+        FileError: if an input is not plain data.
     """
     first = iter(guard.repeated or range(len(guard.layouts)))
     rows: list[Any] = []

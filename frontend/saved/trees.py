@@ -62,7 +62,7 @@ def tree_data(leaves: Sequence[Any], spec: torch_pytree.TreeSpec) -> Any:
         spec: their tree structure.
 
     Raises:
-        NotCacheableError: if a description is no plain data.
+        NotCacheableError: if a description is not plain data.
     """
     return encode_value(torch_pytree.unflatten(list(map(_Place, leaves)), spec), _own)
 

@@ -165,7 +165,7 @@ class TracedSizes:
         return next(free, wanted)
 
     def given(self, index: int, leaf: Any) -> Any:
-        """Returns a symbol, or the value itself, for a flat input that is no tensor."""
+        """Returns a symbol, or the value itself, for a flat input that is not a tensor."""
         return leaf
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:

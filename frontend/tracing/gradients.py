@@ -61,7 +61,7 @@ def tensors_in(tree: Any, what: str) -> list[torch.Tensor]:
     """Returns the leaves of a tree of tensors.
 
     Raises:
-        PlanError: if a leaf is no tensor.
+        PlanError: if a leaf is not a tensor.
     """
     leaves, _ = torch_pytree.flatten(tree)
     for leaf in leaves:

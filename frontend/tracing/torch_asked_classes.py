@@ -47,8 +47,8 @@ _ALIKE = frozenset(
         ("transformers.utils.generic", "infer_framework_from_repr"),
     )
 )
-# Asks it of the class of all that it copies, and hands it to nobody.
-_TELLS_NOBODY = ("copy", "deepcopy")
+# Calls type() on the class of each object that it copies, and does not pass the answer on.
+_HARMLESS_CALLER = ("copy", "deepcopy")
 
 
 # ---- sizes that answer as numbers --------------------------------------------------------------
@@ -69,7 +69,7 @@ def sizes_like_numbers() -> Iterator[None]:
 
 def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[], None]:
     shown, lookup = kind.__repr__, object.__getattribute__
-    libraries: dict[int, CodeType] = {}  # by id, since it is asked 100,000 times
+    libraries: dict[int, CodeType] = {}  # by id, because it is looked up 100,000 times
 
     def is_asked() -> bool:
         frame = sys._getframe(2)
@@ -137,8 +137,8 @@ class _LikeType(type):
         found = _class_in_eager(args[0], cls._known)
         if threading.get_ident() != cls._thread:
             return found
-        if found is type and _name(sys._getframe(1)) != _TELLS_NOBODY:
-            cls._types.append(user_line())  # Python's own, which tells what class a fake is of
+        if found is type and _name(sys._getframe(1)) != _HARMLESS_CALLER:
+            cls._types.append(user_line())  # Python's ``type``, which reveals a fake's class
         return cls._shown.get(found, found)
 
     def __eq__(cls, other: object) -> bool:

@@ -399,7 +399,7 @@ def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
         def value_of(result: Any) -> torch.Tensor:
             value = result[0] if has_aux and isinstance(result, tuple) and result else result
-            # If the result is no scalar, the original raises PyTorch's own error.
+            # If the result is not a scalar, the original raises PyTorch's own error.
             if not isinstance(value, torch.Tensor) or value.dim():
                 original(lambda *_, **__: result, argnums, has_aux, args, kwargs)
             return cast("torch.Tensor", value)

@@ -157,8 +157,8 @@ def _is_operator(name: str) -> bool:
     """Whether a method is an ATen operator of the same name, from this tensor to tensors."""
     if changes_layout(name) or not any(map(_makes_tensors, _overloads(name))):
         return False
-    # An in-place method without an out-of-place form (``requires_grad_``) is no operator. One that
-    # changes the shape (``resize_``) is checked when it is called.
+    # An in-place method without an out-of-place form (``requires_grad_``) is not an operator.
+    # One that changes the shape (``resize_``) is checked when it is called.
     return not name.endswith("_") or name.startswith("__") or bool(_overloads(name[:-1]))
 
 

@@ -494,7 +494,7 @@ class _Finished(BaseException):
 
 
 class _History(torch.autograd.Function):
-    """Makes a tensor that is no autograd leaf, so that it may be changed in-place."""
+    """Makes a tensor that is not an autograd leaf, so that it may be changed in-place."""
 
     @staticmethod
     def forward(context: Any, new: list[torch.Tensor], *history: torch.Tensor) -> torch.Tensor:
