@@ -152,8 +152,6 @@ def test_asking_pytorch_does_not_keep_a_model_from_being_compiled() -> None:
         assert compiled.last_report.num_compiles <= 1
 
 
-# ---- Python's own modules in C ------------------------------------------------------------------
-
 PURE = ("math", "cmath", "_operator", "_bisect", "_heapq", "_struct", "_string", "_functools")
 OUTWARD = (
     *("time", "_thread", "_socket", "_signal", "_random", "_locale", "_decimal", "_queue", "gc"),

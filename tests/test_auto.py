@@ -190,9 +190,6 @@ def test_a_model_that_only_fails_in_blocks_is_compiled_without_them() -> None:
     assert all("nothing is shared" in r and "seen through a view" in r for r in reasons) and reasons
 
 
-# ---- the default, and what is told ------------------------------------------------------------
-
-
 def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:
     model = Stack(*(Layer() for _ in range(3)))
     x = example()

@@ -116,9 +116,6 @@ def objects(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted((directory / "objects").iterdir())
 
 
-# ---- a warm start ------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("directory")
 def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
     monkeypatch: pytest.MonkeyPatch,
@@ -195,9 +192,6 @@ def test_a_training_step_uses_the_same_blocks() -> None:
     torch.testing.assert_close(
         loss, torch.stack([model(part) for part in inputs(8).chunk(2)]).mean().detach()
     )
-
-
-# ---- the key -----------------------------------------------------------------------------------
 
 
 def content(model: nn.Module, x: torch.Tensor) -> str:
@@ -313,9 +307,6 @@ def test_a_leaf_is_rebuilt_exactly() -> None:
             if isinstance(old.meta.get("val"), torch.Tensor):
                 assert old.meta["val"].stride() == new.meta["val"].stride()
                 assert old.meta["val"].device == new.meta["val"].device
-
-
-# ---- damaged files -----------------------------------------------------------------------------
 
 
 def sealed(document: Any) -> bytes:
@@ -434,9 +425,6 @@ def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: pat
     assert_right(numbers)
 
 
-# ---- who else can write ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("folder", [".", "entries", "objects"])
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_a_directory_that_others_can_write_to_is_refused(
@@ -466,9 +454,6 @@ def test_what_the_cache_makes_is_the_users_own(tmp_path: pathlib.Path) -> None:
     made.write("key", [1])
     for path in (made.directory, *made.directory.rglob("*")):
         assert not path.stat().st_mode & 0o077, path
-
-
-# ---- no room, no directory ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["replace", "fdopen"])
@@ -527,9 +512,6 @@ def test_the_directory_is_in_the_users_cache_home(monkeypatch: pytest.MonkeyPatc
     assert default_directory() == pathlib.Path("/home/me/.cache/lazyinline")
 
 
-# ---- size --------------------------------------------------------------------------------------
-
-
 def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: pathlib.Path) -> None:
     found = DiskCache(tmp_path, 11_000)
     for i in range(10):
@@ -581,9 +563,6 @@ def test_an_entry_that_goes_away_meanwhile_is_a_miss(
     numbers, report = inferred_anew()
     assert report.cache.num_made > 0
     assert_right(numbers)
-
-
-# ---- the command -------------------------------------------------------------------------------
 
 
 def test_the_command_tells_and_clears_and_refuses_what_a_compile_refuses(

@@ -22,8 +22,6 @@ import lazyinline
 from lazyinline import CaptureError
 from lazyinline.frontend.capture.capture import Subject, capture_model
 
-# ---- results of blocks ---------------------------------------------------------------------------
-
 
 class Pair(NamedTuple):
     first: torch.Tensor
@@ -120,9 +118,6 @@ def test_model_may_return(name: str) -> None:
     assert_equals_eager(Around(MODELS[name], kind()), [example()])
 
 
-# ---- arguments of the model ----------------------------------------------------------------------
-
-
 def test_model_arguments_may_be_nested_and_mixed() -> None:
     def body(layers: Any, x: Any, *rest: Any, options: Any = None, scale: float = 1.0) -> Any:
         y = layers[0](x["a"]) * scale + rest[0][0]
@@ -173,9 +168,6 @@ def test_arguments_that_share_memory_are_told_apart_from_those_that_do_not() -> 
     for make in (*makes, makes[0]):
         with contextlib.suppress(CaptureError):  # refusing is right, another number is not
             assert torch.equal(compiled(*make()), forward(None, *make()))
-
-
-# ---- state ---------------------------------------------------------------------------------------
 
 
 def running(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -266,9 +258,6 @@ def test_global_tensor_is_used_by_reference() -> None:
     assert outcome.shared == 1
     GLOBAL_TABLE.mul_(2)
     torch.testing.assert_close(outcome.compiled(example()), model(example()), rtol=1e-12, atol=0)
-
-
-# ---- gradients -----------------------------------------------------------------------------------
 
 
 def function_of(forward: Any, backward: Any) -> Any:
@@ -378,9 +367,6 @@ def test_autocast_around_the_call_does_not_reach_where_the_model_switched_it_off
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-# ---- what is left behind -------------------------------------------------------------------------
-
-
 def what_is_patched() -> list[Any]:
     names = ("__call__", "__getattr__", "__setattr__", "__delattr__", "__getattribute__")
     apply = vars(torch.autograd.Function)["apply"]
@@ -440,9 +426,6 @@ def test_other_threads_run_models_undisturbed_while_one_captures() -> None:
     stop.set()
     thread.join()
     assert not errors
-
-
-# ---- what is refused, and how --------------------------------------------------------------------
 
 
 def refused(forward: Callable[..., Any], *args: Any, train: bool = True, **attributes: Any) -> str:

@@ -255,8 +255,6 @@ def test_reader_that_stops_early_is_no_error(models: str) -> None:
     assert "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
-# ---- what is answered without PyTorch --------------------------------------------------------
-
 WITHOUT_TORCH = """
 import sys
 from lazyinline_command.main import main
@@ -320,9 +318,6 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
     bench_help = " ".join(parsers["bench"].format_help().split())
     assert f"default {' '.join(map(str, commands.DEFAULT_LAYERS))};" in bench_help
     assert inspection.FORM in " ".join(parsers["inspect"].format_help().split())
-
-
-# ---- what is said on the way and at the end --------------------------------------------------
 
 
 class Terminal(io.StringIO):

@@ -82,9 +82,6 @@ def test_what_differs_from_eager_is_seen(what: str) -> None:
     assert_equals_eager(Differs(""), (batch(),))
 
 
-# ---- golden texts ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def only_when_comparing(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):

@@ -105,9 +105,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-# ---- numbers: loss and gradients, inference and training --------------------------------------
-
-
 # AdamW's first steps move every weight by about lr times the sign of its gradient, and where the
 # gradient is nothing but rounding, the sign is noise. On this decoder eager itself, run in float32
 # and in float64, drifts apart by lr * 0.01 in five steps (1.4e-6 at 1e-4, 9e-6 at 1e-3). So float32
@@ -289,9 +286,6 @@ def test_a_tensor_that_is_padded_and_reshaped_again_and_again_is_compiled() -> N
     assert_equals_eager(RelativeShift(), (torch.randn(2, 16, 8),), **options)
 
 
-# ---- which program runs: modes, layouts, arguments --------------------------------------------
-
-
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:
     model = Net(lambda: MarkedBlock(norm=True, dropout=0.5))
     compiled = lazyinline.compile(model, backend="eager", dynamic=False)
@@ -335,9 +329,6 @@ def test_arguments_by_position_by_name_and_by_default(compiles: Compiles) -> Non
     for args, kwargs in calls * 2:
         assert_close(*(side.run(batch(), *args, **kwargs) for side in (ours, theirs)))
     assert len(compiles) <= len(calls)
-
-
-# ---- the contract with autograd ---------------------------------------------------------------
 
 
 def two_forwards_before_a_backward_in_any_order(side: Side) -> None:
@@ -650,9 +641,6 @@ def test_an_index_out_of_range_is_an_error_and_the_next_call_works(backend: str)
     assert_trained_alike(sides, ids)
 
 
-# ---- memory and threads -----------------------------------------------------------------------
-
-
 @pytest.mark.sweep(keep="eager")
 def test_a_dropped_forward_frees_what_it_kept(backend: str) -> None:
     ours, _ = make(net, backend)
@@ -711,9 +699,6 @@ def test_threads_share_a_compiled_module(backend: str, compiles: Compiles) -> No
 def test_threads_compile_different_modules_at_once() -> None:
     made = [make(net, "eager") for _ in range(3)]
     in_threads(lambda index: assert_trained_alike(made[index], batch(seed=index)))
-
-
-# ---- copies -----------------------------------------------------------------------------------
 
 
 def through_a_file(compiled: nn.Module) -> Any:

@@ -46,8 +46,6 @@ def constants_of(model: nn.Module, *args: Any) -> list[str]:
     return [s.name for s in tensors]
 
 
-# ---- what shares ---------------------------------------------------------------------------------
-
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "scale": lambda self, x: x + self.linear(x) * self.value,
     "quotient": lambda self, x: self.linear(x) / self.value,
@@ -111,8 +109,6 @@ def test_layer_idx_in_arithmetic_is_traced_once_per_value_and_compiled_once() ->
     assert compiled.last_report.num_kernels == 2  # forward and backward
 
 
-# ---- what stays apart ----------------------------------------------------------------------------
-
 APART: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, Any]]] = {
     "exponent": (lambda self, x: self.linear(x).abs() ** self.value, (1.5, 2.5)),
     "shape": (lambda self, x: self.linear(x).repeat(self.value, 1)[:3], (1, 2)),
@@ -143,9 +139,6 @@ def test_constant_that_decides_more_than_a_value_keeps_closures_apart(name: str)
     assert len(closures_of(model, example())) == 2
     assert any("attribute value" in reason for reason in outcome.reasons)
     assert not any(d.shares for d in outcome.compiled.last_report.decisions)
-
-
-# ---- nested --------------------------------------------------------------------------------------
 
 
 ATTENTION = block(
@@ -182,9 +175,6 @@ def test_a_block_between_others_passes_what_it_is_given() -> None:
     assert_equals_eager(model, [example()], tolerance=0)
     assert closures_of(model, example()) == ["Block", "Block"]
     assert set(constants_of(model, example())) == {"0.1", "0.2", "0.4"}
-
-
-# ---- the whole way -------------------------------------------------------------------------------
 
 
 def regression(*values: float) -> nn.Module:
@@ -254,8 +244,6 @@ def test_random_bits_and_constants_are_the_same() -> None:
     assert_equals_eager(model, [example()], tolerance=0)
     assert closures_of(model, example()) == ["Block"]
 
-
-# ---- random programs -----------------------------------------------------------------------------
 
 MATRIX = tensor_type(3, 4)
 OPERATORS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)
@@ -346,9 +334,6 @@ def test_operands_are_equal_only_if_an_operator_is_given_the_same() -> None:
     for one, other in told_apart:
         assert frozen_operands(one, nodes) == frozen_operands(one, nodes)
         assert frozen_operands(one, nodes) != frozen_operands(other, nodes), (one, other)
-
-
-# ---- a number as an input gives the very bits that it gives as a Python number -----------------
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

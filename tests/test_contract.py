@@ -47,9 +47,6 @@ pytestmark = pytest.mark.smoke
 aten = torch.ops.aten
 
 
-# ---- every name is here -----------------------------------------------------------------------
-
-
 def all_contracts() -> set[str]:
     """Returns every name that a test of a contract is registered for."""
     for path in pathlib.Path(__file__).parent.glob("test_contract*.py"):
@@ -80,9 +77,6 @@ def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
                 node: Any = ast.parse(text, mode="eval").body
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.args[1].value)
     assert used == {n.removeprefix(".") for n in all_contracts() if n.startswith(".")}
-
-
-# ---- modules, and how capture watches them ----------------------------------------------------
 
 
 def test_calls_of_modules_and_reads_of_parameters_can_be_replaced_on_the_class() -> None:
@@ -191,9 +185,6 @@ def test_checkpoints_hand_their_function_to_a_class_or_run_it_between_two_steps(
     assert seen == [module.noop_context_fn, "run", "after"]
 
 
-# ---- trees ------------------------------------------------------------------------------------
-
-
 @contract(
     "torch.utils._pytree: TreeSpec tree_flatten tree_flatten_with_path tree_map tree_structure",
     "torch.utils._pytree: SUPPORTED_NODES register_pytree_node",
@@ -223,9 +214,6 @@ def test_trees_go_apart_and_together() -> None:
     leaves, spec = pytree.tree_flatten(Record("Output", {"a": 1, "keys": (2,)}))
     assert leaves == [1, 2]
     assert pytree.tree_unflatten([3, 4], spec).keys == (4,)
-
-
-# ---- operators and tensors --------------------------------------------------------------------
 
 
 @contract("torch._ops: OpOverload OpOverloadPacket", "._schema")
@@ -445,9 +433,6 @@ def test_which_classes_of_tensors_see_operators() -> None:
     assert own.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     with torch._C.DisableTorchFunctionSubclass():
         assert type(torch.ones(2).as_subclass(own) * 2) is torch.Tensor
-
-
-# ---- modes ------------------------------------------------------------------------------------
 
 
 @contract("torch._C._dynamo.guards.GlobalStateGuard")

@@ -26,9 +26,6 @@ pytestmark = pytest.mark.smoke
 aten = torch.ops.aten
 
 
-# ---- autograd ---------------------------------------------------------------------------------
-
-
 @contract("torch._C._autograd._get_current_graph_task_keep_graph")
 def test_a_running_backward_knows_whether_the_graph_is_kept() -> None:
     seen, is_kept = [], torch._C._autograd._get_current_graph_task_keep_graph
@@ -265,9 +262,6 @@ def test_tables_of_hooks_on_a_tensor() -> None:
         assert not table and getattr(tensor, name) is table
 
 
-# ---- partitioners -------------------------------------------------------------------------------
-
-
 def joint(flat: list[Tensor]) -> list[Tensor]:
     """A forward ``sin(x * rand) @ w``, and its backward."""
     x, w, tangent = flat
@@ -307,9 +301,6 @@ def test_partitioners_split_a_joint_graph_and_draw_once(name: str) -> None:
     given = backward.graph.find_nodes(op="placeholder")
     assert all("val" in n.meta for n in given) and "tangents_1" in [n.name for n in given]
     torch.testing.assert_close([output, *backward(*(known[n.name] for n in given))], expected)
-
-
-# ---- optimizers ---------------------------------------------------------------------------------
 
 
 @contract("torch: _fused_adam_ _fused_adamw_ _fused_sgd_ _foreach_add_")

@@ -179,9 +179,6 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators() -> None:
     assert any(home.startswith(("torch._functorch", "torch._C._functorch")) for home in homes)
 
 
-# ---- control flow -----------------------------------------------------------------------------
-
-
 @contract(
     "torch._higher_order_ops: cond.cond_op map.map_impl scan.scan_op while_loop.while_loop_op"
 )
@@ -213,9 +210,6 @@ def test_control_flow_compiles_the_function_that_calls_its_operator() -> None:
     assert [name for name, _ in seen] == ["cond", "scan", "map", "while_loop"]
     assert min(number for _, number in seen) >= 3
     assert torch.equal(calls[0](), row.sin())
-
-
-# ---- older tracers ----------------------------------------------------------------------------
 
 
 @contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")

@@ -82,9 +82,6 @@ def commands_noted() -> Iterator[list[str]]:
         yield commands
 
 
-# ---- graphs and what is made of them ------------------------------------------------------------
-
-
 @contract(
     f"{INDUCTOR}.graph.GraphLowering.run_node",
     f"{INDUCTOR}.ir.FallbackKernel",
@@ -261,9 +258,6 @@ def test_building_waits_in_one_method_that_takes_the_scope() -> None:
     with mock.patch.object(module.AsyncCompile, "wait", autospec=True, side_effect=wait) as watched:
         compile_leaves([leaf], lambda: None)
     assert watched.called, "the module of the generated code no longer waits there"
-
-
-# ---- C++ ----------------------------------------------------------------------------------------
 
 
 @contract(
@@ -549,8 +543,6 @@ def test_vector_units_are_asked_for_by_loading_an_object() -> None:
         assert torch_inductor._loads_here(isa_class(), path) is loads
 
 
-# ---- a GPU that is not here ---------------------------------------------------------------------
-
 PROPERTIES = f"{INDUCTOR}.runtime.hints.DeviceProperties"
 
 
@@ -630,9 +622,6 @@ def test_attention_of_a_gpu_can_be_differentiated_on_fake_tensors_of_a_cpu() -> 
             assert result.shape == (2, 3, 16, 8)
             gradients = torch.autograd.grad(result.sum(), operands)
             assert [g.shape for g in gradients] == [t.shape for t in operands]
-
-
-# ---- torch.onnx -------------------------------------------------------------------------------
 
 
 def exporter(part: str) -> Any:

@@ -183,9 +183,6 @@ def test_groups_of_a_mesh_have_names() -> None:
     assert all(isinstance(name, str) for name in axes)
 
 
-# ---- rules: moves are held against the order of `redistribute` ---------------------------------
-
-
 aten = torch.ops.aten
 TENSOR = "torch.distributed.tensor"
 
@@ -283,9 +280,6 @@ def test_moves_are_in_the_order_of_redistribute() -> None:
         ]
         ours = [step.axis for step in moves.steps(before, after, 1024)]
         assert ours == theirs, (before, after)
-
-
-# ---- what schedules ask of a stage -------------------------------------------------------------
 
 
 # Asked for by schedules, and right as PyTorch's stage does it.

@@ -32,9 +32,6 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
-# ---- fake tensors -----------------------------------------------------------------------------
-
-
 @contract("._dispatch_cache", "torch._dispatch.python.enable_python_dispatcher")
 def test_dropout_in_python_is_looked_up_again_once_its_cache_is_empty() -> None:
     dropout: Any = aten.dropout.default
@@ -291,9 +288,6 @@ def test_a_fake_mode_lets_go_of_the_tensors_that_its_fakes_were_made_of() -> Non
     describer.lookup_storage.clear()
     assert not weakref.getweakrefs(tensor)
     assert fake.shape == tensor.shape
-
-
-# ---- traces -----------------------------------------------------------------------------------
 
 
 def traced_from_here(function: Callable[[Tensor], Any], x: Tensor, mode: Any) -> Any:
@@ -604,9 +598,6 @@ def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out() -> None:
         with torch._C._DisableTorchDispatch():
             torch.zeros(2)
     assert [seen for seen, _ in watch.seen] == [aten.ones.default, aten.exp_.default]
-
-
-# ---- symbolic sizes ---------------------------------------------------------------------------
 
 
 def symbol_of(environment: Any, name: str = "n", value: int = 8) -> Any:

@@ -95,9 +95,6 @@ def assert_near(have: Tensor | None, want: Tensor | None) -> None:
     assert (have is None) <= (want is None)
 
 
-# ---- forwards ------------------------------------------------------------------------------------
-
-
 def chosen(flow: Any, m: Any, x: Tensor) -> Any:
     return x + flow.cond(
         x.mean() > 0, lambda x: torch.tanh(m.a(x)), lambda x: torch.sin(m.b(x)) * 2, (x,)
@@ -337,9 +334,6 @@ def test_a_loop_without_end_can_be_interrupted() -> None:
             signal.signal(signal.SIGALRM, before)
         x = 1e9 + batch()
         assert torch.equal(compiled(x), theirs(x))
-
-
-# ---- what runs eagerly ---------------------------------------------------------------------------
 
 
 def leaks(flow: Any, m: Any, x: Tensor) -> Any:

@@ -110,9 +110,6 @@ def points(rows: int = 4) -> Tensor:
     return torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
 
 
-# ---- training and inference --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @both
 @pytest.mark.sweep(keep=["eager", "none-inductor"])
@@ -215,9 +212,6 @@ def test_an_operator_may_have_several_results(own: bool) -> None:
     torch.testing.assert_close(x.grad, y.grad)
 
 
-# ---- derivatives -------------------------------------------------------------------------------
-
-
 def straight_through(name: str) -> Operator:
     def rounded(x: Tensor) -> Tensor:
         return x.round()
@@ -266,9 +260,6 @@ def test_second_derivatives_go_through_rules(derivative: str) -> None:
     compiled = lazyinline.compile(model, backend="eager")
     for own, other in zip(penalty(compiled, points()), penalty(expected, points()), strict=True):
         torch.testing.assert_close(own, other)
-
-
-# ---- elsewhere ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -320,9 +311,6 @@ def test_it_is_compiled_for_a_gpu_that_is_not_here() -> None:
     assert gpu is not None
     assert gpu.num_built == gpu.num_kernels
     assert gpu.allocating == ()
-
-
-# ---- what a rule may do ------------------------------------------------------------------------
 
 
 def adding(operator: Operator, x: Tensor) -> Tensor:
@@ -378,9 +366,6 @@ def test_whatever_a_rule_does_results_are_those_of_the_operator(name: str, own: 
     if name == "another shape" and not own:
         with pytest.raises(lazyinline.CaptureError, match=r"gives f32\[1,8\].*f32\[4,8\]"):
             lazyinline.capture(of(adding, operator), (points(),))
-
-
-# ---- a rule that is wrong is found -------------------------------------------------------------
 
 
 def laid_out_by_columns(x: Tensor) -> Tensor:
@@ -479,9 +464,6 @@ def test_random_numbers_are_drawn_alike() -> None:
     state = torch.get_rng_state()
     lazyinline.decomposition(new_operator("noisy", noisy))(noisy)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-# ---- what is no rule ---------------------------------------------------------------------------
 
 
 def test_a_rule_takes_what_the_operator_takes() -> None:

@@ -139,9 +139,6 @@ def test_a_page_runs_and_prints_what_it_says(
         page.write_text(rewritten(page.read_text(encoding="utf-8"), runner.shown))
 
 
-# ---- blocks that need several processes --------------------------------------------------------
-
-
 @lazyinline.lazy_inline
 class Layer(nn.Module):
     def __init__(self) -> None:
@@ -277,9 +274,6 @@ def test_each_message_of_the_troubleshooting_page_is_one_that_the_code_gives() -
         if not any(stands_in(text, message.split("…")) for text in texts)
     ]
     assert not missing
-
-
-# ---- docs/integrations.md, which a script writes -----------------------------------------------
 
 
 PAGE = ROOT / "docs" / "integrations.md"

@@ -155,9 +155,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 1e-4)  # of a sum over all elements
 
 
-# ---- what is compiled, what is linked -----------------------------------------------------------
-
-
 class Case(NamedTuple):
     """A model at one shape after another, and the compiles and links after each or the last."""
 
@@ -309,9 +306,6 @@ def test_inference_and_training_learn_apart() -> None:
             with torch.set_grad_enabled(grad):
                 assert_close(compiled(*ids(shape)), model(*ids(shape)))
     assert counts(compiled) == (4, 2)
-
-
-# ---- what Python does with sizes ------------------------------------------------------------
 
 
 def masked(h: Tensor) -> Tensor:
@@ -504,9 +498,6 @@ def test_dropout_of_everything_leaves_the_generator_as_eager_does(grad: bool) ->
     assert_equals_eager(Drops(), batches=inputs, dynamic=True, fallback="error")
 
 
-# ---- training steps ---------------------------------------------------------------------------
-
-
 def step_at(model: nn.Module, shapes: Sequence[Shape], **options: Any) -> tuple[Any, list[Counts]]:
     """Trains by compiled steps beside a twin in eager; returns what was made after each."""
     adam = functools.partial(torch.optim.Adam, lr=0.01)
@@ -553,9 +544,6 @@ def test_kernels_of_steps_take_sizes(build: Callable[[], nn.Module]) -> None:
     shapes = [(4, 8), (4, 12), (6, 16), (4, 12)]
     _, found = step_at(build(), shapes, backend="inductor", micro_batches=2)
     assert found[-1] == (2, 1)
-
-
-# ---- Hugging Face models --------------------------------------------------------------------
 
 
 def labelled(rows: int, length: int) -> dict[str, Tensor]:

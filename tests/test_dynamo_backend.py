@@ -136,9 +136,6 @@ def batch(length: int = 5, count: int = 3) -> Tensor:
     return torch.randn(count, length, WIDTH)
 
 
-# ---- sharing -------------------------------------------------------------------------------
-
-
 def called_four_times() -> nn.Module:
     layer = Layer()
     return Net(layer, layer, layer, layer)
@@ -184,9 +181,6 @@ def test_what_is_computed_again_is_not_saved_and_is_shared(option: dict[str, Any
     plain(batch())
     assert compiled.reports[0].saved_bytes < plain.reports[0].saved_bytes
     assert sum(compiled.shared()) >= 2
-
-
-# ---- torch.compiler.nested_compile_region -----------------------------------------------------
 
 
 class RegionLayer(Normed):
@@ -284,9 +278,6 @@ def test_gpt2_with_its_defaults_is_like_eager() -> None:
     assert any(any(compiled.shared(number)) for number in range(len(compiled.graphs)))
 
 
-# ---- what Dynamo does ----------------------------------------------------------------------
-
-
 class Halves(nn.Module):
     """Two stacks, and in between what Dynamo does not capture."""
 
@@ -321,9 +312,6 @@ def test_a_number_that_varies_and_is_no_size_is_handed_on() -> None:
     with pytest.warns(HandedOnWarning, match="symbolic number, and no input has this size"):
         assert_close(compiled(x, 4), model(x, 4))
     assert_close(compiled(x, 7), model(x, 7))
-
-
-# ---- modes, mutations, derivatives of one's own ----------------------------------------------
 
 
 class Doubled(torch.autograd.Function):
@@ -410,9 +398,6 @@ def test_an_input_that_is_changed_and_a_view_of_one_are_the_users_own(
     assert found[0].data_ptr() == x.data_ptr()
     assert (found[1].data_ptr() == ours.data_ptr()) == (expected[1].data_ptr() == theirs.data_ptr())
     assert isinstance(compiled.graphs[0], CompiledGraph) == is_ours  # or it is handed on
-
-
-# ---- options and the name ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [{"options": {"colour": 1}}, {"mode": "reduce-overhead"}])

@@ -35,9 +35,6 @@ def line_of(text: str) -> int:
     return number
 
 
-# ---- options and marks ------------------------------------------------------------------------
-
-
 LINEAR = nn.Linear(2, 2)
 COMPILE: Any = lazyinline.compile
 ONE_INPUT = [lazyinline.capture, lazyinline.advise, lazyinline.measure]
@@ -129,9 +126,6 @@ def test_a_mark_leaves_constructor_errors_alone() -> None:
 
     with pytest.raises(TypeError, match="width"):
         Block()  # type: ignore[call-arg]
-
-
-# ---- models that cannot be captured -----------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -297,9 +291,6 @@ def test_after_an_error_everything_works_again() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-# ---- the meta device, flags of tensors, TorchScript -------------------------------------------
-
-
 def test_a_model_on_the_meta_device_is_captured_but_not_run() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -343,9 +334,6 @@ def test_a_torchscript_module_is_named(place: str) -> None:
     if place == "itself":  # there is nothing else to compile
         with pytest.raises(CaptureError, match=r"The model was scripted"):
             lazyinline.compile(model)
-
-
-# ---- unusual arguments and results that work --------------------------------------------------
 
 
 class Unhashable:

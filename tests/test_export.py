@@ -60,9 +60,6 @@ def nodes_of(path: pathlib.Path) -> dict[str, int]:
     return {"main": len(model.graph.node), **{f.name: len(f.node) for f in model.functions}}
 
 
-# ---- numbers ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", hugging_face.NAMES)
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
 @pytest.mark.sweep(keep=["functions-llama", "flat-gpt2"])
@@ -238,9 +235,6 @@ def test_round_trips(written: Written, path: pathlib.Path) -> None:
     assert is_close(run(path, ids_BT=written.ids)[0], expected)
 
 
-# ---- what is written --------------------------------------------------------------------------
-
-
 def test_a_layer_adds_one_node(written: Written, path: pathlib.Path) -> None:
     model, (ids, _) = own.llama(5, **SMALL)
     lazyinline.export_onnx(model.eval(), (ids,), path, verify=False)
@@ -388,9 +382,6 @@ def test_weights_can_lie_in_a_file_beside_it_and_the_difference_is_logged(
     assert (path.parent / "model.onnx.data").stat().st_size <= report.weight_bytes
     assert is_close(run(path, ids_BT=ids)[0], model(ids))
     onnx.checker.check_model(str(path), full_check=True)
-
-
-# ---- what cannot be done ----------------------------------------------------------------------
 
 
 ERFINV = block(lambda self, x: torch.erfinv(self.linear(x).tanh()))

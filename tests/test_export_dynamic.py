@@ -166,8 +166,6 @@ def test_bad_dynamic_shapes_get_a_clear_error(path: pathlib.Path) -> None:
         lazyinline.export_onnx(model, (ids, targets), path, dynamic_shapes=both, train=True)
 
 
-# ---- experts that are one grouped product, as transformers writes them ----------------------
-
 EXACT = 1e-5
 
 

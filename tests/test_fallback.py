@@ -289,9 +289,6 @@ def test_the_slots_of_modules_are_empty_outside_of_a_call_in_each_thread() -> No
     copy.deepcopy(model)(*batches()[0])
 
 
-# ---- cost -------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """A mixture of experts as people write it."""
 
@@ -373,9 +370,6 @@ def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
     monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
     for _ in range(5):
         assert_close(compiled(x), model(x))
-
-
-# ---- state that hooks make, writes in place, derivatives of one's own -------------------------
 
 
 def normalized() -> nn.Module:
@@ -483,9 +477,6 @@ def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: R
     assert run is not changing or is_compiled(compiled, "heads")
 
 
-# ---- what a forward does besides computing ----------------------------------------------------
-
-
 def counting(seen: list[Any]) -> Run:
     seen.append({"calls": 0})
     return lambda module, x: seen[0].update(calls=seen[0]["calls"] + 1)
@@ -556,8 +547,6 @@ def test_a_forward_that_fails_half_way_prints_once(capsys: pytest.CaptureFixture
         assert capsys.readouterr().out == "rows 6\n"
 
 
-# ---- what a backend fails at ------------------------------------------------------------------
-
 FAILURES: dict[str, Callable[[], Exception]] = {
     "SyntaxError: invalid syntax": lambda: InductorError(SyntaxError("invalid syntax"), None),
     "OSError: .*No space left": lambda: OSError(errno.ENOSPC, "No space left on device"),
@@ -625,9 +614,6 @@ def run_with_a_full_disk() -> None:
 def test_with_a_full_disk_pytorch_runs_the_operators(tmp_path: pathlib.Path) -> None:
     folders = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")}
     run_apart(run_with_a_full_disk, **folders, LAZYINLINE_CACHE_DIR=str(tmp_path / "lazyinline"))
-
-
-# ---- what the user is told --------------------------------------------------------------------
 
 
 class Branches(nn.Sequential):
@@ -776,9 +762,6 @@ def test_numbers_drawn_into_a_view_are_eagers(size: int) -> None:
         with torch.no_grad():
             found.append((*call(torch.ones(size, 1)), torch.get_rng_state()))
     assert all(map(torch.equal, *found))
-
-
-# ---- recurrent networks run in kernels of PyTorch's own ----------------------------------------
 
 
 class Tagger(nn.Module):

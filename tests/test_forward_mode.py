@@ -149,9 +149,6 @@ def test_the_series_of_a_function(series: Series, entry: Any) -> None:
     assert "everything" in derivative.fallbacks[0].source
 
 
-# ---- what stops tangents, changes in place, draws ---------------------------------------------
-
-
 def stops_a_value(x: Tensor) -> Tensor:
     return x.sin() * x.detach() + x.square()
 
@@ -225,9 +222,6 @@ def test_what_no_series_follows_is_refused_with_its_line(said: str) -> None:
         assert_series(REFUSED[said], [X], Series(1, 1))
 
 
-# ---- programs ---------------------------------------------------------------------------------
-
-
 @lazy_inline
 class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
@@ -296,9 +290,6 @@ def test_random_programs_have_the_same_series_late_and_early(series: Series, see
     if points:
         rows = [row for row in given if row is not None]
         compare(found[0], function, points, rows, series)
-
-
-# ---- derivatives of what was derived ------------------------------------------------------------
 
 
 def network(depth: int = 3, width: int = 6) -> nn.Sequential:
@@ -374,9 +365,6 @@ def test_forward_mode_of_pytorch_is_not_nested_where_that_is_wrong(function: Any
 
 def test_tangents_that_are_parts_of_a_larger_memory_are_nested_too() -> None:
     assert_series(lambda x: x.prod(1), [X], Series(3, 2))
-
-
-# ---- sizes that vary, running statistics -------------------------------------------------------
 
 
 def test_sizes_may_be_symbols() -> None:

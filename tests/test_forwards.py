@@ -357,8 +357,6 @@ def test_an_input_is_switched_to_want_a_gradient_at_each_call(name: str) -> None
     assert name.startswith("uses it") or not reasons
 
 
-# ---- what it says: warnings, logs, prints --------------------------------------------------------
-
 SAYING = """
 def saying(run, action, calls, *args):
     'Returns what each call of something warns of.'
@@ -415,8 +413,6 @@ def test_a_print_comes_once_a_call(capsys: pytest.CaptureFixture[str]) -> None:
         compiled(*world.inputs()[0])
         assert capsys.readouterr().out == "rows 4\n"
 
-
-# ---- arguments that it fills; captures that end --------------------------------------------------
 
 # An argument, and how a forward puts a tensor t into it (``a``).
 # fmt: off
@@ -522,9 +518,6 @@ def test_a_global_that_fx_wraps_is_what_it_is_in_eager(forward: str) -> None:
     options = {"scene": [""] * 3, "state": "doubled is trebled", "tolerance": 2e-5}
     outcome = assert_as_eager(*net(forward), WRAP, **options)
     assert not outcome.reports[-1].ran_eagerly
-
-
-# ---- PyTorch's own layers ------------------------------------------------------------------------
 
 
 def drawn(*shape: int) -> torch.Tensor:

@@ -85,9 +85,6 @@ def assert_trains_like_eager(
     return compiled
 
 
-# ---- torch.autograd.grad in a forward --------------------------------------------------------
-
-
 def slope(y: Tensor, x: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return found
@@ -346,8 +343,6 @@ def test_blocks_that_differentiate_share_a_closure() -> None:
     assert compiled.last_report.num_block_calls == 3
 
 
-# ---- random programs -------------------------------------------------------------------------
-
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sin,
     torch.tanh,
@@ -398,9 +393,6 @@ def test_random_forwards_that_differentiate_equal_eager(seed: int) -> None:
     except RuntimeError:
         return  # asks for a gradient that eager does not have
     assert_equals_eager(model, [x], calls=1, tolerance=1e-7)
-
-
-# ---- lazyinline.func -------------------------------------------------------------------------
 
 
 def cubic(x: Tensor) -> Tensor:
@@ -603,9 +595,6 @@ def test_mistakes_are_told_with_what_to_do() -> None:
         func.jvp(torch.sin, (x,), (x[0],))
 
 
-# ---- Taylor mode -----------------------------------------------------------------------------
-
-
 def test_the_report_names_what_has_no_rule_in_taylor_mode() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return func.laplacian(lambda y: torch.special.i0(self.net(y)))(x).square().mean()
@@ -705,9 +694,6 @@ def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
     of_jacobian = (jacobian[0], jacobian[:, 1], jacobian[2], jacobian)
     wanted = (*of_jacobian, hessian[1], hessian[2], hessian.diagonal(), hessian)
     torch.testing.assert_close(found, wanted)
-
-
-# ---- torch.func inside a forward -------------------------------------------------------------
 
 
 def test_gradients_by_torch_func_ask_for_gradients_where_pytorchs_do() -> None:

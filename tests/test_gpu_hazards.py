@@ -46,9 +46,6 @@ SMALL = {"hidden": 32, "num_heads": 2, "vocab": 67, "seq": 16, "batch": 2}
 INVALID = "operation failed due to a previous error during capture"
 
 
-# ---- a capture that fails --------------------------------------------------------------------
-
-
 class StandIn:
     """Stands for CUDA: a present stream, a generator, an allocator's pools, cuBLAS's memory.
 
@@ -197,9 +194,6 @@ def test_memory_that_is_short_in_a_capture_is_an_error() -> None:
         step(*args)
 
 
-# ---- where operands lie, and on which device -------------------------------------------------
-
-
 def test_what_begins_anywhere_is_copied_in_its_layout() -> None:
     flat = torch.arange(24.0)
     views = [flat, flat[4:], flat[1:], flat[1:].view(1, 23), flat[1:21].view(4, 5).t()[1:4, ::2]]
@@ -323,9 +317,6 @@ def test_ways_to_launch_are_chosen_before_there_is_an_arena(
     assert chosen == {f: "before" for f in launches if isinstance(f, TritonKernel)} != {}
 
 
-# ---- random numbers, and settings ------------------------------------------------------------
-
-
 def test_a_second_derivative_draws_what_the_forward_drew_on_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -413,9 +404,6 @@ def test_a_stage_of_a_pipeline_on_a_gpu_has_no_plan(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(link, "devices_of", lambda flats: [GPU])
     found = link.hindrance(state)  # type: ignore[arg-type]
     assert found is not None and found.reason == "a stage of a pipeline is planned on the CPU alone"
-
-
-# ---- what is tried where there is a GPU ------------------------------------------------------
 
 
 def test_each_finding_is_a_line_as_soon_as_it_is_there(tmp_path: pathlib.Path) -> None:

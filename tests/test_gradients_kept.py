@@ -197,9 +197,6 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-# ---- several gradients at once -----------------------------------------------------------------
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -251,9 +248,6 @@ def test_a_batch_of_gradients_draws_what_the_forward_drew() -> None:
 
     compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
     torch.testing.assert_close(*(gradients(run) for run in (compiled, model)))
-
-
-# ---- the gradients of a step have storages of their own ----------------------------------------
 
 
 class Net(nn.Module):
@@ -340,9 +334,6 @@ def test_a_gradient_outlives_its_step() -> None:
     others = [torch.randn(1000) for _ in range(50)]
     assert_near(model, expected)
     del others
-
-
-# ---- gradients of results that others are computed from ----------------------------------------
 
 
 Use = Callable[[nn.Module, Any, Tensor], list[Any]]

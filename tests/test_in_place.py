@@ -67,9 +67,6 @@ def test_a_restored_model_runs_its_own_python_and_can_be_compiled_again() -> Non
     assert lazyinline.restore(wrapper) is expected
 
 
-# ---- the same object -------------------------------------------------------------------------
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
@@ -178,9 +175,6 @@ def test_a_class_with_a_call_of_its_own_is_refused_in_place_only() -> None:
     assert_equals_eager(Around(), (batch(),), calls=1)
 
 
-# ---- hooks -----------------------------------------------------------------------------------
-
-
 def doubled(module: nn.Module, args: Any, output: Any = None) -> Any:
     return (args[0] * 2,) if output is None else output * 2
 
@@ -241,9 +235,6 @@ def test_hooks_run_at_each_call_as_in_eager(kind: str, compiled_before: bool) ->
     assert_close(*logs)
     assert all(type(tensor) is Tensor for tensor in logs[0])
     assert_close(model(batch()), expected(batch()))
-
-
-# ---- among others ----------------------------------------------------------------------------
 
 
 def outer(inner: nn.Module) -> nn.Module:
@@ -333,9 +324,6 @@ def test_a_module_that_torch_compile_returned_is_refused_with_what_to_do() -> No
             lazyinline.compile(torch.compile(Small()), in_place=in_place)  # type: ignore[call-overload]
     with pytest.raises(CaptureError, match=r"0 was returned by torch.compile"):
         lazyinline.compile(outer(torch.compile(Small())))
-
-
-# ---- the wrapper -----------------------------------------------------------------------------
 
 
 def test_the_wrapper_shows_the_models_signature_and_reading_it_never_raises() -> None:

@@ -226,9 +226,6 @@ def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
     assert "Traceback" not in re.sub(ignored, "", said, flags=re.DOTALL)
 
 
-# ---- errors of our own -------------------------------------------------------------------------
-
-
 class Asks(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum().item() else x

@@ -114,9 +114,6 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
         assert sum(bool(entry._batch) for entry in entries) == 2  # our copies of batches
 
 
-# ---- the cost of noticing --------------------------------------------------------------------
-
-
 def calls_of(function: Callable[[], object]) -> int:
     """Counts the calls of a function once it has run."""
     function()
@@ -176,9 +173,6 @@ def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
     assert not layouts.same(tensors)
     with torch.no_grad():
         assert not layouts.same(tensors)
-
-
-# ---- adapters as PEFT has them: injected, switched, merged and saved ---------------------------
 
 
 class Lora(nn.Module):

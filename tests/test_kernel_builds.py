@@ -106,9 +106,6 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path / "lazyinline"
 
 
-# ---- the same numbers ------------------------------------------------------------------------
-
-
 @pytest.mark.sweep
 def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
     bundles = bundles_in(pathlib.Path(cache_dir()) / "lazyinline", [])
@@ -142,8 +139,6 @@ def test_a_training_step_gives_the_bits_of_kernels_built_alone(
     assert asked, "no kernel went Inductor's own way"
     assert all(map(torch.equal, together, alone))
 
-
-# ---- which kernels may share a file ----------------------------------------------------------
 
 REFUSED = {
     "another header": text_of("").replace("cpp_prefix", "other"),
@@ -215,9 +210,6 @@ def test_what_inductor_writes_today_shares_files(
     assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
 
 
-# ---- calls -----------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep
 def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path) -> None:
     bundles = bundles_in(folder, [])
@@ -229,9 +221,6 @@ def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path
         kernel(x, x)
     with pytest.raises(RuntimeError, match="no such thing"):
         kernel(x, x, 16)
-
-
-# ---- built once ------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
@@ -289,9 +278,6 @@ def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> N
     built = [int(process.communicate(timeout=300)[0]) for process in processes]
     assert not any(process.returncode for process in processes)
     assert sum(built) == len(BODIES)
-
-
-# ---- damage ----------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep

@@ -58,9 +58,6 @@ def has_structs(program: Program) -> bool:
     )
 
 
-# ---- late and early inlining -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_program_runs_the_same_late_and_early(seed: int) -> None:
     program = verify(random_program(seed))
@@ -149,9 +146,6 @@ def test_inlining_a_program_of_leaf_calls_changes_nothing() -> None:
     call = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
     program = Program((x,), (call,), call.results)
     assert inline_calls(program) is program
-
-
-# ---- gradients ---------------------------------------------------------------------------------
 
 
 def gradients_by_closures(

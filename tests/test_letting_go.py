@@ -190,9 +190,6 @@ def test_a_step_that_ran_can_be_copied_and_pickled() -> None:
     assert both["step"]._model is both["model"]
 
 
-# ---- what is done to tensors between calls shows, and what moved is bound anew -----------------
-
-
 # What is done to a layer ``m`` between two steps.
 MOVES = {
     "gradient dropped": "m.weight.grad = None",

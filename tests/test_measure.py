@@ -221,9 +221,6 @@ def test_notes_say_what_is_not_shared() -> None:
     assert int(net.norm.num_batches_tracked) == 0
 
 
-# ---- what is refused ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -245,9 +242,6 @@ def test_what_cannot_be_measured(
 ) -> None:
     with pytest.raises(error, match=text):
         measure_net(**options)
-
-
-# ---- comparing and timing ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

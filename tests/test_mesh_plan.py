@@ -113,9 +113,6 @@ def layouts(found: FoundPlan, ending: str) -> set[str]:
     }
 
 
-# ---- what is found ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("name", "block", "names"),
@@ -280,9 +277,6 @@ def test_a_plan_shows_what_moves_and_what_else_there_was() -> None:
     assert "blocks.*.attention.out.weight" in printed
 
 
-# ---- that it is the cheapest --------------------------------------------------------------------
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,9 +313,6 @@ def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
     assert solution.bound_s == pytest.approx(before.bound_s)
     assert solution.is_scarce == before.is_scarce == (share < 1)
     assert ("no plan with equal layers takes less" in found.plan.table) == (share < 1)
-
-
-# ---- rules and moves ----------------------------------------------------------------------------
 
 
 class WithoutRule(nn.Module):
@@ -403,9 +394,6 @@ def test_a_tensor_is_brought_to_another_layout(
     assert [f"{s.kind} {s.axis} {s.num_bytes}" for s in found] == steps
 
 
-# ---- rates that are measured once, kept in a file, and found by plans --------------------------
-
-
 def test_rates_are_the_same_on_every_rank_and_in_the_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "links.json"
 
@@ -456,9 +444,6 @@ def test_what_is_no_file_of_rates_is_said(tmp_path: pathlib.Path) -> None:
         lazyinline.parallelize(
             tiny(1), (torch.zeros(2, 8, dtype=torch.long),) * 2, mesh=mesh_of(tensor=2), links={}
         )
-
-
-# ---- tensors with a dimension split part by part -----------------------------------------------
 
 
 AXES = [Axis(name, 2) for name in ("data", "tensor")]

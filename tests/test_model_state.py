@@ -57,9 +57,6 @@ def build(backend: str = "eager") -> tuple[Any, Any]:
     return lazyinline.compile(model, backend=backend), model
 
 
-# ---- names and tables -------------------------------------------------------------------------
-
-
 def test_names_and_objects_are_the_models() -> None:
     compiled, model = build()
     assert list(compiled.state_dict()) == list(model.state_dict())
@@ -148,8 +145,6 @@ def test_an_optimizer_made_before_compiling_keeps_its_state() -> None:
         assert relative_error(parameter, other) <= 1e-5
 
 
-# ---- changes after compiling ------------------------------------------------------------------
-
 # fmt: off
 ON_MEMORY = {
     "parameter": "b[1].linear.weight = nn.Parameter(torch.randn(8, 8))",
@@ -237,8 +232,6 @@ def test_a_change_of_memory_counts_with_bound_memory(names: list[str]) -> None:
     assert_noticed(names, "inductor")
 
 
-# ---- modules that stand outside of the tree, and PyTorch's own code ------------------------------
-
 # What a forward computes of ``y = self.linear(x)``, and what changes it, and back.
 # fmt: off
 READ = {
@@ -309,8 +302,6 @@ def test_a_change_of_what_else_a_forward_reads_is_noticed(names: list[str]) -> N
     assert_as_eager(text, scene=["", "", *changes, ""], grad=False)
 
 
-# ---- parameters that are held in two places ------------------------------------------------------
-
 # How a block holds its parameter ``a`` besides its module's table, and how its forward finds it.
 # fmt: off
 HOLDERS = {
@@ -357,9 +348,6 @@ def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
     hold, find = HOLDERS[holder]
     scene = ["", "train()", f"train()\n{EXCHANGES[exchange]}", "train()"]
     assert_as_eager(HELPERS, HOLDING.format(hold=hold, find=find), scene=scene, state="EVERY")
-
-
-# ---- the whole state --------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(keep="eager")

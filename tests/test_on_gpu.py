@@ -67,9 +67,6 @@ def assert_steps(step: Any, model: nn.Module, batches: list[Args], most: float =
                 parameter -= 0.1 * parameter.grad  # type: ignore[operator]
 
 
-# ---- hazards ---------------------------------------------------------------------------------
-
-
 def test_inputs_at_any_address_are_copied() -> None:
     model, _ = decoder()
     whole = torch.randint(128, (1, 33), device=GPU)
@@ -185,9 +182,6 @@ def test_a_second_derivative_draws_what_its_forward_drew() -> None:
     assert_same(penalty(compiled), penalty(model))
 
 
-# ---- numbers ---------------------------------------------------------------------------------
-
-
 def test_training_by_calls_equals_eager() -> None:
     model, args = decoder()
     compiled = lazyinline.compile(copy.deepcopy(model), fallback="error")
@@ -252,9 +246,6 @@ def assert_as_near_as_eager(run: Callable[[Any, Args], torch.Tensor], dtype: tor
         pairs = zip(found, expected, strict=True)
         errors.append(sum(((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs))
     assert errors[0] <= 1.5 * errors[1] + 1e-6
-
-
-# ---- memory ----------------------------------------------------------------------------------
 
 
 def test_a_step_holds_what_is_planned() -> None:

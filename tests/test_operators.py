@@ -92,9 +92,6 @@ def test_generated_kernels_of_several_threads_add_where_they_are_told_to(operato
         torch.set_num_threads(num_threads)
 
 
-# ---- results that lie otherwise than fake tensors' rules say -----------------------------------
-
-
 CHANNELS = 8
 ONES, WEIGHT = torch.ones(CHANNELS), torch.randn(CHANNELS, CHANNELS, 3, 3)
 
@@ -169,9 +166,6 @@ def test_a_layout_that_no_rule_knows_is_copied_into_the_promised_one(
 ) -> None:
     monkeypatch.setattr(torch_fake_rules, "LAID_OUT_AS_SUGGESTED", frozenset())
     check(operator, "swapped" if operator == "batch_norm" else "channels last")
-
-
-# ---- operators of somebody else: what their fake kernels say is checked in every run -----------
 
 
 def _operator(name: str, kernel: Any) -> Any:
@@ -258,9 +252,6 @@ def test_generated_code_that_returns_another_layout_is_refused() -> None:
         record_graph(replace(leaf, output_types=types))
 
 
-# ---- operators that change their operands ------------------------------------------------------
-
-
 @torch.library.custom_op("lazyinline_tests::shift_", mutates_args=("x",))
 def shift_(x: Tensor, by: Tensor) -> None:
     x.add_(by)
@@ -296,9 +287,6 @@ def test_what_an_operator_changes_is_changed(what: str, train: bool) -> None:
     step = lazyinline.compile_step(Changing(what), loss_fn=torch.sum, backend="eager")
     with pytest.raises(CaptureError, match=r"shift_.* at test_operators\.py:\d+"):
         step(*batches[0])
-
-
-# ---- every random operator draws what eager draws from one seed, and as many -------------------
 
 
 F = nn.functional

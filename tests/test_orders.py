@@ -123,9 +123,6 @@ def _launched(launch: Launch, slots: dict[int, Tensor]) -> dict[int, Tensor]:
     return dict(zip(launch.results, results, strict=True))
 
 
-# ---- the same bits -----------------------------------------------------------------------------
-
-
 PICKS: dict[str, Pick] = {
     "first in first out": first_in_first_out,
     "last in first out": last_in_first_out,

@@ -97,9 +97,6 @@ def test_programs_grow_by_one_call_per_layer_and_direction() -> None:
             assert large.num_nodes_if_inlined() > 20 * 8
 
 
-# ---- FLOPs by PyTorch's table, seconds by a row of rates ---------------------------------------
-
-
 def of(function: Callable[..., Tensor]) -> nn.Module:
     return Around(lambda _, *args: function(*args))
 
@@ -207,9 +204,6 @@ def test_a_closure_is_counted_once_and_each_call_counts() -> None:
     six = cost(6)
     assert six.flops - four.flops == four.flops - two.flops > 0
     assert six.seconds - four.seconds == pytest.approx(four.seconds - two.seconds)
-
-
-# ---- `torch.profiler` shows each call of a block as a range, with its kernels by name ----------
 
 
 def blocks() -> nn.Module:

@@ -178,9 +178,6 @@ def test_the_newest_python_is_the_one_that_is_declared() -> None:
     assert max(map(release, named)) == process.NEWEST_PYTHON
 
 
-# ---- the public face ---------------------------------------------------------------------------
-
-
 # Changing this list changes what users may rely on: say so in CHANGELOG.md.
 NAMES = """
     Advice Budget CacheError CaptureError CompileReport CompiledModule DecompositionError

@@ -80,9 +80,6 @@ def memory_of(step: lazyinline.CompileReport) -> Memory:
     return step.made.memory
 
 
-# ---- the file ----------------------------------------------------------------------------------
-
-
 def test_a_page_is_one_file_with_nothing_to_fetch(
     step: lazyinline.CompileReport, tmp_path: pathlib.Path
 ) -> None:
@@ -119,9 +116,6 @@ def test_numbers_are_written_as_people_read_them() -> None:
         *("2.4\u00d7 less", "3\u00d7 more", "equal", "-", "1.02\u00d7", "0.90\u20131.10\u00d7"),
         *("82 kFLOP", "2.5 TFLOP", "512 B", "31.1 MiB", "12.1 ms"),
     ]
-
-
-# ---- the data ----------------------------------------------------------------------------------
 
 
 def as_lines(data: PageData) -> Iterator[str]:
@@ -216,9 +210,6 @@ def test_a_table_of_long_keys_fits_a_screen() -> None:
     assert note == "    one closure although number differs"
 
 
-# ---- memory ------------------------------------------------------------------------------------
-
-
 def test_every_buffer_of_a_plan_is_a_box_at_its_address(
     step: lazyinline.CompileReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,9 +242,6 @@ def test_memory_of_gradients_lies_behind_the_arena() -> None:
     behind = [b for b in section["boxes"] if b[2] >= found.arena_bytes]
     assert {section["kinds"][b[4]] for b in behind} >= {"gradients and results"}
     assert max(b[2] + b[3] for b in section["boxes"]) <= found.peak_bytes
-
-
-# ---- measurements ------------------------------------------------------------------------------
 
 
 def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None:

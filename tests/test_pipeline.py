@@ -92,9 +92,6 @@ def train(pipe: Any, model: nn.Module, args: tuple[Tensor, ...], steps: int = 3)
     return wrong
 
 
-# ---- one process that holds every stage ------------------------------------------------------
-
-
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     with same_excepthook():

@@ -123,7 +123,6 @@ def test_an_optimizer_that_changed_is_an_error_while_it_differs(alone: None) -> 
     assert_told()
 
 
-# ---- two processes ---------------------------------------------------------------------------
 #
 # test_pipeline_processes.py runs these, beside its own: the processes are started once.
 

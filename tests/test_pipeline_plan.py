@@ -180,9 +180,6 @@ def test_costs_count_the_products_of_a_layer() -> None:
     assert math.isclose(stage.flops, 3 * per_layer * stage.num_blocks, rel_tol=0.15)
 
 
-# ---- a rank's arena: nothing is written over before it has arrived -----------------------------
-
-
 def table_of(schedule: str, num_ranks: int, micro_batches: int = 8) -> ActionTable:
     per_rank = 1 if schedule in ("GPipe", "1F1B") else 2
     return action_table(schedule, per_rank * num_ranks, num_ranks, micro_batches)

@@ -241,9 +241,6 @@ def test_the_proof_finds_a_clash(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_no_clash(planned)
 
 
-# ---- arenas are leased -------------------------------------------------------------------------
-
-
 def planned_random(seed: int) -> tuple[Program, PlannedProgram]:
     program = random_program(seed, structs=False)
     return program, plan([link(program)], model_inputs=[], num_results=[len(program.outputs)])

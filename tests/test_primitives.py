@@ -40,9 +40,6 @@ SMALL = {"hidden": 16, "num_heads": 2, "seq": 6, "vocab": 20}
 TOLERANCE = 1e-5
 
 
-# ---- the list --------------------------------------------------------------------------------
-
-
 def test_the_list_is_core_aten_and_names_what_it_lacks() -> None:
     listed = lazyinline.primitives()
     assert isinstance(listed, tuple)
@@ -55,9 +52,6 @@ def test_the_list_is_core_aten_and_names_what_it_lacks() -> None:
     for one in listed:
         operator = functools.reduce(getattr, one.name.split("."), torch.ops)
         assert is_primitive(operator) and (torch.Tag.core in operator.tags) == (one.name in core)
-
-
-# ---- the level -------------------------------------------------------------------------------
 
 
 def stack(body: Callable[..., Tensor], number: int = 3) -> nn.Module:
@@ -145,9 +139,6 @@ def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
         for leaf in walk_closures(program):
             if isinstance(leaf, Leaf) and leaf.name != "add":
                 assert all(node.meta["stamp"].source for node in leaf.nodes), leaf.name
-
-
-# ---- numbers ---------------------------------------------------------------------------------
 
 
 def halves(captured: Program) -> tuple[Derivative, Program, Program]:
@@ -302,9 +293,6 @@ def test_a_family_of_primitives_computes_what_eager_does(name: str) -> None:
         return layers[0](**inputs)[0].square().mean()  # type: ignore[no-any-return]
 
     assert_reduced_equals_eager(Around(loss, model.train()), (), inputs)
-
-
-# ---- looking at it -----------------------------------------------------------------------------
 
 
 def test_inspect_prints_the_level(

@@ -43,9 +43,6 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
-# ---- types -------------------------------------------------------------------------------------
-
-
 DTYPES = {"f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
 DTYPES |= {"u8": torch.uint8, "bool": torch.bool, "c64": torch.complex64}
 DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn}
@@ -84,9 +81,6 @@ def test_cotangent_has_the_layout_of_a_dense_value(tensor: torch.Tensor) -> None
     assert type_.is_dense == any(tensor is dense for dense in DENSE)
     assert type_.cotangent().stride == (tensor if type_.is_dense else tensor.contiguous()).stride()
     assert type_.cotangent().shape == type_.shape
-
-
-# ---- counting ----------------------------------------------------------------------------------
 
 
 def leaf_of(nodes: int, name: str) -> Leaf:
@@ -136,9 +130,6 @@ def test_counting_visits_each_closure_once() -> None:
     assert str(program).count("closure @") == 41
 
 
-# ---- immutability and identity -----------------------------------------------------------------
-
-
 PARTS: list[tuple[object, str]] = [
     (NESTED, "calls"),
     (NESTED.calls[0], "closure"),
@@ -160,9 +151,6 @@ def test_closures_values_and_calls_are_compared_by_identity() -> None:
     assert Value(MATRIX, "x") != Value(MATRIX, "x")
     assert Composite("b", NESTED) != Composite("b", NESTED)
     assert len({leaf_of(1, "same"), leaf_of(1, "same")}) == 2
-
-
-# ---- printing ----------------------------------------------------------------------------------
 
 
 @lazyinline.lazy_inline
@@ -237,9 +225,6 @@ def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen(
     compared = text_to_compare(program)
     assert compared.split() == text.split()
     assert max(map(len, compared.splitlines())) > WIDTH, "a name's length breaks no line there"
-
-
-# ---- rules of the verifier that no text can break; `filetests/errors.txt` breaks the others ----
 
 
 SINE = unary_leaf(aten.sin.default, name="sine")

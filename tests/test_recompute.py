@@ -248,9 +248,6 @@ def test_full_saves_block_inputs_and_masks_only_and_compiles_a_variant_once() ->
     assert sorted(t.type.shape for t in block.saved) == sorted(masks)
 
 
-# ---- marks -------------------------------------------------------------------------------
-
-
 def records_of(model: nn.Module, policy: Any = None) -> dict[tuple[str, str], int]:
     step = assert_steps_equal_eager(model, recompute=policy)
     return {(r.closure, r.choice): r.num_calls for r in step.last_report.recompute}
@@ -309,9 +306,6 @@ def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
     # The inputs of two pairs, and the model's last value for the mean.
     assert step.stats.saved_bytes <= 3 * 4 * BATCH * TOKENS * WIDTH
     assert_steps_equal_eager(Paired(num_layers=4), calls=1)
-
-
-# ---- the host ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -387,9 +381,6 @@ def test_what_is_slower_to_compute_than_to_copy_is_copied() -> None:
         flops, copies = chosen(torch.bfloat16, half, 4096)
         assert flops == 2 * 4096**3 and not copies
     assert chosen(torch.float32, CPU, 4096) == (2 * 4096**3, 0)
-
-
-# ---- budgets -----------------------------------------------------------------------------
 
 
 def held_bytes(step: lazyinline.TrainingStep) -> int:
@@ -491,9 +482,6 @@ def test_only_modules_can_be_marked() -> None:
         lazyinline.recompute(F.gelu)
 
 
-# ---- the command line --------------------------------------------------------------------
-
-
 def inspected() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Model(num_layers=3), (batch(),)
 
@@ -505,9 +493,6 @@ def test_inspect_shows_what_is_saved_and_what_is_recomputed(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     golden("recompute_inspect", printed[printed.index("saved for the backward") :])
-
-
-# ---- the knapsack ------------------------------------------------------------------------
 
 
 def all_counts(num_calls: int, num_variants: int) -> Iterator[tuple[int, ...]]:

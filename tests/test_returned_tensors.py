@@ -197,9 +197,6 @@ def test_a_function_of_the_users_that_returns_a_view_has_its_own_gradient() -> N
     torch.testing.assert_close(model.linear.bias.grad, torch.full((4,), -3.0))
 
 
-# ---- the same classes and the same objects -----------------------------------------------------
-
-
 MODEL = """
 SHARED = {"list": [1, 2]}
 

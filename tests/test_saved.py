@@ -55,9 +55,6 @@ def trained(model: nn.Module, *args: Any) -> tuple[Tensor, dict[str, Tensor | No
     return out, gradients(model)
 
 
-# ---- the same numbers ----------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(keep="eager")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
@@ -203,8 +200,6 @@ def test_a_model_may_have_any_names(tmp_path: pathlib.Path) -> None:
     assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
 
 
-# ---- without source code -------------------------------------------------------------------------
-
 SOURCE = """
     import torch
     from torch import nn
@@ -277,9 +272,6 @@ def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
     assert done.stdout.startswith("0 "), "kernels that this machine has signed are taken"
 
 
-# ---- for a GPU that is not here ------------------------------------------------------------------
-
-
 class Attends(nn.Module):
     """Causal attention between two products."""
 
@@ -329,9 +321,6 @@ def test_a_program_for_a_gpu_that_is_not_here_is_a_file_with_its_plan(
     assert again.gpu == found
 
 
-# ---- weights -------------------------------------------------------------------------------------
-
-
 def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.Path) -> None:
     x, path = batch(), tmp_path / "model.lz"
     model = Net()
@@ -358,9 +347,6 @@ def test_weights_are_in_the_format_of_safetensors(tmp_path: pathlib.Path) -> Non
     found = safetensors.load_file(tmp_path / "model.lz.safetensors")
     assert found.keys() == compiled.state_dict().keys()
     assert all(torch.equal(found[name], t) for name, t in compiled.state_dict().items())
-
-
-# ---- trust ---------------------------------------------------------------------------------------
 
 
 def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Path) -> None:
@@ -395,9 +381,6 @@ def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(
         assert report is not None
         made[trust] = report.cache.num_made
     assert made[True] < made[False]
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_call_that_no_program_is_for_is_refused_in_a_sentence(tmp_path: pathlib.Path) -> None:
@@ -467,9 +450,6 @@ def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: pathlib.Pat
             parts = [e for e in archive.infolist() if e.filename != "weights.safetensors"]
         sizes.append(sum(part.file_size for part in parts))
     assert sizes[1] - sizes[0] <= 4 * 2000
-
-
-# ---- training steps ------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -579,9 +559,6 @@ def test_a_file_holds_what_a_recompute_policy_holds(
         assert loaded.stats.saved_bytes == step.stats.saved_bytes
         assert loaded.stats.peak_bytes == step.stats.peak_bytes
     assert step.stats.saved_bytes < step_of().stats.saved_bytes
-
-
-# ---- sizes that vary -----------------------------------------------------------------------------
 
 
 class Sized(nn.Module):
@@ -706,9 +683,6 @@ def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path
             found = loaded(input_ids=given).logits
             assert torch.equal(found, compiled(input_ids=given).logits)
             torch.testing.assert_close(found, model(input_ids=given).logits)
-
-
-# ---- commands and families -----------------------------------------------------------------------
 
 
 def test_commands_take_a_file_in_place_of_a_target(

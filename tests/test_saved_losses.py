@@ -187,9 +187,6 @@ def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
     assert done.returncode == 0, done.stderr
 
 
-# ---- forged files --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def paired(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of a model whose losses took one result, the other, and both."""

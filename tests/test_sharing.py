@@ -255,8 +255,6 @@ def test_sharing(name: str) -> None:
         assert outcome.reasons == ()
 
 
-# ---- what happens between and around the calls of blocks -----------------------------------------
-
 # The forward of a block, where Y is its tanh(linear(x)); what the model does with its ``layers``;
 # how many share; why another one does not.
 # fmt: off
@@ -420,9 +418,6 @@ def test_blocks_of_several_precisions(name: str) -> None:
     assert outcome.shared == shared
 
 
-# ---- programs and copies -------------------------------------------------------------------------
-
-
 def tanh(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(self.linear(x))
 
@@ -538,8 +533,6 @@ def inputs(): return [made(example(), "v.factor = 3.0")]
         compiled(*World(text).inputs()[0])
     assert assert_as_eager(text).eagerly or what == "attribute of an input"
 
-
-# ---- named cases that a row does not hold --------------------------------------------------------
 
 SCENES = {
     "what a method calls is replaced, and the forward": (

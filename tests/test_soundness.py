@@ -69,8 +69,6 @@ def paired(kinds: Collection[str], ways: Collection[str], usual: Collection[str]
     return pairs
 
 
-# ---- what blocks hold ----------------------------------------------------------------------------
-
 HELD = """
 def read(v): return {row.read}
 def find(self): return {way.get}
@@ -119,8 +117,6 @@ def test_what_is_asked_of_a_tensor_that_a_block_reaches_is_eagers(kind: str, way
     outcome = changed(TENSORS[kind], WAYS[way], grad=False)
     assert bool(outcome.eagerly) == kind.startswith("number")
 
-
-# ---- what all blocks share -----------------------------------------------------------------------
 
 SHARED = """
 def read(v): return {row.read}
@@ -212,8 +208,6 @@ def test_a_registry_that_a_forward_writes_to_is_an_error_that_names_it() -> None
         written("registered", "between blocks")
 
 
-# ---- what a forward does to a value itself -------------------------------------------------------
-
 DOING = """
 def read(v): return {row.read}
 def change(v):
@@ -288,8 +282,6 @@ def test_what_each_use_moves_on_is_refused_before_it_does(name: str) -> None:
         assert "can be neither compared nor put back" in reason
     assert "can be neither compared nor put back" in assert_refused(*texts)
 
-
-# ---- a block's own place -------------------------------------------------------------------------
 
 # How a block looks for itself in what it stands in (``o``).
 LOOKS = {

@@ -35,9 +35,6 @@ def decoder_step(
     return compile_step(model, micro_batches=micro_batches, backend=backend), args
 
 
-# ---- what is saved ------------------------------------------------------------------------------
-
-
 SAVING = (
     "log_softmax",
     "softmax",
@@ -61,9 +58,6 @@ def test_no_more_is_saved_than_eager_saves(case: str, backend: str) -> None:
     assert found.ours <= found.eager
     if case != "rms_norm":  # which PyTorch takes apart itself on a CPU
         assert found.early > found.ours
-
-
-# ---- allocations -------------------------------------------------------------------------------
 
 
 def operators(names: Iterable[str]) -> set[str]:
@@ -228,9 +222,6 @@ def test_counter_counts_blocks_and_what_lives_at_once() -> None:
     assert use.allocations == {"aten::empty": 2, "aten::clone": 2}
     assert use.num_allocations == 4
     assert use.peak_bytes == 40 + 400 + 400  # early, and two at a time
-
-
-# ---- work --------------------------------------------------------------------------------------
 
 
 class Work:

@@ -187,9 +187,6 @@ def test_a_batch_is_taken_however_it_lies_in_memory(kind: str, micro_batches: in
     assert_steps_are_eagers(nn.Linear(6, 6), *batches, **options)
 
 
-# ---- steps whose memory is not planned ---------------------------------------------------------
-
-
 GPU = torch.device("cuda", 0)
 lazyinline.lazy_inline(DecoderBlock)
 

@@ -239,9 +239,6 @@ def test_a_loss_that_is_negated_only_in_name(backend: str) -> None:
         assert_equals_eager(twin(model), (x,), calls=1, backend=backend, door=door)  # type: ignore[arg-type]
 
 
-# ---- no strided memory: eager's result or a sentence, and never a crash ------------------------
-
-
 def dense() -> Tensor:
     return torch.randn(4, 8)
 
