@@ -5,18 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     T5EncoderModel,
-    ViTConfig,
-    ViTForImageClassification,
 )
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -32,14 +26,37 @@ for layer in (GPT2Block, LlamaDecoderLayer, Qwen2DecoderLayer, BertLayer, T5Bloc
 
 NAMES = ("gpt2", "llama", "qwen2", "bert", "t5-encoder", "vit")
 VOCABULARY = 67
-TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "max_position_embeddings": 32,
 }
+OF_T5 = {"d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0}
+# What makes a model of a configuration, and what that needs besides.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt2": (AutoModelForCausalLM.from_config, {}),
+    "bert": (AutoModelForMaskedLM.from_config, {}),
+    "albert": (AutoModelForMaskedLM.from_config, {"embedding_size": 16}),
+    "t5": (AutoModelForSeq2SeqLM.from_config, OF_T5),
+    "t5-encoder": (T5EncoderModel, OF_T5),
+    "vit": (AutoModelForImageClassification.from_config, {"image_size": 16, "patch_size": 4}),
+}
+OTHERS = (AutoModelForCausalLM.from_config, {"num_key_value_heads": 2, "head_dim": 8})
+
+
+def build(kind: str, layers: int = 2, **options: Any) -> Any:
+    """Returns a model, the same each time, by options of its configuration."""
+    head, more = KINDS.get(kind, OTHERS)
+    depth = {"num_hidden_layers": layers}
+    if kind == "t5":
+        depth["num_decoder_layers"] = layers
+    sizes = SIZES | ({} if kind == "vit" else TOKENS) | more | depth
+    config = AutoConfig.for_model(kind.removesuffix("-encoder"), **sizes | options)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return head(config).train()
 
 
 def tokens(batch: int, length: int, *, seed: int = 0) -> dict[str, Tensor]:
@@ -58,32 +75,7 @@ def images(batch: int) -> dict[str, Tensor]:
 
 
 def example(name: str, *, layers: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a model in eval mode and keyword inputs."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        model = _model(name, layers)
-    return model.eval(), images(2) if name == "vit" else tokens(2, 8)
-
-
-def _model(name: str, layers: int) -> nn.Module:
-    cached = {"use_cache": False, **TOKENS}
-    if name == "gpt2":
-        sizes = {"n_positions": 32, "n_embd": 32, "n_layer": layers, "n_head": 4}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **cached))
-    if name == "t5-encoder":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": layers, "num_heads": 4}
-        return T5EncoderModel(T5Config(vocab_size=VOCABULARY, use_cache=False, **sizes))
-    if name == "vit":
-        sizes = {key: SIZES[key] for key in ("hidden_size", "intermediate_size")}
-        config = ViTConfig(
-            num_hidden_layers=layers, num_attention_heads=4, image_size=16, patch_size=4, **sizes
-        )
-        return ViTForImageClassification(config)
-    if name == "bert":
-        return BertForMaskedLM(BertConfig(num_hidden_layers=layers, **SIZES))
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[name]
-    config = config_class(num_hidden_layers=layers, num_key_value_heads=2, **SIZES, **cached)
-    return model_class(config)
+    """Returns a model in eval mode, without a cache, and keyword inputs."""
+    cache = {} if name in ("bert", "vit") else {"use_cache": False}
+    inputs = images(2) if name == "vit" else tokens(2, 8)
+    return build(name, layers, **cache).eval(), inputs

@@ -2,23 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from comparing import assert_close, assert_same_gradients, twin
+from hugging_face import VOCABULARY, build
 from torch import Tensor, nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    cache_utils,
-)
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
 import lazyinline
@@ -26,46 +18,9 @@ from lazyinline.reuse import torch_pytree
 from lazyinline.reuse.errors import PlanError
 from lazyinline.reuse.torch_pytree import cache_classes, is_count
 
-VOCABULARY = 67
-DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
-    )
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**DECODER))
-
-
-def gemma2() -> nn.Module:
-    """Every other layer has a window, and its cache counts."""
-    torch.manual_seed(0)
-    return Gemma2ForCausalLM(Gemma2Config(**DECODER, sliding_window=6))
-
-
-def t5() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
-    return T5ForConditionalGeneration(config)
+Build = Callable[[], Any]
+gpt2, llama, t5 = (partial(build, kind) for kind in ("gpt2", "llama", "t5"))
+gemma2 = partial(build, "gemma2", sliding_window=6)  # in every other layer, whose cache counts
 
 
 def tokens(length: int, *, batch: int = 2, seed: int = 0) -> Tensor:
@@ -77,16 +32,14 @@ def compiled(model: nn.Module) -> Any:
     return lazyinline.compile(model, backend="eager", reuse="auto")
 
 
-def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, Any]:
+def pair(build: Build) -> tuple[nn.Module, nn.Module, Any]:
     """Returns a model, a copy for eager, and the model compiled."""
     model = build().eval()
     return model, twin(model), compiled(model)
 
 
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-def test_training_with_the_default_config_equals_eager_through_the_cache_too(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_training_with_the_default_config_equals_eager_through_the_cache_too(build: Build) -> None:
     model, expected, run = pair(build)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected)]
     for step in range(3):
@@ -109,7 +62,7 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(
 @pytest.mark.parametrize("is_dict", [True, False], ids=["dict", "tuple"])
 @pytest.mark.sweep
 def test_states_and_attentions_come_beside_the_cache_as_in_eager(
-    build: Callable[[], nn.Module], is_dict: bool
+    build: Build, is_dict: bool
 ) -> None:
     model, expected, run = pair(build)
     for each in (model, expected):
@@ -128,7 +81,7 @@ def test_states_and_attentions_come_beside_the_cache_as_in_eager(
     assert not run.last_report.ran_eagerly
 
 
-CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] = {
+CACHES: dict[str, tuple[Build, Callable[[nn.Module], Cache]]] = {
     "dynamic": (gpt2, lambda model: DynamicCache()),
     "dynamic, by config": (llama, lambda model: DynamicCache(config=model.config)),
     "window": (gemma2, lambda model: DynamicCache(config=model.config)),

@@ -96,19 +96,11 @@ def test_block_that_returns_an_object_is_not_shared() -> None:
 
 
 MODELS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "its input": lambda layers, x: (x, layers[0](x)),
     "only its input": lambda layers, x: x,
-    "a view of its input": lambda layers, x: (x.t(), layers[0](x)),
-    "one tensor at two places": lambda layers, x: {"a": (y := layers[0](x)), "b": [y, y.sum()]},
-    "a view of its result": lambda layers, x: (y := layers[0](x), y[0]),
-    "plain data and None": lambda layers, x: (layers[0](x), None, "a", 3),
     "a dataclass": lambda layers, x: Output(layers[0](x), {"a": x * 2}),
-    "a parameter": lambda layers, x: (layers[0](x), layers[0].linear.weight),
-    "detached": lambda layers, x: (layers[0](x).detach(), layers[0](x)),
     "nothing that has a gradient": lambda layers, x: layers[0](x).detach(),
     "no tensor": lambda layers, x: "text",
     "integers": lambda layers, x: (x > 0).sum(),
-    "an expanded tensor": lambda layers, x: layers[0](x)[:1].expand(3, 4),
 }
 
 
@@ -127,13 +119,6 @@ def test_model_arguments_may_be_nested_and_mixed() -> None:
     args = [{"a": example(seed=1), "b": None}, (example(seed=2), 3)]
     for kwargs in ({}, {"scale": 2.0}, {"options": {"flag": 4, "unused": "text"}}):
         assert_equals_eager(Around(body, kind()), args, kwargs)
-
-
-def test_same_tensor_may_be_passed_twice() -> None:
-    kind = block(lambda self, x, y: torch.tanh(self.linear(x)) * y)
-    model = Around(lambda layers, x, y: layers[1](layers[0](x, y), y), kind(), kind())
-    x = example()
-    assert_equals_eager(model, [x, x])
 
 
 def test_scalars_that_are_equal_but_not_the_same_are_told_apart() -> None:
@@ -224,16 +209,6 @@ def test_buffers_written_in_forward_keep_their_values(
         assert_equals_eager(model, [example(grad=grad)], calls=3)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_keeps_its_statistics(training: bool) -> None:
-    kind = block(lambda self, x: self.norm(self.linear(x)))
-    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
-    model = Stack(*(kind(norm=norm) for norm in norms)).train(training)
-    outcome = assert_equals_eager(model, [example()], calls=3)
-    assert outcome.shared == 1
-    assert model.layers[0].norm.num_batches_tracked == (3 if training else 0)
-
-
 def fill(y: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     change(y)
     return y
@@ -246,43 +221,6 @@ def entry(value: torch.Tensor) -> Callable[[torch.Tensor], Any]:
 def double_without_gradient(y: torch.Tensor) -> None:
     with torch.no_grad():
         y.mul_(2)
-
-
-GLOBAL_TABLE = example(seed=9, grad=False)
-
-
-def test_global_tensor_is_used_by_reference() -> None:
-    kind = block(lambda self, x: self.linear(x) * GLOBAL_TABLE)
-    model = Stack(kind(), kind())
-    outcome = assert_equals_eager(model, [example()])
-    assert outcome.shared == 1
-    GLOBAL_TABLE.mul_(2)
-    torch.testing.assert_close(outcome.compiled(example()), model(example()), rtol=1e-12, atol=0)
-
-
-def function_of(forward: Any, backward: Any) -> Any:
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Own", (torch.autograd.Function,), members)
-
-
-def keep_factor(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-    ctx.factor = factor
-    return x.view_as(x)
-
-
-def two_results(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
-    ctx.save_for_backward(x, w)
-    return x * w, x + 1
-
-
-def of_two_results(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
-    x, w = ctx.saved_tensors
-    return first * w * 3 + second, (first * x * 5).sum(0)
-
-
-Reverse = function_of(keep_factor, lambda ctx, gradient: (-gradient * ctx.factor, None))
-TwoResults = function_of(two_results, of_two_results)
-Round = function_of(lambda ctx, x: torch.round(x), lambda ctx, gradient: gradient)
 
 
 @torch.no_grad()
@@ -307,11 +245,6 @@ def checkpointed(use_reentrant: bool) -> Callable[..., Any]:
 
 
 GRADIENTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "custom function with a constant": lambda self, x: Reverse.apply(self.linear(x), 2.0) + x,
-    "custom function, two results": lambda self, x: sum(
-        TwoResults.apply(self.linear(x), self.linear.bias)
-    ),
-    "straight-through rounding": lambda self, x: Round.apply(self.linear(x) * 4),
     "detach": lambda self, x: self.linear(x) * torch.tanh(self.linear(x)).detach(),
     "no_grad region": lambda self, x: self.linear(x) * without_gradient(self.linear(x)),
     "enable_grad in no_grad": gradient_inside_no_grad,
@@ -426,27 +359,6 @@ def test_other_threads_run_models_undisturbed_while_one_captures() -> None:
     stop.set()
     thread.join()
     assert not errors
-
-
-def refused(forward: Callable[..., Any], *args: Any, train: bool = True, **attributes: Any) -> str:
-    """Captures a model whose only block has this forward; returns the error's text."""
-    model = Stack(block(forward)(**attributes))
-    with pytest.raises(CaptureError) as error:
-        lazyinline.capture(model, args or (example(),), train=train)
-    return str(error.value)
-
-
-def loop(self: Any, x: torch.Tensor) -> torch.Tensor:
-    for _ in range(int(x.abs().max())):
-        x = x * 2
-    return x
-
-
-def test_python_that_needs_the_value_of_a_tensor_is_refused() -> None:
-    text = refused(loop)
-    line = loop.__code__.co_firstlineno + 1
-    assert re.search(rf"test_capture\.py:{line} loop\b", text), text
-    assert "torch.where" in text, "the message says what to do"
 
 
 def test_buffer_value_that_python_needs_is_refused() -> None:

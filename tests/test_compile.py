@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
-import torch.nn.functional as F
 from apart import in_threads
 from comparing import (
     assert_close,
@@ -24,12 +24,13 @@ from comparing import (
     twin,
 )
 from decoders import DecoderBlock, GptBlock, gpt, llama
-from models import BatchNormBlock, MarkedBlock, Net, batch
+from models import MarkedBlock, Net, batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
+from lazyinline.backend.link import placement
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.dispatch.dispatcher import dispatcher_of
@@ -180,66 +181,6 @@ def test_another_dtype_and_autocast_are_as_near_to_exact_numbers_as_eager(
     assert ours.run(x.to(dtype)).dtype is dtype  # without autocast: another program
 
 
-def batch_norm_called_three_times() -> nn.Module:
-    block = BatchNormBlock()
-    return nn.Sequential(block, block, block)
-
-
-class Checkpointed(Net):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(normed)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        x = checkpoint(self.inner, self.blocks[0](x), use_reentrant=self.use_reentrant)
-        return self.head(x)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return F.dropout(self.blocks[1](x), 0.2, self.training)
-
-
-class Tied(nn.Module):
-    """One block that is called twice, and one weight in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.block = normed()
-        self.head = nn.Linear(4, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.block(self.block(self.embedding(ids))))
-
-
-def nested(model: Any, x: Tensor) -> dict[str, Any]:
-    """Returns a structure, one tensor of it twice."""
-    h = model.block(x)
-    return {"h": h, "list": [h, None, (h.sum(),)], "width": x.shape[1], "name": "n", "x": x}
-
-
-MODELS: dict[str, tuple[Make, Tensor]] = {
-    "a batch norm that is called three times": (batch_norm_called_three_times, batch(5)),
-    "a checkpoint inside": (lambda: Checkpointed(use_reentrant=False), batch()),
-    "a reentrant checkpoint inside": (lambda: Checkpointed(use_reentrant=True), batch()),
-    "a block used twice and tied weights": (Tied, torch.arange(6).view(2, 3)),
-    "nested results": (lambda: Then(nested), batch()),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.sweep(keep=["eager", "a block used twice"])
-def test_models_train_as_in_eager(kind: str, backend: str) -> None:
-    made, x = MODELS[kind]
-    seed_all()
-    model = made()
-    compiled = assert_equals_eager(model, (x,), backend=backend, optimizer=sgd).compiled
-    assert len(list(compiled.parameters())) == len(list(model.parameters()))
-    if kind == "nested results":
-        out = compiled(x)
-        assert out["list"][0] is out["h"] and out["x"] is x
-
-
 class NormOfChannels(nn.Module):
     """An image whose channels are normalised where they lie, as ConvNeXt and Swin begin."""
 
@@ -319,16 +260,6 @@ def test_layouts_that_differ_only_in_strides_or_grad_are_told_apart(compiles: Co
     for variant in (x, x.t(), x.t().contiguous().t(), x[::2], x.clone().requires_grad_()):
         assert_close(ours.run(variant), theirs.run(variant))
     assert len(compiles) == 4  # the first and the third are one layout
-
-
-def test_arguments_by_position_by_name_and_by_default(compiles: Compiles) -> None:
-    ours, theirs = make(net, "eager")
-    by_name: list[dict[str, Any]] = [{"scale": 2.0}, {"bias": batch(3, seed=5), "scale": 0.5}]
-    by_position: list[tuple[Any, ...]] = [(), (2.0,), (2,), (True,), (0.0,), (-0.0,)]
-    calls = [(args, {}) for args in by_position] + [((), kwargs) for kwargs in by_name]
-    for args, kwargs in calls * 2:
-        assert_close(*(side.run(batch(), *args, **kwargs) for side in (ours, theirs)))
-    assert len(compiles) <= len(calls)
 
 
 def two_forwards_before_a_backward_in_any_order(side: Side) -> None:
@@ -461,12 +392,29 @@ def sides_of(way: str) -> tuple[Side, Side]:
     return make(net, way.partition("-")[2], in_place=WAYS[way])
 
 
-compiled_once = functools.cache(sides_of)
+@functools.cache
+def compiled_once(way: str) -> tuple[Side, Side]:
+    if way != "overlaid":
+        return sides_of(way)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_MIN_HOST_BYTES", "ALIGNMENT"):
+            patch.setattr(placement, name, 4)
+        sides = make(net, "inductor")
+        sides[0].train(batch())
+    dispatcher: Any = dispatcher_of(sides[0].run)
+    assert dispatcher.entries.first._compiled.runtime.program.overlay.guests
+    return sides
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("does", [*CONTRACT, *AROUND_THE_FIRST_CALL], ids=lambda f: f.__name__)
-@pytest.mark.sweep(keep=["compiled-eager", "two_forwards", "reentrant", "hooks_on_saved"])
+@pytest.mark.parametrize(
+    ("does", "way"),
+    [
+        *itertools.product([*CONTRACT, *AROUND_THE_FIRST_CALL], WAYS),
+        *((does, "overlaid") for does in CONTRACT),  # activations lie where gradients will
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+@pytest.mark.sweep(keep=["compiled-eager", "overlaid", "two_forwards", "reentrant", "hooks_on_sav"])
 def test_autograd_is_kept_to_as_by_eager(does: Callable[[Side], Any], way: str) -> None:
     ours, theirs = (sides_of if does in AROUND_THE_FIRST_CALL else compiled_once)(way)
     ours.model.zero_grad(), theirs.model.zero_grad()

@@ -192,7 +192,6 @@ def regression(*values: float) -> nn.Module:
 SCALES = (0.1, 0.3, 0.7)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_training_and_inference_equal_eager(backend: str) -> None:
     model, x = regression(*SCALES), example(2, 5, 4).float()
@@ -212,7 +211,6 @@ def test_training_and_inference_equal_eager(backend: str) -> None:
         assert_close(outcome.compiled(x), model(x), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_training_step_over_micro_batches_equals_eager(backend: str) -> None:
     x = example(4, 5, 4, grad=False).float()

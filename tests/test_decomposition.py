@@ -110,7 +110,6 @@ def points(rows: int = 4) -> Tensor:
     return torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @both
 @pytest.mark.sweep(keep=["eager", "none-inductor"])
 def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:

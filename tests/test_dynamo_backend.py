@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
+from comparing import assert_close, assert_equals_eager
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lazyinline.frontend.dynamo.torch_dynamo_backend import (
     CompiledGraph,
@@ -250,32 +249,6 @@ def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
     model, x = Gates(3), batch()
     with pytest.warns(HandedOnWarning, match="options for another compiler"):
         assert_close(torch.compile(model, backend=backend)(x), model(x))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_is_like_eager(mode: Callable[[], Any]) -> None:
-    model = net().eval()
-    compiled, x = Compiled(model), batch()
-    with mode():
-        assert_close(compiled(x), model(x))
-    assert any(compiled.shared())
-
-
-@pytest.mark.sweep
-def test_gpt2_with_its_defaults_is_like_eager() -> None:
-    config = GPT2Config(vocab_size=67, n_positions=32, n_embd=32, n_layer=3, n_head=4)
-    model = GPT2LMHeadModel(config)
-    expected, ids = twin(model), torch.randint(0, 67, (2, 6))
-    compiled = Compiled(model)
-    losses = []
-    for run in (compiled, expected):
-        torch.manual_seed(3)
-        losses.append(run(ids, labels=ids).loss)
-        losses[-1].backward()
-    assert_close(losses[0], losses[1])
-    assert_same_gradients(model, expected)
-    assert all(isinstance(graph, CompiledGraph) for graph in compiled.graphs)
-    assert any(any(compiled.shared(number)) for number in range(len(compiled.graphs)))
 
 
 class Halves(nn.Module):

@@ -76,22 +76,6 @@ def by_a_mask(module: Any, x: Tensor) -> Tensor:
     return out + x
 
 
-def by_an_item(module: Any, x: Tensor) -> Tensor:
-    return x * x.detach().max().item()
-
-
-def by_numpy(module: Any, x: Tensor) -> Tensor:
-    return x + float(np.tanh(x.detach().numpy()).sum())
-
-
-def by_branching(module: Any, x: Tensor) -> Tensor:
-    return module.linear(x) if x.sum() > 0 else x - 1
-
-
-def by_pythons_random(module: Any, x: Tensor) -> Tensor:
-    return x * float(np.random.rand()) + torch.rand(WIDTH)
-
-
 def by_pythons_random_and_an_item(module: Any, x: Tensor) -> Tensor:
     return x * float(np.random.rand()) * x.detach().max().item()
 
@@ -111,21 +95,9 @@ def by_an_operator_that_looks_at_its_window(module: Any, x: Tensor) -> Tensor:
     return x + torch.istft(found, 8, 2, window=window, length=x.numel()).reshape(x.shape)
 
 
-def by_vmap(module: Any, x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: row * row.sum())(x) + x
-
-
-def by_a_gradient_hook(module: Any, x: Tensor) -> Tensor:
-    y = module.linear(x)
-    y.register_hook(lambda gradient: gradient * 2)
-    return y
-
-
-NO_LINE = (by_pythons_random, by_vmap)  # told after the run, or where the result is used
 WAYS = (
-    *(by_a_mask, by_an_item, by_numpy, by_branching, by_a_gradient_hook),
-    *(by_pythons_random_and_an_item, by_a_sparse_product, by_a_quantized_tensor),
-    *(by_an_operator_that_looks_at_its_window, *NO_LINE),
+    *(by_a_mask, by_pythons_random_and_an_item, by_a_sparse_product, by_a_quantized_tensor),
+    by_an_operator_that_looks_at_its_window,
 )
 
 
@@ -164,10 +136,9 @@ def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
     assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
     assert found["first"].num_programs == found["second"].num_programs == 1
     source, line = inspect.getsourcelines(way)
-    if way not in NO_LINE:
-        lines = [f"test_fallback.py:{line + i} {way.__name__}" for i in range(len(source))]
-        assert any(text in found["between"].ran_eagerly for text in lines)
-        assert any(text in unfolded(report) for text in lines)
+    lines = [f"test_fallback.py:{line + i} {way.__name__}" for i in range(len(source))]
+    assert any(text in found["between"].ran_eagerly for text in lines)
+    assert any(text in unfolded(report) for text in lines)
     assert "only parts are compiled" in str(report)
     assert "between (Part): runs eagerly" in str(report)
 
@@ -326,7 +297,7 @@ def num_lowered(compiled: Any) -> int:
 
 
 @pytest.mark.sweep
-def test_work_does_not_grow_with_the_number_of_layers() -> None:
+def test_work_does_not_grow_with_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = (assert_trains_like_eager(experts(n), *batches(2)) for n in (1, 3))
     found = by_path(many)
     assert is_compiled(many, *(f"{i}.mlp" for i in range(3)))
@@ -334,6 +305,12 @@ def test_work_does_not_grow_with_the_number_of_layers() -> None:
     shapes = parts.MAX_SHAPES
     assert num_lowered(many) <= 2 * (1 + shapes) + 2  # forward and backward, for each set of sizes
     assert num_lowered(one) <= num_lowered(many)
+    (x,) = batches(1)[0]
+    for _ in range(2):
+        many(x)
+    # What is known not to be captured is not tried again.
+    monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
+    many(x)
 
 
 @pytest.mark.sweep
@@ -348,30 +325,6 @@ def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     assert num_lowered(compiled) <= lowered + 4
 
 
-@pytest.mark.sweep
-def test_one_part_learns_sizes_and_then_gives_up() -> None:
-    model = Part(lambda m, x: m.mlp(x[: int(x.detach().abs().sum() * 0) + len(x)]), mlp=Mlp())
-    compiled = assert_trains_like_eager(
-        model, *((torch.randn(rows, WIDTH),) for rows in range(2, 16))
-    )
-    assert by_path(compiled)["mlp"].num_programs <= parts.MAX_PROGRAMS
-    assert "keep changing" in by_path(compiled)["mlp"].ran_eagerly
-
-
-@pytest.mark.sweep
-def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = experts(4)
-    compiled = lazyinline.compile(model, backend="eager")
-    (x,) = batches(1)[0]
-    for _ in range(2):
-        compiled(x)
-    monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
-    for _ in range(5):
-        assert_close(compiled(x), model(x))
-
-
 def normalized() -> nn.Module:
     seed_all()
     model = nn.Sequential(Mlp(), Mlp(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -383,20 +336,6 @@ def test_layers_that_hooks_give_their_weights_are_compiled() -> None:
     model, expected = normalized(), normalized()  # no copy of such a weight
     compiled = assert_trains_like_eager(model, *batches(), reference=expected)
     assert not compiled.last_report.ran_eagerly
-
-
-def packed(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    rnn = nn.utils.rnn
-    sequence = rnn.pack_padded_sequence(module.mlp(x), lengths, batch_first=True)
-    return rnn.pad_packed_sequence(module.rnn(sequence)[0], batch_first=True)[0]
-
-
-@pytest.mark.sweep
-def test_packed_sequences_run_between_compiled_parts() -> None:
-    seed_all()
-    steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
-    model = Part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
-    assert is_compiled(assert_trains_like_eager(model, *steps), "mlp")
 
 
 def doubling(module: Any, x: Tensor) -> Tensor:
@@ -475,76 +414,6 @@ def test_derivatives_flow_through_parts_and_what_runs_eagerly_around_them(run: R
     model = Part(run, mlp=Mlp(), rounded=Straight.apply, heads=heads)
     compiled = assert_trains_like_eager(model, *batches())
     assert run is not changing or is_compiled(compiled, "heads")
-
-
-def counting(seen: list[Any]) -> Run:
-    seen.append({"calls": 0})
-    return lambda module, x: seen[0].update(calls=seen[0]["calls"] + 1)
-
-
-EFFECTS: dict[str, Callable[[list[Any]], Run]] = {
-    "appends to its own list": lambda seen: lambda module, x: module.seen.append(x.detach()),
-    "counts in a dictionary": counting,
-    "moves an iterator": lambda seen: lambda module, x: seen.append(next(module.steps)),
-    "hook in a shared block": lambda seen: lambda module, x: None,
-}
-
-
-@pytest.mark.parametrize("kind", EFFECTS)
-@pytest.mark.sweep(keep=["hook in a shared block", "iterator"])
-def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(kind: str) -> None:
-    runs: list[Any] = []
-    is_hook = kind == "hook in a shared block"
-    for compiles in (True, False):
-        seen: list[Any] = []
-        effect = EFFECTS[kind](seen)
-
-        def run(module: Any, x: Tensor, effect: Run = effect) -> Tensor:
-            effect(module, x)
-            return x * 2
-
-        model: Any = Around(run, seen=seen, steps=iter([1.0, 2.0, 3.0]))
-        if is_hook:
-            model.second.up.register_forward_hook(
-                lambda module, args, output, seen=seen: seen.append(output.detach())
-            )
-        call = lazyinline.compile(model, backend="eager") if compiles else model
-        runs.append(([call(x) for (x,) in batches()], plain(seen)))
-        if compiles:
-            assert is_compiled(call, "first")
-            assert by_path(call)["second" if is_hook else "between"].ran_eagerly
-    (outputs, held), (expected, wanted) = runs
-    torch.testing.assert_close(outputs, expected)
-    assert held and held == wanted
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        assert type(value) is Tensor
-        return [round(x, 4) for x in value.flatten().tolist()]
-    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def test_an_iterator_is_named_as_what_a_part_reads() -> None:
-    def run(module: Any, x: Tensor) -> Tensor:
-        return x * next(module.steps) * x.detach().max().item()
-
-    compiled = lazyinline.compile(Around(run, steps=iter([1.0] * 9)), backend="eager")
-    for (x,) in batches():
-        compiled(x)
-    assert "reads a list_iterator at test_fallback.py" in by_path(compiled)["between"].ran_eagerly
-
-
-@pytest.mark.sweep
-def test_a_forward_that_fails_half_way_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(module: Any, x: Tensor) -> Tensor:
-        print("rows", len(x))
-        return by_an_item(module, x)
-
-    compiled = compiled_around(run)
-    for (x,) in batches():
-        compiled(x)
-        assert capsys.readouterr().out == "rows 6\n"
 
 
 FAILURES: dict[str, Callable[[], Exception]] = {
@@ -745,35 +614,9 @@ def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -
     assert "has a backward hook" in said and "makes" not in said
 
 
-def drawing(module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    drawn = []
-    for view in (lambda t: t, Tensor.t, lambda t: t[:, ::2]):
-        held = torch.cat([x, x], 1)
-        view(held).normal_()
-        drawn += [held * 1, torch.rand(2)]
-    return tuple(drawn)
-
-
-@pytest.mark.parametrize("size", [3, 15, 16, 17])
-def test_numbers_drawn_into_a_view_are_eagers(size: int) -> None:
-    model, found = Part(drawing), []
-    for call in (lazyinline.compile(model, backend="eager"), model):
-        torch.manual_seed(1)
-        with torch.no_grad():
-            found.append((*call(torch.ones(size, 1)), torch.get_rng_state()))
-    assert all(map(torch.equal, *found))
-
-
-class Tagger(nn.Module):
-    """A recurrent network between others, with its hidden state in and out."""
-
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(3, 6), nn.GELU(), nn.Linear(6, 3))
-        self.rnn = kind(3, 4, **options)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        return self.rnn(self.first(x), state)
+def tagging(module: Any, x: Tensor, state: Any = None) -> Any:
+    """A recurrent network after others, with its hidden state in and out."""
+    return module.rnn(module.first(x), state)
 
 
 @pytest.mark.parametrize(
@@ -788,15 +631,10 @@ class Tagger(nn.Module):
 )
 @pytest.mark.sweep(keep=["proj_size"])
 def test_a_recurrent_network_trains_like_eager(kind: Any, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = Tagger(kind, **options)
-    x = torch.randn(2, 2, 3)
+    seed_all()
+    model = Part(tagging, first=Mlp(), rnn=kind(WIDTH, WIDTH, **options))
+    x = torch.randn(2, 2, WIDTH)
     state = torch.utils._pytree.tree_map(Tensor.detach, model(x)[1])
-    compiled = assert_equals_eager(
-        model,
-        batches=[(x,), (x, state), (x, state)],
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
-    ).compiled
-    parts = {part.path: part.ran_eagerly for part in compiled.last_report.parts}
-    assert not parts["first"]
-    assert "loops over its steps" in parts["rnn"]
+    compiled = assert_trains_like_eager(model, (x,), (x, state), (x, state))
+    assert is_compiled(compiled, "first")
+    assert "loops over its steps" in by_path(compiled)["rnn"].ran_eagerly

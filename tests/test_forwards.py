@@ -406,8 +406,9 @@ def test_a_log_follows_its_level_at_each_call(forward: str) -> None:
     assert_as_eager(*net(forward), scene=LEVELS, state="KEPT", tolerance=2e-5)
 
 
-def test_a_print_comes_once_a_call(capsys: pytest.CaptureFixture[str]) -> None:
-    world = World(*net("print('rows', len(x))\nreturn self.first(x)"))
+@pytest.mark.parametrize("returned", ["self.first(x)", "self.first(x) * x.max().item()"])
+def test_a_print_comes_once_a_call(returned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(*net(f"print('rows', len(x))\nreturn {returned}"))
     compiled = lazyinline.compile(world.model, backend="eager")
     for _ in range(3):
         compiled(*world.inputs()[0])

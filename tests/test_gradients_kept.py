@@ -225,29 +225,23 @@ def test_derivatives_by_vectorized_rows_are_eagers(kind: str) -> None:
     torch.testing.assert_close(*(DERIVATIVES[kind](run, x) for run in (compiled, model)))
 
 
-def test_a_batch_of_gradients_is_differentiated_on() -> None:
-    model, rows = network(), torch.randn(2, 3, 4)
-    x = torch.randn(3, 4, requires_grad=True)
+def differentiated_on(run: Any, x: Tensor, rows: Tensor) -> Any:
+    (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True, create_graph=True)
+    return torch.autograd.grad(found.square().sum(), (x, *run.parameters()), allow_unused=True)
 
-    def second(run: Any) -> Any:
-        (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True, create_graph=True)
-        return torch.autograd.grad(found.square().sum(), (x, *run.parameters()), allow_unused=True)
 
+def drawing(run: Any, x: Tensor, rows: Tensor) -> Any:
+    torch.manual_seed(0)
+    (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True)
+    return found, torch.rand(2)
+
+
+@pytest.mark.parametrize("use", [differentiated_on, drawing], ids=lambda use: use.__name__)
+def test_a_batch_of_gradients_is_that_of_eager(use: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()) if use is drawing else network()
+    x, rows = torch.randn(3, 4, requires_grad=True), torch.randn(2, 3, 4)
     compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(*(second(run) for run in (compiled, model)))
-
-
-def test_a_batch_of_gradients_draws_what_the_forward_drew() -> None:
-    model, rows = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.randn(2, 3, 4)
-    x = torch.randn(3, 4, requires_grad=True)
-
-    def gradients(run: Any) -> Any:
-        torch.manual_seed(0)
-        (found,) = torch.autograd.grad(run(x), x, rows, is_grads_batched=True)
-        return found, torch.rand(2)
-
-    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(*(gradients(run) for run in (compiled, model)))
+    torch.testing.assert_close(*(use(run, x, rows) for run in (compiled, model)))
 
 
 class Net(nn.Module):

@@ -202,7 +202,6 @@ def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> No
     del kept
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backend: str) -> None:
     pair = Pair(backend)

@@ -202,7 +202,6 @@ print("works")
 
 @pytest.mark.sweep(keep="inductor-1.0")
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_signal_at_any_time_leaves_a_process_that_compiles(
     backend: str, seconds: float, tmp_path: pathlib.Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_equals_eager
+from hugging_face import build
 from models import Attention
 from torch import Tensor, nn
 
@@ -172,24 +173,8 @@ def test_sizes_that_vary_keep_the_mask() -> None:
 
 
 def decoder(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 67,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "use_cache": False,
-        "attn_implementation": "sdpa",
-    }
-    if kind == "qwen2":
-        sizes |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    model = build(kind, 4, use_cache=False, **(window if kind == "qwen2" else {}))
     ids = torch.randint(1, 67, (2, 12), generator=torch.Generator().manual_seed(0))
     return model.eval(), {"input_ids": ids}
 

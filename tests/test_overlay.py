@@ -1,4 +1,7 @@
-"""Activations in the memory of gradients to come: right numbers, and nothing left behind there."""
+"""Activations in the memory of gradients to come: right numbers, and nothing left behind there.
+
+That autograd is kept to is in ``test_compile.py``.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -121,65 +124,6 @@ def test_gradients_are_taken_without_a_copy(subject: Subject) -> None:
     subject.clear(subject.model)
     use = memory_use(lambda: subject.loss(0).backward())
     assert not {"aten::clone", "aten::new_empty_strided"} & set(use.allocations), use.allocations
-
-
-def test_a_second_backward_through_a_kept_graph(subject: Subject) -> None:
-    loss = subject.loss(1)
-    loss.backward(retain_graph=True)
-    first = received(subject.model)
-    before = [g.clone() for g in first]
-    subject.clear(subject.model)
-    other = subject.grads_of(2)
-    subject.clear(subject.model)
-    loss.backward()
-    assert_close(received(subject.model), subject.expected(1))
-    assert_close(other, subject.expected(2))
-    assert all(map(torch.equal, first, before))
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_before_a_backward(subject: Subject, order: tuple[int, int]) -> None:
-    losses = [subject.loss(seed) for seed in (1, 2)]
-    for number in order:
-        subject.clear(subject.model)
-        losses[number].backward()
-        assert_close(received(subject.model), subject.expected(number + 1))
-
-
-def test_gradients_accumulate_and_steps_train(subject: Subject) -> None:
-    for seed in (1, 2, 3):
-        subject.loss(seed).backward()
-    assert_close(received(subject.model), subject.expected(1, 2, 3))
-    state = copy.deepcopy(subject.model.state_dict())
-    for model, run in ((subject.model, subject.compiled), (subject.eager, subject.eager)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed in range(3):
-            optimizer.zero_grad()
-            run(*subject.batch(seed)).backward()
-            optimizer.step()
-    assert_close([*subject.model.parameters()], [*subject.eager.parameters()])
-    for model in (subject.model, subject.eager):
-        model.load_state_dict(state)
-
-
-def test_hooks_see_and_replace_gradients(subject: Subject) -> None:
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def hook(gradient: torch.Tensor) -> torch.Tensor:
-        seen.append((gradient, gradient.clone()))
-        return gradient * 2
-
-    handles = [p.register_hook(hook) for p in subject.model.parameters()]
-    try:
-        subject.loss(1).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert_close(received(subject.model), subject.expected(1), factor=2.0)
-    subject.grads_of(2)
-    assert all(torch.equal(gradient, before) for gradient, before in seen)
 
 
 def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> None:

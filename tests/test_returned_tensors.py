@@ -49,7 +49,6 @@ def _relations(model: Returning, x: Tensor, results: tuple[Tensor, ...]) -> list
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep=["eager-True", "inductor-False"])
 def test_results_are_the_tensors_that_eager_returns(backend: str, train: bool) -> None:
     model = Returning()
@@ -138,7 +137,6 @@ USED += [(name, used) for name in SHARING if name not in SAVED for used in ((0,)
 )
 @pytest.mark.parametrize(("name", "used"), USED, ids=str)
 @pytest.mark.parametrize("changed", [0, 1])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_results_that_share_memory_may_be_changed_in_place(
     backend: str, name: str, changed: int, used: Sequence[int]
 ) -> None:
@@ -154,7 +152,6 @@ def test_results_that_share_memory_may_be_changed_in_place(
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backend: str) -> None:
     run = lazyinline.compile(Sharing("rows"), backend=backend)
@@ -165,7 +162,6 @@ def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backe
 
 
 @pytest.mark.parametrize("name", SHARING)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep=["eager", "inductor-columns"])
 def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: str) -> None:
     model = Sharing(name)

@@ -55,20 +55,22 @@ def trained(model: nn.Module, *args: Any) -> tuple[Tensor, dict[str, Tensor | No
     return out, gradients(model)
 
 
+def assert_trains_as(loaded: nn.Module, compiled: nn.Module, x: Tensor) -> None:
+    """Results and every gradient have the same bits."""
+    (out, grads), (expected, expected_grads) = trained(loaded, x), trained(compiled, x)
+    assert torch.equal(out, expected)
+    assert grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
+
+
 @pytest.mark.sweep(keep="eager")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
     backend: str, tmp_path: pathlib.Path
 ) -> None:
     x = batch()
     compiled = compiled_for(Net(MarkedBlock, 3), x, backend=backend)
     loaded = reloaded(compiled, tmp_path)
-
-    out, grads = trained(loaded, x)
-    expected, expected_grads = trained(compiled, x)
-    assert torch.equal(out, expected)
-    assert grads.keys() == expected_grads.keys()
-    assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
+    assert_trains_as(loaded, compiled, x)
     with torch.no_grad():
         assert torch.equal(loaded(x), compiled(x))
     assert list(loaded.state_dict()) == list(compiled.state_dict())
@@ -172,9 +174,7 @@ def test_attention_with_a_bias_that_is_learned_is_saved(tmp_path: pathlib.Path) 
     x = batch(4, 16)
     compiled = compiled_for(Biased(), x)
     loaded = reloaded(compiled, tmp_path)
-    (out, grads), (expected, expected_grads) = trained(loaded, x), trained(compiled, x)
-    assert torch.equal(out, expected)
-    assert torch.equal(grads["bias"], expected_grads["bias"])
+    assert_trains_as(loaded, compiled, x)
     with torch.no_grad():
         assert torch.equal(loaded(x), compiled(x))
 
@@ -193,11 +193,7 @@ class OfAnyName(nn.Module):
 
 def test_a_model_may_have_any_names(tmp_path: pathlib.Path) -> None:
     compiled, x = compiled_for(OfAnyName(), batch(4, 2)), batch(4, 2)
-    loaded = reloaded(compiled, tmp_path)
-    (out, grads), (expected, expected_grads) = trained(loaded, x), trained(compiled, x)
-    assert torch.equal(out, expected)
-    assert grads.keys() == expected_grads.keys()
-    assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+    assert_trains_as(reloaded(compiled, tmp_path), compiled, x)
 
 
 SOURCE = """
@@ -591,10 +587,7 @@ def test_sizes_that_vary_are_linked_without_source_or_tracing(
             if not train:
                 assert torch.equal(loaded(x), compiled(x)), size
                 continue
-            out, grads = trained(loaded, x)
-            expected, expected_grads = trained(compiled, x)
-            assert torch.equal(out, expected)
-            assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
+            assert_trains_as(loaded, compiled, x)
         report = loaded.last_report
         assert report.opened_from or report.num_links
         with pytest.raises(lazyinline.NoProgramError, match=r"<= 40.* has to hold, and s\d+ = 42"):
@@ -653,20 +646,6 @@ def test_a_step_of_sizes_that_vary_goes_on_at_others(tmp_path: pathlib.Path) -> 
         assert torch.equal(loaded(x, y), step(x, y))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor), name
-
-
-def test_kernels_for_sizes_that_vary_are_made_again_where_nobody_trusts_them(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = lazyinline.compile(Sized(), backend="eager", dynamic=True)
-    with torch.no_grad():
-        compiled(batch(8))
-        lazyinline.save(compiled, tmp_path / "model.lz")
-        monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "another machine"))
-        loaded = lazyinline.load(tmp_path / "model.lz")
-        assert torch.equal(loaded(batch(12)), compiled(batch(12)))
-        with pytest.raises(lazyinline.NoProgramError, match="has to hold"):
-            loaded(batch(42))
 
 
 def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path) -> None:

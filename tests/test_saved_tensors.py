@@ -48,7 +48,6 @@ CHANGING: dict[str, tuple[Pair, str]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="inductor")
 def test_what_hooks_give_back_in_another_layout_is_read_right(backend: str) -> None:
     torch.manual_seed(0)

@@ -251,7 +251,6 @@ class Work:
         patch.setattr(lower, name, recording)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.sweep(keep="eager")
 def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
     backend: str, monkeypatch: pytest.MonkeyPatch

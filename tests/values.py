@@ -22,6 +22,9 @@ class Value:
 class Always(Value):
     def __eq__(self, other): return True
     __hash__ = object.__hash__
+class Never(Value):
+    __hash__ = None
+    def __eq__(self, other): raise AssertionError("compared by the user's own ==")
 class Slotted:
     __slots__ = ("value", "more", "__weakref__")
     def __init__(self, value=1.0): self.value = value
@@ -241,6 +244,7 @@ SHOWN = {
         "v.__class__ = derived(Value, kind=3.0)"),
     "attributes replaced": Row("Value()", "Value(2)", "v.value", "v.__dict__ = {'value': 5.0}"),
     "equal to everything": Row("Always()", "Always(2)", "v.value", "v.value = 5.0"),
+    "comparable to nothing": Row("Never()", "Never(2)", "v.value", "v.value = 5.0"),
     "namespace": Row("NS(value=1)", "NS(value=2)", "v.value", "v.value = 5"),
     "slot": Row("Slotted()", "Slotted(2.0)", "v.value", "v.value = 5.0"),
     "slot that is unset": Row("Slotted()", "made(Slotted(), 'v.more = 2.0')",
@@ -290,6 +294,7 @@ SHOWN = {
 USUAL = [
     *("number", "text", "dtype", "device", "size", "range", "list", "dictionary", "set", "deque"),
     *("array of numpy", "tuple in a list", "object", "object in an object", "namespace", "slot"),
+    *("comparable to nothing",),
     *("data", "in data", "captured", "default", "keyword of a partial", "method", "counter"),
     *("private slot", "in what is captured", "ordered", "default dictionary", "frozen set"),
 ]
