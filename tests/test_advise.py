@@ -1,11 +1,9 @@
 """``advise``: which classes to mark, and what exactly keeps near-identical blocks apart."""
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable
 
-import pytest
 import torch
 from models import Around, Stack, example, linear
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import Advice
 from lazyinline.frontend.advise import KeptApart
-from lazyinline_command.main import main
 
 
 class Layer(nn.Module):
@@ -158,19 +155,3 @@ def test_the_part_of_an_object_that_differs_is_named() -> None:
     (apart,) = advise(Stack(*(Configured(Config(w)) for w in (1, 1, 2)))).kept_apart
     assert apart.cause == "attribute config.sizes['window'] is 2, not 1"
     assert "the same config.sizes" in apart.change
-
-
-@pytest.mark.sweep
-def test_the_command_prints_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "advised.py").write_text(
-        "import torch\n"
-        "layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
-        "def make():\n"
-        "    return torch.nn.Sequential(layer(), layer(), layer()), (torch.randn(2, 3, 8),)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["advise", "advised:make", "--backend", "eager"]) == 0
-    assert "lazy_inline(TransformerEncoderLayer)" in capsys.readouterr().out

@@ -380,14 +380,6 @@ def test_a_training_step_is_searched_on_chains_of_equal_buffers() -> None:
 
 
 @pytest.mark.sweep
-def test_resnet50() -> None:
-    buffers = read_problem_csv(DATA / "resnet50.csv").buffers
-    found = plan(buffers)
-    check(buffers, found)
-    assert found.ratio <= 1.002
-
-
-@pytest.mark.sweep
 def test_pangu(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "pangu.csv"
     path.write_bytes(lzma.decompress((DATA / "pangu_2.6B.csv.xz").read_bytes()))

@@ -238,7 +238,9 @@ AFTER = ("autodiff", "link")
     ],
     ids=" ".join,
 )
-@pytest.mark.sweep(keep=["inspect --passes", "inspect TARGET --train --after autodiff --diff"])
+@pytest.mark.sweep(
+    keep=["inspect --passes", "inspect TARGET --train --after autodiff --diff", "advise"]
+)
 def test_what_is_printed_fits_100_columns(
     arguments: tuple[str, ...], models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

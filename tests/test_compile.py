@@ -132,28 +132,6 @@ def test_loss_and_gradients_equal_eager_in_steps_of_adamw(
     assert_equals_eager(model.to(dtype), args, calls=6, optimizer=adamw, **options)
 
 
-@pytest.mark.smoke
-@pytest.mark.sweep(keep="eager")
-def test_inference_equals_eager(backend: str) -> None:
-    model, (ids, targets) = llama(3, **SIZES)
-    compiled = lazyinline.compile(model.eval(), backend=backend)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            for args in ((ids,), (ids, targets)):
-                assert_close(compiled(*args), model(*args))
-
-
-def test_blocks_are_compiled_once() -> None:
-    reports = []
-    for layers in (2, 4):
-        compiled = lazyinline.compile(net(layers), backend="eager")
-        compiled(batch().requires_grad_())  # as what is between blocks
-        reports.append(compiled.last_report)
-    assert [report.num_block_calls for report in reports] == [2, 4]
-    assert len({(report.num_kernels, report.num_closures) for report in reports}) == 1
-    assert not reports[1].not_shared()
-
-
 @pytest.mark.parametrize("kind", ["float64", "bfloat16", "autocast"])
 @pytest.mark.sweep(keep="eager")
 def test_another_dtype_and_autocast_are_as_near_to_exact_numbers_as_eager(

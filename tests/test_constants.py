@@ -211,12 +211,6 @@ def test_training_and_inference_equal_eager(backend: str) -> None:
         assert_close(outcome.compiled(x), model(x), tolerance=1e-6)
 
 
-@pytest.mark.sweep(keep="eager")
-def test_training_step_over_micro_batches_equals_eager(backend: str) -> None:
-    x = example(4, 5, 4, grad=False).float()
-    assert_equals_eager(regression(*SCALES), [x], door="step", micro_batches=2, backend=backend)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_stay_in_closures_of_half_precision(dtype: torch.dtype) -> None:
     make = block(lambda self, x: (self.linear(x) * self.value + x) / (1 + self.value))

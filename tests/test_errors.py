@@ -117,16 +117,6 @@ def test_a_mark_on_forward_names_the_line() -> None:
     assert re.search(r"Marked\.forward \(test_errors\.py:\d+\)\. Put", str(caught.value))
 
 
-def test_a_mark_leaves_constructor_errors_alone() -> None:
-    @lazy_inline
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-
-    with pytest.raises(TypeError, match="width"):
-        Block()  # type: ignore[call-arg]
-
-
 class Blocks(nn.Module):
     """What the blocks of these tests have."""
 

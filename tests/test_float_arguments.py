@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import nn
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.dispatch import dispatcher
-from lazyinline.frontend.guards import guard
 
 VALUES = (0.5, 0.0, -0.0, math.nan)
 
@@ -117,20 +115,6 @@ def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     assert not run.last_report.ran_eagerly
     assert_like_eager(run, net, x, torch.tensor(0.7))  # another kind of call
     assert not run.last_report.ran_eagerly
-
-
-def test_many_values_of_a_float_are_warned_of_once_with_what_to_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guard, "MANY_COMPILES", 4)
-    net, x = Scaled(), torch.randn(4, 3)
-    run = as_it_runs(net, "compile")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for value in range(6):
-            run(x, value / 8)
-    (text,) = [str(w.message) for w in caught if "was compiled" in str(w.message)]
-    assert "the argument scale" in text and "0-d tensor" in text
 
 
 @pytest.mark.sweep

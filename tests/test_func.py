@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_equals_eager, assert_same_gradients
+from comparing import assert_equals_eager
 from models import block, linear
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -141,13 +141,6 @@ def of_an_intermediate(self: Any, x: Tensor) -> Tensor:
     return (g.square() * h).sum()
 
 
-def nested(self: Any, x: Tensor) -> Tensor:
-    """Taylor and reverse mode in either order."""
-    bent = func.grad(lambda y: func.laplacian(self.net)(y).sum())(x)
-    smooth = func.laplacian(func.grad(lambda y: self.net(y).sum()))(x)
-    return (bent - 2 * smooth).square().sum() + bent.square().sum()
-
-
 def grad_of_grad(self: Any, x: Tensor) -> Tensor:
     inner = func.grad(lambda y: self.net(y).sin().sum())
     return func.grad(lambda y: inner(y).square().sum())(x).square().sum()
@@ -158,21 +151,6 @@ def fed_back(self: Any, x: Tensor) -> Tensor:
     u = self.net(x)
     shift = func.derivative(lambda y: self.net(y) * u, x, "x")
     return (shift + u).square().sum()
-
-
-def fourier(self: Any, x: Tensor) -> Tensor:
-    def features(x: Tensor) -> Tensor:
-        angles = x.unsqueeze(-1) * torch.arange(1, 5, dtype=x.dtype)
-        return self.net(torch.cat([angles.sin(), angles.cos()], -1).flatten(-2)[..., :2])
-
-    return func.laplacian(features)(x).square().mean()
-
-
-def operator_network(self: Any, x: Tensor) -> Tensor:
-    def product(x: Tensor) -> Tensor:
-        return (self.net[:2](torch.ones_like(x) * 0.3) * self.net[:2](x)).sum(-1, keepdim=True)
-
-    return func.laplacian(product)(x).square().mean()
 
 
 def third(self: Any, x: Tensor) -> Tensor:
@@ -239,8 +217,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
         forward.__name__: (forward, network)
         for forward in (
             *(sobolev, penalty, detached, one_step, unused, third),
-            *(nested, grad_of_grad, fed_back, fourier, operator_network),
-            *(maml, their_grad_of_grad, their_aux),
+            *(grad_of_grad, fed_back, maml, their_grad_of_grad, their_aux),
         )
     },
     "laplace": (laplace, lambda: network(2)),
@@ -249,16 +226,12 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     # PyTorch differentiates batch norm no third time.
     "batch norm": (curved, lambda: with_layers(lambda: nn.BatchNorm1d(WIDTH))),
     "layer norm": (to_the_third, lambda: with_layers(lambda: nn.LayerNorm(WIDTH), nn.GELU)),
-    "rms norm": (
-        to_the_third,
-        lambda: with_layers(lambda: nn.RMSNorm(WIDTH), nn.SiLU, nn.Softplus),
-    ),
+    "rms norm": (to_the_third, lambda: with_layers(lambda: nn.RMSNorm(WIDTH), nn.SiLU)),
 }
-_SWEPT = ("nested", "fourier", "operator_network", "sobolev", "rms norm")
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.sweep(keep=[f"[{name}]" for name in FORWARDS if name not in _SWEPT])
+@pytest.mark.sweep(keep=[f"[{name}]" for name in FORWARDS if name not in ("sobolev", "rms norm")])
 def test_a_forward_that_differentiates_trains_like_eager(name: str) -> None:
     forward, make = FORWARDS[name]
     assert_trains_like_eager(of_forward(forward, make()), tensor(5, 2))
@@ -417,15 +390,6 @@ def test_what_the_function_reads_elsewhere_is_not_differentiated() -> None:
     x = tensor(3)
     found = eager_backend(func.grad(lambda y: (y * x).sum()))(x)
     torch.testing.assert_close(found, x)
-
-
-def test_parameters_of_what_is_differentiated_train() -> None:
-    net = network()
-    expected = copy.deepcopy(net)
-    slope = eager_backend(func.grad(lambda x: net(x).sum()))
-    slope(tensor(5, 2)).square().sum().backward()
-    torch.func.grad(lambda x: expected(x).sum())(tensor(5, 2)).square().sum().backward()
-    assert_same_gradients(net, expected)
 
 
 @pytest.mark.smoke

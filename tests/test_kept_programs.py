@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import pathlib
 import re
 import threading
 import warnings
@@ -106,6 +105,7 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
         "length": r"the argument x .float32.1, 2., float32.2, 2.",
     }
     assert re.search(named[what], str(warning.message)), warning.message
+    assert "0-d tensor" in str(warning.message), "what to pass in place of a number"
     assert warning.filename == __file__
     assert len(entries) == 3
     assert entries._num_compiles == 7  # the last three calls found theirs
@@ -288,20 +288,3 @@ def test_switching_back_costs_nothing_and_equal_lists_and_dicts_are_equal() -> N
             layer.switch(name)
         model(torch.ones(3, 4)).sum().backward()
     assert compiles_of(model) == 2
-
-
-def test_adapters_are_saved_and_loaded_into_another_compiled_model(tmp_path: pathlib.Path) -> None:
-    models = [net(), net()]
-    for model in models:
-        for layer in inject(model):
-            layer.switch("b")
-        lazyinline.compile(model, backend="eager", in_place=True)
-    x = torch.ones(2, 4)
-    one, two = models
-    two(x)
-    assert not torch.equal(one(x), two(x))
-    adapters = {n: t for n, t in one.state_dict().items() if ".up." in n or ".down." in n}
-    torch.save(adapters, tmp_path / "adapters")
-    two.load_state_dict(torch.load(tmp_path / "adapters"), strict=False)
-    assert_close(two(x), one(x))
-    assert compiles_of(two) == 1

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lazyinline
 from lazyinline.backend.files.torch_store import open_store
@@ -104,19 +103,6 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     """A store in a fresh cache of Inductor's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path / "lazyinline"
-
-
-@pytest.mark.sweep
-def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
-    bundles = bundles_in(pathlib.Path(cache_dir()) / "lazyinline", [])
-    together = [bundles.ask(source_of(text)) for text in BODIES]
-    bundles.finish()
-    x = torch.randn(4096)
-    for text, promise in zip(BODIES, together, strict=True):
-        kernel = promise.result()
-        assert isinstance(kernel, BuiltKernel)
-        alone = CppPythonBindingsCodeCache.load_pybinding(TYPES, text)
-        assert torch.equal(result_of(kernel, x), result_of(alone, x))
 
 
 def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tensor]:

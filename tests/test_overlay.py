@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from apart import in_threads
 from decoders import DecoderBlock, llama
 from memory_events import memory_use
 
@@ -139,18 +138,6 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> N
     subject.loss(2)  # a forward whose graph is dropped
     got = subject.grads_of(3)
     assert_close(got, subject.expected(3))
-
-
-def test_threads_have_gradients_of_their_own(subject: Subject) -> None:
-    parameters = list(subject.model.parameters())
-    expected = [subject.expected(seed) for seed in range(3)]
-
-    def work(seed: int) -> None:
-        for _ in range(10):
-            loss = subject.loss(seed)
-            assert_close(list(torch.autograd.grad(loss, parameters)), expected[seed])
-
-    in_threads(work)
 
 
 def test_a_budget_does_not_count_on_the_memory_of_gradients() -> None:

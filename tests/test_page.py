@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from decoders import llama
-from large_models import compile_large, large_page
 from saved import page_data
 from torch import nn
 from torch.utils.benchmark import Measurement
@@ -262,12 +261,3 @@ def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None
     label = "Largest difference from eager"
     wrong = tiles([0.01], gradient=math.inf, worst="w")[label]
     assert (wrong["value"], wrong["state"]) == ("inf", "warn") and "gradient: w" in wrong["note"]
-
-
-@pytest.mark.sweep
-def test_a_large_model_is_shown_with_and_without_recompute() -> None:
-    sizes = {"layers": 2, "micro_batches": 2, "backend": "eager"}
-    data = large_page([compile_large("llama-13b", recompute=r, **sizes) for r in (None, "full")])
-    sides = [s["name"] for s in data["passes"]["sides"]]
-    assert sides == ["recompute nothing", "recompute each block"]
-    assert data["title"].startswith("llama-13b: ") and data["program"]["micro_batches"] == 2

@@ -9,7 +9,6 @@ import torch
 from comparing import Outcome, assert_close, assert_equals_eager
 from hugging_face import VOCABULARY, build
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
 
 import lazyinline
 from lazyinline.reuse.ir.program import count_calls
@@ -76,28 +75,6 @@ def test_attention_dropout_of_one_block_equals_eager_with_generated_kernels() ->
     # Inductor once fused a reader of a mask, drawn in place, into a kernel before the draw.
     block = made("gpt2", 1, **dict.fromkeys(DROPOUT, 0.3)).transformer.h[0]
     assert_equals_eager(block, (torch.randn(2, 8, 32),), calls=3, backend="inductor")
-
-
-@pytest.mark.parametrize(
-    ("kind", "output_class"),
-    [("gpt2", CausalLMOutputWithCrossAttentions), ("llama", CausalLMOutputWithPast)],
-)
-@pytest.mark.sweep(keep="eager-llama")
-def test_inference_keeps_the_output_class_and_equals_eager(
-    kind: str, output_class: type, backend: str
-) -> None:
-    model = made(kind).eval()
-    compiled: Any = lazyinline.compile(model, backend=backend)
-    inputs = batch()
-    ids = inputs["input_ids"]
-    with torch.no_grad():
-        for kwargs in (inputs, {"input_ids": ids}):
-            out, want = compiled(**kwargs), model(**kwargs)
-            assert type(out) is output_class
-            assert list(out) == list(want)
-            assert_close(out.to_tuple(), want.to_tuple())
-        assert_close(compiled(ids).logits, model(ids).logits)
-        assert type(compiled(ids, return_dict=False)) is tuple
 
 
 @pytest.mark.sweep
