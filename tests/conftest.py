@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import hypothesis
@@ -186,6 +186,22 @@ def eager_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     from lazyinline.frontend.func import transforms
 
     monkeypatch.setattr(transforms, "compile", partial(transforms.compile, backend="eager"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each of two processes, started once, says to every ``task``, a function of the module.
+
+    It is given its rank, and a folder where ``planned`` has the values of that argument.
+    """
+    from ranks import run_ranks
+
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "planned").write_text(" ".join(selected(request, "planned")))
+    module, names = request.module.__name__, selected(request, "task")
+    return run_ranks(folder, "".join(f"{module}.{name}," for name in names))
 
 
 @pytest.fixture

@@ -19,13 +19,19 @@ LIMIT_S = 300
 
 
 def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
-    """Runs ``module.function`` on one rank; what it returns goes to a file."""
+    """Runs ``module.function`` on one rank; what it returns goes to a file.
+
+    Of several tasks, with commas between, what each function returned is there by its name.
+    """
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
-    module, name = task.split(".")
-    torch.save(getattr(importlib.import_module(module), name)(rank, folder), folder / f"rank{rank}")
+    found = {}
+    for one in filter(None, task.split(",")):
+        module, name = one.split(".")
+        found[name] = getattr(importlib.import_module(module), name)(rank, folder)
+    torch.save(found if "," in task else found[name], folder / f"rank{rank}")
     dist.destroy_process_group()
 
 

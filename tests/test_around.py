@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import relative_error
-from conftest import selected
 from models import MarkedBatchNormBlock, Net
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -238,22 +236,6 @@ def root_error() -> float:
             optimizer.step()
         models.append([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
     return max(relative_error(a, b) for a, b in zip(*models, strict=True))
-
-
-def everything(rank: int, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    tasks = (data_parallel, in_shards, checkpoints, refusals)
-    wanted = (folder / "tasks").read_text().split()
-    return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What each of two processes says to every task; they are started once."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "tasks").write_text(" ".join(selected(request, "task")))
-    return run_ranks(folder, "test_around.everything")
 
 
 @pytest.mark.parametrize("task", ["data_parallel", "in_shards", "checkpoints"])

@@ -48,11 +48,9 @@ def gpt() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from hugging_face import build
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).double()
+    return build("llama", num_key_value_heads=4, use_cache=False).double()
 
 
 LLAMA = {

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import selected
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tiny_gpt, tokens, tokens_for_heads
 from ranks import run_ranks, said_by_survivors
 from torch import nn
@@ -121,25 +120,6 @@ def disagree(rank: int, folder: pathlib.Path) -> list[str]:
     with pytest.raises(lazyinline.PipelineError) as error:
         parallel.step(*tokens())
     return [*said, str(error.value)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What each of two processes says to every task; they are started once."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "task").write_text(" ".join(selected(request, "task")))
-    return run_ranks(folder, f"{HERE}.everything")
-
-
-def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
-    tasks = (
-        *(train_in_kernels, exchange, draw_as_one_process, draw_by_a_plan_that_was_found),
-        *(save_and_load_on_another_mesh, save_joint_projections, disagree),
-    )
-    wanted = (folder / "task").read_text().split()
-    return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
 
 
 @pytest.mark.smoke

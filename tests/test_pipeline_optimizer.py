@@ -208,6 +208,3 @@ def hook_of_one_rank(rank: int, folder: pathlib.Path) -> list[str]:
     pipe = make(model, args, "1F1B", optimizer=adamw(model), backend="inductor")
     pipe.step(*args)
     return [] if "has hooks" in pipe.last_report.update_after else ["no reason"]
-
-
-UPDATES = (schedules, replicas, resume, norm, scaler, hook_of_one_rank)

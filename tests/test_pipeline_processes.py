@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from comparing import relative_error
-from conftest import selected
 from memory_events import memory_use
 from ranks import LIMIT_S, run_ranks, said_by_survivors, two_replicas
 from test_pipeline import Net, chain_and_batch, make, net_and_batch, train, unlike_planned
-from test_pipeline_optimizer import UPDATES
+from test_pipeline_optimizer import hook_of_one_rank, norm, replicas, resume, scaler, schedules
 
 from lazyinline import PipelineError
 from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 HERE = "test_pipeline_processes"
+UPDATES = (schedules, replicas, resume, norm, scaler, hook_of_one_rank)
 
 
 def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
@@ -38,33 +38,6 @@ def train_without_a_plan(rank: int, folder: pathlib.Path) -> list[str]:
     """What ranks send lies where closures put it, in the layouts that wires ask for."""
     wrong = unlike_planned(*net_and_batch(), "InterleavedZeroBubble", num_stages=4)
     return wrong + unlike_planned(*chain_and_batch(), "1F1B")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What each of two processes says to every task; they are started once."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for name in ("planned", "task"):
-        (folder / name).write_text(" ".join(selected(request, name)))
-    return run_ranks(folder, f"{HERE}.everything")
-
-
-def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
-    tasks = (
-        kernels_of_a_start,  # first, while the cache is empty
-        train_with_schedules,
-        train_in_planned_memory,
-        train_without_a_plan,
-        save_and_go_on_with_other_stages,
-        disagree,
-        share_the_optimizer,
-        *UPDATES,
-    )
-    wanted = (folder / "task").read_text().split()
-    found = {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
-    return {"folder": folder} | found
 
 
 @pytest.mark.smoke
@@ -122,20 +95,17 @@ def kernels_of_a_start(rank: int, folder: pathlib.Path) -> list[int]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("task", ["kernels_of_a_start"])
 def test_ranks_share_kernels_and_a_second_run_builds_none(
-    task: str,
-    two_ranks: list[dict[str, Any]],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank leaves the kernels of the blocks for the other."""
-    first, second = (said[task] for said in two_ranks)
+    task, cold = f"{HERE}.kernels_of_a_start", tmp_path / "cold"
+    cold.mkdir()
+    first, second = run_ranks(cold, task)
     assert first[1] > 0
     assert second[0] > 0, "rank 1 built again what rank 0 had built"
-    cache = two_ranks[0]["folder"] / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    warm = run_ranks(tmp_path, f"{HERE}.kernels_of_a_start", cache=cache)
+    warm = run_ranks(tmp_path, task, cache=cold / "cache")
     assert all(made == 0 and loaded > 0 for loaded, made in warm), warm
     assert not list(tmp_path.rglob("*.cpp")), "the second run compiled something"
 

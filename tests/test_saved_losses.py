@@ -16,27 +16,14 @@ from typing import Any
 import pytest
 import torch
 from comparing import gradients
-from hugging_face import example as of_hugging_face
+from hugging_face import build
 from models import MarkedBlock, Net, batch
 from test_hostile_files import OF_PARTS, opened, parts_in, refused, written
 from test_saved import reloaded
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.utils.logging import warning_once
 
 import lazyinline
-
-T5 = T5Config(
-    vocab_size=67,
-    d_model=32,
-    d_kv=8,
-    d_ff=64,
-    num_layers=2,
-    num_decoder_layers=2,
-    num_heads=4,
-    dropout_rate=0.0,
-    decoder_start_token_id=0,
-)
 
 
 class Pair(nn.Module):
@@ -101,11 +88,8 @@ def test_a_file_holds_the_backwards_for_losses_of_some_results(
         loaded = lazyinline.load(tmp_path / "model.lz")
     with zipfile.ZipFile(tmp_path / "model.lz") as archive:
         names = [name for name in archive.namelist() if "backward." in name]
-    assert [name.rpartition("/")[2] for name in names] == [
-        "backward.txt",
-        "backward.1.txt",
-        "backward.2.txt",
-    ]
+    wanted = ["backward.txt", "backward.1.txt", "backward.2.txt"]
+    assert [name.rpartition("/")[2] for name in names] == wanted
     for size in (8, 12, 5) if dynamic else (8,):
         found, expected = steps_of(loaded, batch(size)), steps_of(compiled, batch(size))
         assert all(map(torch.equal, found, expected)), size
@@ -143,9 +127,7 @@ def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
     family: str, dynamic: bool, tmp_path: pathlib.Path
 ) -> None:
     lazyinline.compile(nn.Linear(8, 8))(batch(2, 8))  # the native loop, where sizes keep nothing
-    model: Any = T5ForConditionalGeneration(T5) if family == "t5" else None
-    model = model or of_hugging_face(family, layers=2)[0]
-    model.config.use_cache = False
+    model = build(family, dropout_rate=0.0, use_cache=False).eval()
     compiled: Any = lazyinline.compile(model, dynamic=dynamic, fallback="error")
 
     def inputs_of(length: int) -> dict[str, Tensor]:
@@ -173,11 +155,8 @@ def test_a_loss_beside_logits_takes_no_compile_where_a_file_is_opened(
     torch.save((given, losses, gradients(model)), tmp_path / "numbers.pt")
     done = subprocess.run(
         [
-            sys.executable,
-            "-c",
-            textwrap.dedent(LABELLED),
-            str(tmp_path / "model.lz"),
-            str(tmp_path / "numbers.pt"),
+            *(sys.executable, "-c", textwrap.dedent(LABELLED)),
+            *(str(tmp_path / "model.lz"), str(tmp_path / "numbers.pt")),
         ],
         capture_output=True,
         text=True,
