@@ -101,7 +101,7 @@ ROWS = (
         "generate",
         "greedy, sampling, beams, static cache",
         "tokens",
-        "test_generate.py::test_generate_runs_the_program_and_gives_eagers_tokens",
+        "test_caches.py::test_generate_runs_the_program_and_gives_eagers_tokens",
     ),
     _trainer("plain", "as it comes"),
     _trainer("accumulation", "gradient accumulation"),

@@ -1,4 +1,4 @@
-"""The comparison with eager itself: every door leads through it, and it sees what differs."""
+"""What tests stand on: the comparison with eager, and the table of values that Python can hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,12 @@ import torch
 from comparing import DOORS, Door, assert_equals_eager
 from models import Attention, BatchNormBlock, Block, Net, batch
 from torch import Tensor, nn
+from values import HELPERS, HIDDEN, MOVING, ROWS, USUAL
+from worlds import World
 
-from lazyinline import lazy_inline
+from lazyinline import CaptureError, lazy_inline
+from lazyinline.reuse.freeze import Freezer, Snapshot, describe, same_value
+from lazyinline.reuse.kinds import WHOLE_FUNCTION, is_unrepeatable
 
 
 @pytest.mark.smoke
@@ -101,3 +105,137 @@ def test_same_text_passes_and_other_text_shows_the_difference(
 def test_missing_text_says_how_to_write_it(golden: Callable[[str, str], None]) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"never\.txt does not exist.*--update-golden"):
         golden("never", "text")
+
+
+HELD = {"itself": lambda v: v, "in a list": lambda v: [v], "deeper": lambda v: {"a": (v,)}}
+# Who runs is watched where it runs: its code, its defaults and what it captured.
+OF_FUNCTIONS = ("code", "captured", "default", "default by name", "in what is captured")
+
+
+def freeze(value: Any) -> Any:
+    return Freezer().freeze(value)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if ROWS[name].other])
+def test_another_value_is_another(name: str) -> None:
+    world, row = World(HELPERS), ROWS[name]
+    value, other = world.value(row.value), world.value(row.other)
+    readings = [world.value(f"(lambda v: {row.read})")(held) for held in (value, other)]
+    assert readings[0] != readings[1], "the row tells nothing apart"
+    for wrap in HELD.values():
+        assert freeze(wrap(value)) != freeze(wrap(other))
+        assert not same_value(wrap(value), wrap(other))
+        assert freeze(wrap(value)) == freeze(wrap(value)) or is_unrepeatable(value)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_an_equal_value_is_as_good(name: str) -> None:
+    world = World(HELPERS)
+    first, again = (world.value(f"[{ROWS[name].value}]") for _ in range(2))
+    assert freeze(first) == freeze(again)
+    assert hash(freeze(first)) == hash(freeze(again))
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if ROWS[name].change])
+def test_a_change_in_place_is_seen_and_undone(name: str) -> None:
+    world, row = World(HELPERS), ROWS[name]
+    value = world.scope["v"] = world.value(row.value)
+    before, reading = freeze(value), world.value(row.read)
+    whole, held = Snapshot(WHOLE_FUNCTION), Snapshot()
+    trusted = whole.covers(value)
+    held.look_into(value)
+    assert whole.same() and held.same() and held.what_changed() == ("", [])
+    world.run(row.change)
+    assert world.value(row.read) != reading, "the row changes nothing"
+    changed = freeze(value)
+    if name not in HIDDEN:
+        assert not (changed != before and trusted and whole.same()), "freezing sees more than it"
+    if name in USUAL:
+        assert changed != before
+    if held.same():  # code that reads it runs eagerly, or is watched where it runs
+        assert name not in USUAL or name in OF_FUNCTIONS
+        return
+    assert held.what_changed()[0]
+    held.undo()
+    if held.lasting:
+        assert name not in USUAL
+        with pytest.raises(CaptureError, match="cannot be restored"):
+            held.refuse_lasting()
+        return
+    assert held.same()
+    assert freeze(value) == before or is_unrepeatable(value)
+
+
+def test_nothing_there_is_a_value_of_its_own() -> None:
+    world = World(HELPERS)
+    world.run("v = [types.CellType(), slotted := made(Slotted(), 'del v.value')]")
+    unset, snapshot = world.scope["v"], Snapshot()
+    snapshot.look_into(unset)
+    assert freeze(unset[1]) != freeze(world.value("Slotted(None)"))
+    world.run("v[0].cell_contents = v[1].value = 1")
+    assert not snapshot.same()
+    snapshot.undo()
+    assert not hasattr(unset[1], "value")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2), nn.Linear(1, 1), [torch.ones(2)], {"m": nn.ReLU()}, iter([1])],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_modules_and_iterators_are_never_trusted(value: Any) -> None:
+    """What they freeze to depends on where they sit, or changes in place."""
+    assert not Snapshot(WHOLE_FUNCTION).covers(value)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_what_each_use_moves_on_equals_nothing(name: str) -> None:
+    value = World(HELPERS).value(MOVING[name][0])
+    assert freeze([value]) != freeze([value])
+
+
+def test_cycles_and_depths_end() -> None:
+    first: list[Any] = [1]
+    first.append(first)
+    second: list[Any] = [1]
+    second.append(second)
+    third: list[Any] = [1, [1]]
+    third[1].append(third)
+    assert freeze(first) == freeze(second) != freeze(third)
+    held = Snapshot(WHOLE_FUNCTION)
+    assert held.covers(first)
+    first[0] = 2
+    assert not held.same()
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    assert Snapshot(WHOLE_FUNCTION).covers(deep)
+    assert freeze(deep) == freeze(deep)
+    wide = [[i] for i in range(20_000)]  # further items count as the very objects they are
+    assert freeze(wide) == freeze(wide) != freeze([[i] for i in range(20_000)])
+
+
+def test_objects_at_one_address_are_two() -> None:
+    """Addresses repeat once an object is gone; a frozen one is kept alive."""
+    frozen = [freeze(object()) for _ in range(100)]
+    assert all(a != b for i, a in enumerate(frozen) for b in frozen[:i])
+
+
+def test_a_module_freezes_to_its_path_and_a_tensor_to_what_is_said_of_it() -> None:
+    trees = [nn.Sequential(nn.ReLU(), nn.ReLU()) for _ in range(2)]
+    paths = [{id(m): path for path, m in tree.named_modules()} for tree in trees]
+    own, other = (Freezer(p) for p in paths)
+    assert own.freeze([trees[0][0]]) == other.freeze([trees[1][0]])
+    assert own.freeze([trees[0][0]]) != other.freeze([trees[1][1]])
+    seen: list[Any] = []
+    freezer = Freezer(on_tensor=lambda tensor, keys: seen.append(keys) or tuple(tensor.shape))
+    found = [freezer.freeze({"a": [0, (torch.full((1,), x),)]}, ("", "n")) for x in (0.0, 1.0)]
+    assert found[0] == found[1]
+    assert seen == [("", "n", ("item", "a"), ("item", 1), ("item", 0))] * 2
+
+
+def test_a_frozen_value_is_described_for_people() -> None:
+    found = [describe(freeze(v)) for v in (3, "a", 0.1, [1], World(HELPERS).value("Value()"))]
+    assert found == ["3", "'a'", "0.1", "<list>", "<Value>"]
+    assert describe(None) == "<missing>"
+    assert "0x" not in describe(freeze(object()))

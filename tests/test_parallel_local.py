@@ -1,17 +1,32 @@
-"""A plan of 2 x 4 ranks run in one process: the local program on PyTorch's ``LocalTensor``."""
+"""A plan of 2 x 4 ranks run in one process: the local program on PyTorch's ``LocalTensor``.
+
+And collectives that run beside other work: started early, waited for late.
+"""
 
 import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from comparing import relative_error
 from decoders import DecoderConfig, GptDecoder
-from parallel_models import MEGATRON, Experts, mesh_of, tiny
-from rank_threads import one_of_many
+from parallel_models import (
+    MEGATRON,
+    VOCABULARY,
+    Experts,
+    far_off,
+    mesh_of,
+    tiny,
+    tokens,
+    tokens_for_heads,
+)
+from rank_threads import one_of_many, run_in_threads
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,14 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyinline
 from lazyinline.frontend.passes.programs import tensor_name
-from lazyinline.pipeline_parallel.mesh import torch_collectives
+from lazyinline.pipeline_parallel.mesh import sharded, torch_collectives
 from lazyinline.pipeline_parallel.mesh.sharded import Sharder
 from lazyinline.pipeline_parallel.mesh.torch_sharding import local_type
-from lazyinline.pipeline_parallel.mesh.traffic import collectives_in
+from lazyinline.pipeline_parallel.mesh.traffic import Collective, collectives_in
 from lazyinline.reuse.ir.leaf import interpret
 from lazyinline.reuse.ir.program import Leaf, tensor_type, walk_closures
 from lazyinline.reuse.ir.types import TensorType
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 RANKS = 8
 
 
@@ -212,3 +228,187 @@ def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list
         for name, gradient in zip(trained, gradients, strict=False)
     ]
     return loss._local_tensors, rows
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "data": {"data": 2},
+    "fsdp": {"fsdp": 2},
+    "tensor": {"tensor": 2},
+    "fsdp x tensor": {"fsdp": 2, "tensor": 2},
+    "tokens for heads": {"tensor": 2},
+}
+
+
+class Late:
+    """A collective that reads and writes nothing until it is waited for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.wait = run
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+
+
+def late_sum(real: Any) -> Any:
+    def start(out: torch.Tensor, op: Any, group: Any, _: bool) -> Late:
+        held = out.clone()
+        spoil(out)  # whoever reads it before the wait, reads this
+        return Late(lambda: real(out.copy_(held), op, group))
+
+    return start
+
+
+def late_exchange(real: Any) -> Any:
+    def start(out: torch.Tensor, x: torch.Tensor, *, async_op: bool, **options: Any) -> Late:
+        spoil(out)
+        return Late(lambda: real(out, x, **options))
+
+    return start
+
+
+@pytest.fixture
+def buckets_of_a_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sharded, "BUCKET_BYTES", 1)
+    yield
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep=["eager-data", "eager-tokens for heads"])
+def test_memory_in_use_by_a_collective_is_left_alone_until_it_is_waited_for(
+    name: str, backend: Any, monkeypatch: pytest.MonkeyPatch, buckets_of_a_block: None
+) -> None:
+    axes = MESHES[name]
+    late = late_sum(torch_collectives.dist.all_reduce)
+
+    class Dist:
+        all_reduce = staticmethod(late)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch.distributed, name)
+
+    monkeypatch.setattr(torch_collectives, "dist", Dist())
+    for one in ("_gather", "_scatter", "_exchange"):
+        monkeypatch.setattr(torch_collectives, one, late_exchange(getattr(torch_collectives, one)))
+
+    def train(rank: int) -> list[str]:
+        if name == "tokens for heads":
+            row = partial(tokens, rows=1)
+            return far_off(tokens_for_heads(), mesh_of(**axes), None, row, backend=backend)
+        plan = MEGATRON if "tensor" in axes else None
+        return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
+
+    world = torch.Size(axes.values()).numel()
+    assert run_in_threads(world, train) == [[]] * world
+
+
+def test_a_plan_of_memory_keeps_operand_and_result_until_the_wait(buckets_of_a_block: None) -> None:
+    with one_of_many(2):
+        mesh = mesh_of(fsdp=2)
+        parallel: Any = lazyinline.parallelize(tiny(), tokens(), mesh=mesh, backend="eager")
+        layout = parallel._runner.layout
+        begun, (part,) = dict[int, Any](), layout.parts
+        for one in part.launches:
+            if one.launch.function in torch_collectives.INTO:
+                begun[one.place(dict(one.launch.kwargs)["out"]).instance] = one
+            elif one.launch.function is torch_collectives.WAIT:
+                result = one.place(one.launch.args[0]).instance
+                start = begun.pop(result)
+                used = {result, start.place(start.launch.args[0]).instance}
+                # Summed in place of its copy, an operand may go.
+                used = {result} if "all_reduce" in start.launch.name else used
+                for life in (layout.instances[i] for i in used):
+                    early = life.kind == "arena" and life.death <= one.time
+                    assert not early, f"{start.launch.name} at {start.time}"
+        assert not begun
+
+
+@functools.cache
+def collectives(axis: str, bucket_bytes: int = 1, micro_batches: int = 1) -> list[Collective]:
+    """Returns those of a step on two ranks, in buckets of a block each unless they are larger."""
+    plan = MEGATRON if axis == "tensor" else None
+    options: dict[str, Any] = {"plan": plan, "backend": "eager", "micro_batches": micro_batches}
+    with mock.patch.object(sharded, "BUCKET_BYTES", bucket_bytes), one_of_many(2):
+        step = lazyinline.parallelize(tiny(3), tokens(), mesh=mesh_of(**{axis: 2}), **options)
+        return list(step.plan.collectives)
+
+
+@pytest.mark.smoke
+def test_a_block_gathers_once_while_the_one_before_computes() -> None:
+    found = collectives("fsdp")
+    gathers = [c for c in found if c.part == "Layer.forward"]
+    assert [c.kind for c in gathers] == ["all_gather"] * 3
+    assert all(c.num_beside > 9 for c in gathers[1:])  # the first follows an embedding
+    reduced = [c for c in found if c.part == "gradients"]
+    assert [c.kind for c in reduced] == ["reduce_scatter"] * 5  # head, layers, embedding
+    assert all(c.num_beside > 9 for c in reduced[:3])
+
+
+def test_gradients_are_summed_in_buckets_beside_the_backward() -> None:
+    found = [c for c in collectives("data") if c.part == "gradients"]
+    assert [c.kind for c in found] == ["all_reduce"] * 5
+    assert [c.num_beside for c in found] == sorted((c.num_beside for c in found), reverse=True)
+    two = [c for c in collectives("data", micro_batches=2) if c.part == "gradients"]
+    assert [c.num_bytes for c in two] == [c.num_bytes for c in found]
+    assert all(c.num_beside > 9 for c in two[:3])
+    (together,) = (c for c in collectives("data", 25 * 2**20) if c.part == "gradients")
+    assert together.num_bytes == sum(c.num_bytes for c in found)
+    scattered = [c for c in collectives("fsdp") if c.part == "gradients"]
+    assert [c.num_bytes for c in scattered] == [c.num_bytes for c in found]
+
+
+def test_a_backward_sums_gradients_of_operands_beside_those_of_weights() -> None:
+    found = [c for c in collectives("tensor", sharded.BUCKET_BYTES) if c.part == "Layer.backward"]
+    assert len(found) == 6 and all(c.num_beside > 3 for c in found)
+
+
+def test_a_step_runs_after_one_that_failed_while_collectives_were_under_way() -> None:
+    def fail_once(rank: int) -> float:
+        parallel = lazyinline.parallelize(tiny(), tokens(), mesh=mesh_of(fsdp=2), backend="eager")
+        ids, targets = tokens()
+        ids[::2, 0] = VOCABULARY  # a row of each rank's
+        parallel.step(*tokens())
+        with pytest.raises(IndexError, match="out of range"):
+            parallel.step(ids, targets)
+        return relative_error(parallel.step(*tokens()), tiny()(*tokens()).detach())
+
+    assert max(run_in_threads(2, fail_once)) < 1e-12
+
+
+class Rounded(nn.Module):
+    """A model whose products are in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny().float()
+
+    def forward(self, *batch: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(*batch)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
+def test_weights_are_gathered_in_the_type_that_is_computed_in_and_gradients_scattered(
+    backend: Any,
+) -> None:
+    def train(rank: int) -> Any:
+        alone, model = Rounded(), Rounded()
+        parallel = lazyinline.parallelize(
+            model, tokens(), mesh=mesh_of(fsdp=2), plan=None, backend=backend
+        )
+        loss, expected = parallel.step(*tokens()), alone(*tokens())
+        expected.backward()
+        wrong = [loss] if relative_error(loss, expected.detach()) > 0.01 else []
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        wrong += [q for p, q in pairs if relative_error(p.grad.full_tensor(), q.grad) > 0.05]
+        return wrong, parallel.plan.collectives
+
+    (wrong, found), _ = run_in_threads(2, train)
+    assert wrong == []
+    sizes = sorted(c.num_bytes for c in found if c.part == "Layer.forward")
+    # Norms are computed in float32: two vectors of 16.
+    parameters = sum(p.numel() for p in tiny(1).layers.parameters())
+    assert sizes == [128, 128, 2 * (parameters - 32), 2 * (parameters - 32)]
+    assert not any(c.kind == "all_reduce" for c in found if c.num_bytes > 8)

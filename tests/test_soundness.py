@@ -22,7 +22,7 @@ from lazyinline.backend.launches.torch_native import native_library
 from lazyinline.backend.run.planned import Runtime
 
 NUMBER = Row("1.0", "2.0", "v")
-# What few models hold is asked in turns; freezing and snapshots of all of it are in test_values.py.
+# What few models hold is asked in turns; freezing and snapshots are in test_comparing.py.
 OFTEN = [*USUAL, *[kind for kind in ROWS if kind not in USUAL][::6]]
 KINDS = ROWS | TENSORS
 WAYS = INSIDE | OF_TENSORS
