@@ -200,20 +200,6 @@ def test_an_export_that_was_decomposed_trains_and_keeps_its_statistics() -> None
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mixtral", "ViT", "BERT"])
-def test_what_pytorch_exported_of_a_family_shares_its_layers(name: str) -> None:
-    model, inputs = next(f for f in zoo.ASKED if f.name == name).build()
-    model.eval().config.use_cache = False
-    exported = reloaded(torch.export.export(model, (), inputs))
-    compiled = lazyinline.compile(exported, backend="eager")
-    found, expected = compiled(**inputs), model(**inputs)
-    assert type(found) is type(expected)
-    assert_close(found.logits, expected.logits)
-    assert compiled.last_report is not None
-    assert compiled.last_report.num_shared_calls >= model.config.num_hidden_layers - 2
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "Mistral", "Gemma 2"])
 @torch.no_grad()
 def test_two_sizes_of_a_family_vary_and_its_program_comes_back(name: str) -> None:

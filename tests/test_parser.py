@@ -1,21 +1,25 @@
-"""The printer and the parser are inverses; what is no program is refused where it stands."""
+"""The printer and the parser are inverses; the files of ``filetests`` give what they say."""
 
 import ast
 import re
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.fx
 from apart import in_threads
+from filetests import FOLDER, FileTest
 from models import Around, block
 from programs import random_program
 from torch import nn
 
 import lazyinline
+from lazyinline import LazyInlineError
 from lazyinline.frontend.compiler import PASSES, Compiler, run
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.context import Context
@@ -23,7 +27,7 @@ from lazyinline.frontend.passes.state import Compilation, Goal, Pass, Subject, b
 from lazyinline.reuse.errors import ParseError
 from lazyinline.reuse.ir.leaf import leaf_key
 from lazyinline.reuse.ir.parser import parse_program
-from lazyinline.reuse.ir.printer import node_type, text_to_compare
+from lazyinline.reuse.ir.printer import diff_texts, node_type, text_to_compare
 from lazyinline.reuse.ir.program import (
     Closure,
     Composite,
@@ -31,6 +35,7 @@ from lazyinline.reuse.ir.program import (
     ModelTensor,
     Program,
     Source,
+    UserInput,
     Value,
     walk_closures,
 )
@@ -345,3 +350,42 @@ def test_threads_that_read_programs_parse_one_after_the_other(
 
     monkeypatch.setattr(ast, "parse", watched)
     assert in_threads(lambda _: str(parse_program(text))) == [text] * 3
+
+
+CASES = [
+    pytest.param(path, index, id=f"{path.stem}: {test.title}")
+    for path in sorted(FOLDER.glob("*.txt"))
+    for index, test in enumerate(FileTest.read(path))
+]
+
+
+@pytest.mark.parametrize(("path", "index"), CASES)
+def test_passes_give_what_the_file_says(
+    path: Path, index: int, request: pytest.FixtureRequest
+) -> None:
+    test = FileTest.read(path)[index]
+    assert test.error or test.check or test.executes, "a file test expects something"
+    if test.error:
+        with pytest.raises(LazyInlineError) as refused:
+            test.text()
+        assert test.error in str(refused.value).partition("\n")[0]
+        return
+    text = test.text()
+    if not test.check:
+        return
+    if request.config.getoption("--update-golden"):
+        test.write(path, index, text)
+    elif text != test.expected:
+        pytest.fail(diff_texts(test.expected, text), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("recompute", ["recompute", "recompute=full", "recompute=selective"])
+@pytest.mark.sweep(keep=["full-0", "full-3", "full-5", "selective-7"])
+def test_random_programs_give_what_pytorch_gives_after_each_pass(recompute: str, seed: int) -> None:
+    passes = [(name, option) for name, _, option in [recompute.partition("=")]]
+    passes = [("autodiff", ""), *passes, ("decompose", ""), ("lower", ""), ("link", "")]
+    program = random_program(seed, structs=False)
+    sources = [UserInput(i, v.hint, True) for i, v in enumerate(program.inputs)]
+    text = str(replace(program, sources=tuple(sources)))
+    FileTest(text, passes, executes=True, error="", check="", expected="").text()
