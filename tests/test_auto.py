@@ -144,6 +144,19 @@ def test_one_layer_that_runs_repeatedly_is_one_closure() -> None:
     assert_trains_as_in_eager(Around(forward, Layer()))
 
 
+def test_a_mark_counts_here_too() -> None:
+    @lazy_inline
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    assert calls(Stack(Small(), Small())) == {"Small": [2]}
+
+
 def test_a_model_that_only_fails_in_blocks_is_compiled_without_them() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
