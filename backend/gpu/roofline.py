@@ -1,8 +1,8 @@
 """Predicts the least time that a GPU needs, by the roofline of :mod:`...reuse.ir.costs`.
 
 No program reaches the peak rates of a GPU, so this is a lower bound, predicted and not measured. A
-launch never takes less than it takes to start. What is expected is more: each kind of kernel
-usually reaches a share of the peak, and a product wastes what its last wave of tiles leaves idle.
+launch takes at least the time to start it. The expected time is longer: each kind of kernel usually
+reaches only a share of the peak, and in a product's last wave of tiles multiprocessors are idle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .targets import Target
 from .torch_triton import TritonKernel
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
-MEMORY_SHARE = 0.85  # of its peak that memory reaches in kernels that mostly move bytes
-PRODUCT_SHARE = 0.75  # of its peak that a product reaches in the tiles that it fills
+MEMORY_SHARE = 0.85  # of the peak bandwidth, reached by kernels that mostly move bytes
+PRODUCT_SHARE = 0.75  # of the peak rate, reached by a product in full waves of tiles
 _PRODUCTS: Mapping[Any, Any] = {
     torch.mm: torch.ops.aten.mm,
     torch.addmm: torch.ops.aten.addmm,
@@ -36,7 +36,7 @@ class Prediction:
 
     Attributes:
         cost: of all launches, one after the other.
-        expected_s: what all usually take, by the shares of the peaks that their kernels reach.
+        expected_s: the expected seconds of all, by the shares of the peak that kernels reach.
         num_launches: of the program.
         num_triton: those that are Inductor's kernels; the rest are PyTorch's.
     """
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def is_product(launch: Launch) -> bool:
-    """Whether cuBLAS computes it."""
+    """Whether cuBLAS runs a launch."""
     operator = _PRODUCTS.get(launch.function, launch.function)
     return getattr(operator, "overloadpacket", operator) in _PRODUCTS.values()
 
@@ -76,7 +76,7 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
 
 
 def launch_cost(launch: Launch, target: Target) -> Cost:
-    """Returns what one launch costs at least."""
+    """Returns the least cost of one launch."""
     views = list(launch.views())
     moved = sum(math.prod(v.shape) * v.dtype.itemsize for v in views)
     kwargs = dict(launch.kwargs)
@@ -89,11 +89,11 @@ def launch_cost(launch: Launch, target: Target) -> Cost:
 
 
 def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
-    """Returns what a launch usually takes, if its memory is not the host's.
+    """Returns the expected seconds of a launch that does not use host memory.
 
     Args:
         launch: on the GPU.
-        cost: what it costs at least.
+        cost: its least cost.
         target: the GPU.
     """
     computed_s = target.rates.seconds(cost.flops, 0, _dtype_of(launch))
@@ -102,14 +102,14 @@ def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
 
 
 def _share_of_peak(launch: Launch, target: Target) -> float:
-    """Returns which share of the peak rate of products a kernel usually reaches."""
+    """Returns the share of the peak rate of products that a kernel usually reaches."""
     for kernel in ("flash", "efficient"):
         if f"{kernel}_attention" in launch.name:
             return float(getattr(target, kernel))
     if not is_product(launch):
         return 1.0
     num_waves = _num_tiles(launch) / target.num_multiprocessors
-    # A product of few tiles is split along its sum, too, which wins about half of what it leaves.
+    # With few tiles a product is also split along its sum, which uses about half of the GPU.
     return PRODUCT_SHARE * max(num_waves / max(math.ceil(num_waves), 1), 0.5)
 
 

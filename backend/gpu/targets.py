@@ -1,7 +1,7 @@
 """GPUs that programs are compiled for, in one small table.
 
-The numbers are those of the SXM boards. Of the throughputs the dense ones are given: data sheets
-also print those with structured sparsity, which are twice as high.
+The numbers are those of the SXM boards. Throughputs are the dense ones: data sheets also print
+those with structured sparsity, which are twice as high.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ...reuse.ir.costs import Rates
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)
-"""CUDA's context, and the modules of PyTorch's kernels that a training step loads, about: PyTorch
-counts it nowhere, ``nvidia-smi`` shows it."""
+"""About the memory of CUDA's context and of the kernel modules that PyTorch loads for a training
+step: ``nvidia-smi`` shows it, PyTorch does not count it."""
 MARGIN = 0.02
 PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second to the host, one way, over 16 lanes: half of what the data sheets give as the
 sum of both ways (64 GB/s of the A100, 128 GB/s of the H100 and the B200)."""
 ALIGNMENT_BYTES = 256
-"""Addresses of buffers on a GPU are multiples of this: its wide loads and TMA need up to 128, and
-PyTorch's own allocator gives no less."""
+"""Addresses of buffers on a GPU are multiples of this: wide loads and TMA need up to 128, and
+PyTorch's own allocator aligns to no less."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Target:
     """A GPU that programs are compiled for.
 
     Attributes:
-        name: as users write it.
-        board: the board that the numbers are of.
+        name: the name that users pass.
+        board: the board that the numbers are for.
         capability: its compute capability, major and minor.
         num_multiprocessors: streaming multiprocessors.
-        memory_bytes: of its memory, as PyTorch reports it: less than the board's name says.
-        rates: at most, of its memory and of matrix products.
-        shared_memory_bytes: most that one block may ask for.
+        memory_bytes: its memory as PyTorch reports it, which is less than the board's name says.
+        rates: peak rates of memory and of matrix products.
+        shared_memory_bytes: the most that one block may request.
         l2_bytes: its second-level cache.
-        workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream that runs products.
-        flash, efficient: shares of the peak that these kernels of attention usually reach.
-        source: where the numbers are from. Those of memory stand in PyTorch's messages where it is
-            short; shares are of published measurements, about, until one is taken here.
+        workspace_bytes: cuBLAS's workspace in PyTorch, for each stream that runs products.
+        flash, efficient: the shares of the peak that these attention kernels usually reach.
+        source: where the numbers are from. Memory sizes are from PyTorch's out-of-memory messages;
+            shares are approximate, from published measurements.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Target:
 
     @property
     def usable_bytes(self) -> int:
-        """Says how much a program may plan with: less CUDA's context and modules, and a margin.
+        """The bytes that a program may use: without CUDA's context and modules, and a margin.
 
-        The margin is for what no plan knows: pieces of 2 and 20 MiB that PyTorch's allocator takes,
-        the batches of a loader.
+        The margin is for memory that no plan knows: the blocks of 2 and 20 MiB that PyTorch's
+        allocator rounds up to, the batches of a loader.
         """
         return int((self.memory_bytes - CONTEXT_BYTES) * (1 - MARGIN))
 
@@ -134,7 +134,7 @@ TARGETS = (
 
 
 def target_like(capability: tuple[int, int]) -> Target | None:
-    """Returns the target of a compute capability, if there is one."""
+    """Returns the target with a compute capability, or None."""
     return next((target for target in TARGETS if target.capability == capability), None)
 
 

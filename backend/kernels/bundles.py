@@ -1,13 +1,13 @@
-"""Builds C++ kernels in bundles: one run of the C++ compiler makes all that wait for it.
+"""Builds C++ kernels in bundles: one run of the C++ compiler builds all kernels that wait for it.
 
-Most of what a C++ compiler does for one kernel is reading headers, so one file with twenty kernels
-costs little more than one with one. A kernel may only share a file with others if it is a single
-function that brings nothing else into the file: whatever is not exactly that is left alone. Either
-way its parallel regions are made safe.
+A C++ compiler spends most of its time on headers, so a file with twenty kernels costs little more
+than a file with one. A kernel may share a file with others only if it is a single function and adds
+nothing else to the file; any other kernel is built alone. In both cases its parallel regions are
+made safe.
 
-Python writes kernels one closure after another. Whenever a compiler is free it starts on all
-kernels written so far, so that writing and building overlap, and bundles grow by themselves to the
-size at which both keep up. At the end what is left is split over all cores.
+Kernels are generated one closure after another. A compiler that is free takes all kernels generated
+so far, so that generating and building overlap, and bundles grow to the size at which both keep up.
+At the end the kernels that are left are split over all cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ENTRY = re.compile(
     r"(?P<body>\{.*\})\s*",
     re.DOTALL,
 )
-# What could reach beyond the function, or would mean something else under another name.
-_REACHES_OUT = re.compile(
+# Text that could affect code outside of the function, or that depends on the function's name.
+_NOT_SELF_CONTAINED = re.compile(
     r"\bkernel\b|\bextern\b|^[ \t]*#(?![ \t]*pragma\b)|\\[ \t]*$|R\"", re.MULTILINE
 )
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -57,9 +57,9 @@ _COLLAPSED = re.compile(r"\bcollapse\((\d+)\)")
 _FOR = re.compile(r"\s*for\s*(?=\()")
 _BLOCK = re.compile(r"\s*(?=\{)")
 _THROWS = re.compile(r"TORCH_CHECK|\bthrow\b")
-# From torch 2.13 on a division by zero is noted, for one kernel at a time in a process. Where none
-# takes the note the division throws.
-_NOTES = re.compile(
+# From torch 2.13 on a kernel records a division by zero in a global flag, so that only one kernel
+# of a process may run at a time. Without these lines the division throws.
+_DIVISION_FLAG = re.compile(
     r"^[ \t]*(?:std::atomic<int> inductor_cpu_integer_div_error\{0\}"
     r"|inductor_cpu_integer_div_error_flag = (?:&inductor_cpu_integer_div_error|nullptr)"
     r"|inductor_cpu_throw_if_integer_div_error\(inductor_cpu_integer_div_error\));[ \t]*\n",
@@ -77,7 +77,7 @@ class KernelSource:
     """One kernel.
 
     Attributes:
-        symbol: a name made of the content.
+        symbol: the function's name, by a digest of its content.
         argument_types: C++ types of the parameters.
         text: the function, under that name.
         original: Inductor's whole source, under Inductor's name.
@@ -95,7 +95,7 @@ def kernel_source(argument_types: Sequence[str], source: str) -> KernelSource | 
     if found is None or not all(map(is_known_type, argument_types)):
         return None
     body = found["body"]
-    if _REACHES_OUT.search(body) or not _is_one_block(body):
+    if _NOT_SELF_CONTAINED.search(body) or not _is_one_block(body):
         return None
     content = "\n".join([*argument_types, source])
     symbol = f"kernel_{hashlib.sha256(content.encode()).hexdigest()[:40]}"
@@ -104,13 +104,13 @@ def kernel_source(argument_types: Sequence[str], source: str) -> KernelSource | 
 
 
 def bundle_text(sources: Iterable[KernelSource], setting: str) -> str:
-    """Returns one C++ file with all kernels; another ``setting`` gives another text."""
+    """Returns one C++ file with all kernels; ``setting`` is part of the text."""
     mark = f"// {hashlib.sha256(setting.encode()).hexdigest()}\n"
     return "\n".join([mark + _PREAMBLE, *(kernel.text + _checked(kernel) for kernel in sources)])
 
 
 def _is_one_block(body: str) -> bool:
-    """Whether the brace that opens a text is closed at its end and not before."""
+    """Whether the first brace of a text is closed at the end of the text and not before."""
     depth = 0
     plain = _STRING.sub("", body)
     for index, letter in enumerate(plain):
@@ -138,23 +138,23 @@ def _checked(kernel: KernelSource) -> str:
 
 
 class _UnknownError(Exception):
-    """A region is not what is expected."""
+    """A parallel region has an unexpected form."""
 
 
 def guarded(source: str, num_threads: int) -> str:
-    """Returns a kernel whose parallel regions are safe, whatever happens when they run.
+    """Returns a kernel with safe parallel regions.
 
-    A kernel has arrays with an element for each thread that there is when it is written, and may be
-    run by more threads later. And what it throws inside a parallel region (an index out of range)
-    must not leave that region, or the process ends. So each region is held to the threads that it
-    was written for, and what its loops throw is kept and thrown again behind it. A kernel whose
-    regions are not what is expected here runs on one thread.
+    A kernel has arrays with an element per thread, for the number of threads at the time when it is
+    generated; later it may run with more. And an exception (an index out of range) must not leave a
+    parallel region, or the process ends. So each region is limited to the threads that it was
+    generated for, and exceptions in its loops are kept and rethrown after the region. A kernel with
+    regions of an unexpected form runs on one thread.
 
     Args:
-        source: as Inductor writes it.
-        num_threads: how many threads it was written for.
+        source: Inductor's source.
+        num_threads: how many threads it was generated for.
     """
-    source = _NOTES.sub("", source)
+    source = _DIVISION_FLAG.sub("", source)
     plain = _STRING.sub(lambda found: " " * len(found[0]), source)  # places are the same
     done, at = [], 0
     try:
@@ -170,7 +170,7 @@ def guarded(source: str, num_threads: int) -> str:
 
 
 def _region(source: str, plain: str, found: re.Match[str], num_threads: int) -> tuple[int, str]:
-    """Returns where a region ends, and what stands in its place."""
+    """Returns where a region ends, and the text that replaces it."""
     clauses, start = found["clauses"], found.end()
     if re.match(r"[ \t]*for\b", clauses):
         blocks = [_loop_body(plain, start, clauses)]
@@ -195,7 +195,7 @@ def _region(source: str, plain: str, found: re.Match[str], num_threads: int) -> 
 
 
 def _limited(clauses: str, source: str, num_threads: int) -> str:
-    """Fewer threads than a kernel was written for are right, and may be all that a fork has."""
+    """Limits a region's threads; fewer than it was generated for are correct (after a fork)."""
     if "num_threads" not in clauses:
         if "omp_get_max_threads" in source:  # arrays of as many elements as there are threads
             return clauses
@@ -204,7 +204,7 @@ def _limited(clauses: str, source: str, num_threads: int) -> str:
 
 
 def _shared_blocks(plain: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the blocks between two places that one thread runs as a whole."""
+    """Yields the blocks of a region that are each run by one thread as a whole."""
     for found in _SHARED.finditer(plain, start, end):
         if found["kind"] == "for":
             yield _loop_body(plain, found.end(), found["clauses"])
@@ -242,7 +242,7 @@ def _end_of_block(plain: str, start: int, braces: str = "{}") -> int:
 
 
 _LOG = logging.getLogger("lazyinline")
-# Reading the headers costs as much as building a few kernels: fewer than this wait for others.
+# Reading the headers costs as much as building a few kernels: fewer than this wait for more.
 _LEAST = 24
 _LONGEST_BUILD_S = 600.0
 
@@ -250,11 +250,11 @@ Kernel = Callable[..., Any]
 
 
 class Promise:
-    """A kernel that may still be under way.
+    """A kernel that may not be built yet.
 
     Args:
-        made: ends with the kernel; cancelled if its compile was given up.
-        make: makes the kernel then.
+        made: the future of the kernel; cancelled if its compile was given up.
+        make: builds the kernel in that case.
     """
 
     def __init__(self, made: Future[Kernel], make: Callable[[], Kernel]) -> None:
@@ -265,26 +265,26 @@ class Promise:
         """Waits for the kernel, and returns it.
 
         Raises:
-            Exception: what the C++ compiler says.
+            Exception: with the C++ compiler's output.
         """
         return self._make() if self._made.cancelled() else self._made.result()
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the kernel; a wrapper of a compile that failed may still hold its promise."""
+        """Runs the kernel: the wrapper of a failed compile may still hold its promise."""
         return self.result()(*args)
 
 
 def kept(value: Any) -> Any:
-    """Returns the result of a promise; any other value as it is."""
+    """Returns the result of a promise; returns other values unchanged."""
     return value.result() if isinstance(value, Promise) else value
 
 
 class BuiltKernels:
-    """Which kernels are built already, by source and setting, for all processes.
+    """The kernels that are built already, by source and setting, shared by all processes.
 
     Args:
         store: keeps them; None keeps nothing.
-        setting: all that decides what is made of a source: flags, compiler, versions.
+        setting: everything besides the source that affects a build: flags, compiler, versions.
     """
 
     def __init__(self, store: DiskCache | None, setting: str) -> None:
@@ -323,7 +323,7 @@ class BuiltKernels:
     def claimed(
         self, sources: Sequence[KernelSource], wait_s: float = 0.0
     ) -> Iterator[list[KernelSource]]:
-        """Yields the kernels that no other process is building, which wait for this one then."""
+        """Claims the kernels that no other process is building, and yields them."""
         if self._store is None:
             yield list(sources)
             return
@@ -343,9 +343,9 @@ class Bundles:
     """The kernels of one compile.
 
     Args:
-        known: opens what says which kernels are built; not called while there are no kernels.
-        build: makes a shared object of a C++ file.
-        build_alone: Inductor's own way for one kernel; takes its parameters' types and source.
+        known: opens the built kernels; not called while there are no kernels.
+        build: builds a shared object from a C++ file.
+        build_alone: builds one kernel as Inductor does; takes its parameters' types and source.
         num_threads: how many compilers may run at once.
     """
 
@@ -369,7 +369,7 @@ class Bundles:
         self._all_written = self._is_closed = False
 
     def ask(self, source: KernelSource) -> Promise:
-        """Returns a kernel that is there, or will be."""
+        """Returns a promise of a kernel, which is built if it was not before."""
         if source not in self._asked:
             future: Future[Kernel] = Future()
             self._asked[source] = future
@@ -383,7 +383,7 @@ class Bundles:
         return Promise(self._asked[source], alone)
 
     def start(self) -> None:
-        """Starts what a free compiler can take; one core is left to who writes."""
+        """Starts free compilers; leaves one core to the thread that generates kernels."""
         with self._lock:
             limit = self._num_threads if self._all_written else max(1, self._num_threads - 1)
             parts = _split(self._waiting, max(0, limit - self._num_running), self._all_written)
@@ -394,18 +394,18 @@ class Bundles:
             self._pool.submit(contextvars.copy_context().run, self._run, part)
 
     def beside(self, function: Callable[[], Any]) -> None:
-        """Runs what will be needed after this compile, the first time it is given."""
+        """Runs a function in another thread, once: for results needed after this compile."""
         if function not in self._beside:
             self._beside[function] = self._pool.submit(function)
 
     def finish(self) -> None:
-        """Builds what is left. What cannot be built raises when its promise is asked."""
+        """Builds the kernels that are left; the promise of one that fails raises the error."""
         self._all_written = True
         self.start()
         wait(self._asked.values())
 
     def close(self) -> None:
-        """Gives the threads back; what is not built yet is not promised any more."""
+        """Ends the threads, and cancels the promises of kernels that are not built yet."""
         with self._lock:
             self._waiting, self._is_closed = [], True
         for future in self._asked.values():
@@ -432,7 +432,7 @@ class Bundles:
                     self._make_missing([source])
 
     def _make_missing(self, sources: Sequence[KernelSource]) -> None:
-        """Builds what no other process has built meanwhile."""
+        """Builds the kernels that no other process has built meanwhile."""
         missing = []
         for source in () if self._is_closed else sources:
             found = self._known().find(source)
@@ -454,7 +454,7 @@ class Bundles:
             self._settle(source, kernel)
 
     def _make_alone(self, source: KernelSource) -> None:
-        if self._is_closed:  # an interrupt ends compilers, too: what failed is not to be repeated
+        if self._is_closed:  # an interrupt ends compilers, too: do not build again after that
             return
         try:
             self._settle(source, self._build_alone(source.argument_types, source.original))
@@ -463,7 +463,7 @@ class Bundles:
 
     def _settle(self, source: KernelSource, result: Kernel | Exception) -> None:
         future = self._asked[source]
-        with contextlib.suppress(InvalidStateError):  # given up meanwhile, or settled before
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile, or has a result
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:

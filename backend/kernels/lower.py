@@ -3,8 +3,8 @@
 Backends:
 
 * ``eager``: PyTorch's own kernels, operator by operator. Needs no compiler; the reference.
-* ``inductor``: TorchInductor kernels. A leaf of one or two operators stays on the eager kernels,
-  where compiling could not pay, unless one is a layer norm.
+* ``inductor``: TorchInductor kernels. A leaf of one or two operators runs on eager kernels, since
+  compiling it would not pay, unless one is a layer norm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .torch_recorder import Traced, record_graph, record_wrapper
 from .torch_recorder import can_record as can_record_wrapper
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
-"""The maker of kernels, by name."""
+"""The name of a backend."""
 
 _STRIDED = torch.ops.aten.as_strided.default
 _TINY_NODES = 2
@@ -75,9 +75,10 @@ class Kernel:
 
     ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
     or as positional arguments (``convention="plain"``); it returns the flat results. ``launches``
-    are what it does where that is recorded already: of a GPU that is not here, in its place.
-    ``written`` is what tells its launches where kernels are text, and it does not. ``why_eager``
-    says why the backend has none for the leaf, so that PyTorch's own take its place.
+    is its kernel list, if recorded already; for a GPU that is not here, only that exists.
+    ``written`` is Inductor's wrapper to record launches from, if the kernels are text and
+    ``function`` is not that wrapper. ``why_eager`` says why the backend has no kernels for the
+    leaf, which then runs on PyTorch's own.
     """
 
     function: Callable[..., Sequence[Any]]
@@ -93,7 +94,7 @@ KeptCode: TypeAlias = Callable[
     [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, bytes]]],
     dict[str, bytes],
 ]
-"""Machine code of kernels by their contents, of those that are not kept by the function given."""
+"""A cache of machine code, by contents of kernels; the function compiles those it does not have."""
 
 
 class EagerBackend:
@@ -102,7 +103,7 @@ class EagerBackend:
     name: BackendName = "eager"
 
     def recipe(self, leaf: Leaf) -> Recipe:
-        """Keeps what autograd would keep; nothing is decomposed further than autograd does."""
+        """Saves what autograd would save; decomposes nothing further than autograd does."""
         return Recipe()
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
@@ -115,14 +116,14 @@ class EagerBackend:
 
 
 class InductorBackend:
-    """TorchInductor kernels: compiled for a CPU, written for a GPU, which need not be here.
+    """TorchInductor kernels: compiled for a CPU, or generated as text for a GPU that may be absent.
 
-    What a program launches on a GPU is the same for a model on one and for a target: every leaf has
-    kernels of Inductor's, attention and dropout are those of a GPU, and what is kept of a kernel is
-    its text, which the place where a program runs loads.
+    A program for a GPU target launches the same kernels as one for a model on a GPU: every leaf has
+    Inductor's kernels, attention and dropout are those of a GPU, and kernels are kept as text,
+    which is compiled and loaded where the program runs.
 
     Args:
-        target: the GPU that leaves are moved to; None for the device of a model.
+        target: the GPU that leaves are moved to; None for the model's device.
 
     Attributes:
         built: machine code for the target, by the contents of kernels.
@@ -136,25 +137,25 @@ class InductorBackend:
 
     @cached_property
     def _recipes(self) -> list[Recipe]:
-        """That of a CPU, and that of a GPU."""
+        """The recipes for a CPU and for a GPU."""
         table, rewrite_joint = torch_corrections.decompositions(), torch_inductor.rewrite_joint
         rewrites = with_plain_attention, as_on_a_gpu
         return [Recipe(table, "min_cut", rewrite_joint, rewrite=one) for one in rewrites]
 
     def _is_on_gpu(self, leaf: Leaf) -> bool:
-        """Whether a leaf runs on a GPU, for all that it copies from and to."""
+        """Whether a leaf runs on a GPU, even if it copies from or to the host."""
         types = flat_types((*leaf.input_types, *leaf.output_types))
         return self.target is not None or any(t.device.type == "cuda" for t in types)
 
     def recipe(self, leaf: Leaf) -> Recipe:
-        """Inductor's decompositions, passes and min-cut split; tiny leaves of a CPU stay."""
+        """Uses Inductor's decompositions, passes and min-cut split; tiny CPU leaves stay eager."""
         if self._is_on_gpu(leaf):
             return self._recipes[1] if _has_compiler(leaf) else Recipe(kernels="eager")
         is_left = (leaf.kernels != "compiled" and is_tiny(leaf)) or not _has_compiler(leaf)
         return Recipe(kernels="eager") if is_left else self._recipes[0]
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
-        """Compiles or writes the leaves that are worth it."""
+        """Compiles the leaves for which that pays (for a GPU: generates their code)."""
         written = [leaf for leaf in leaves if self._is_on_gpu(leaf)]
         kernels = dict(zip(written, self._written(written, on_done), strict=True))
         rest = [leaf for leaf in leaves if leaf not in kernels]
@@ -172,7 +173,7 @@ class InductorBackend:
         return [kernels[leaf] for leaf in leaves]
 
     def _written(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
-        """Writes the kernels of each leaf, and records what launches them."""
+        """Generates the kernels of each leaf as text, and records their launches."""
         if not leaves:
             return []
         target = self.target
@@ -202,11 +203,11 @@ class InductorBackend:
         return replace(_eager_kernel(leaf), why_eager=why)
 
     def build(self, lists: Iterable[KernelList | None], kept: KeptCode) -> None:
-        """Compiles the Triton kernels that a target launches to machine code, if they are not yet.
+        """Compiles the Triton kernels that a target launches to machine code, unless they are.
 
         Args:
             lists: the launches.
-            kept: returns what was compiled before, and keeps what is compiled now.
+            kept: a cache of machine code.
         """
         kernels = [k for k in triton_kernels(lists) if k.content not in self.built]
         if self.target is not None and kernels and not is_interpreting():
@@ -219,7 +220,7 @@ Backend: TypeAlias = EagerBackend | InductorBackend
 
 
 def _when_called(leaf: Leaf) -> Callable[..., Sequence[Any]]:
-    """Returns a function of a leaf on a GPU: where memory is not planned, it is compiled to run."""
+    """Returns a function that compiles a leaf at its first call, which only unplanned runs make."""
 
     @cache
     def made() -> Callable[..., Sequence[Any]]:
@@ -247,7 +248,7 @@ def backend_named(name: BackendName, target: str | None = None) -> Backend:
 
     Args:
         name: of the backend.
-        target: the GPU that it makes kernels for, if not for the device of a model.
+        target: the GPU that it makes kernels for; None for the model's device.
 
     Raises:
         PlanError: if there is no such backend, or target.
@@ -265,8 +266,8 @@ def backend_named(name: BackendName, target: str | None = None) -> Backend:
 
 def is_tiny(leaf: Leaf) -> bool:
     """Whether a leaf has at most two operators that compute (views cost nothing)."""
-    # A layer norm is not tiny: as PyTorch's kernel it makes three results, looked at from Python at
-    # each run, which takes several times its work on one row. Nor is an operator with a rule.
+    # A layer norm is not tiny: PyTorch's kernel returns three tensors to Python in each run, which
+    # takes several times its work on one row. Nor is an operator with a user's rule.
     if rules_in(leaf.nodes):
         return False
     targets = [node.target for node in leaf.nodes if node.target not in _FREE_TARGETS]
@@ -274,12 +275,12 @@ def is_tiny(leaf: Leaf) -> bool:
 
 
 def _wants_compiler(leaf: Leaf) -> bool:
-    """Whether a leaf is compiled; one that only hands its operands on gives no wrapper."""
+    """Whether a leaf is compiled; for one that only returns operands Inductor has no wrapper."""
     return leaf.kernels != "eager" and leaf.num_nodes > 0 and _has_compiler(leaf)
 
 
 def _has_compiler(leaf: Leaf) -> bool:
-    """Whether Inductor knows its device: no copy between two, no device of a user's own."""
+    """Whether Inductor supports a leaf's devices: only one, and no custom one (PrivateUse1)."""
     devices = {t.device for t in flat_types((*leaf.input_types, *leaf.output_types))}
     return len(devices) <= 1 and all(d.type != own_device_type() for d in devices)
 
@@ -306,10 +307,10 @@ def lower_leaves(
 
     Args:
         leaves: at the ATen level.
-        backend: who makes them.
+        backend: makes the kernels.
         on_done: called after each leaf.
-        unaligned: by leaf, its inputs that begin at any address; others, on a GPU, at one that
-            allows to load several elements at once.
+        unaligned: by leaf, its inputs that may be unaligned; on a GPU, kernels assume that all
+            others are aligned.
     """
     different = list(dict.fromkeys(leaves))
     begun = []
@@ -321,7 +322,7 @@ def lower_leaves(
 
 
 def can_record(kernel: Kernel) -> bool:
-    """Whether a kernel's launches can be told apart, so that their memory can be planned."""
+    """Whether a kernel's launches can be recorded, so that their memory can be planned."""
     if kernel.launches is not None or kernel.convention == "plain":
         return True
     return can_record_wrapper(kernel.written or kernel.function)
@@ -337,7 +338,7 @@ def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
 
 
 def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
-    """Returns a leaf as one launch that allocates what it returns; to be counted without kernel."""
+    """Returns a leaf as one launch that allocates its results; without a kernel it cannot run."""
     inputs, outputs = flat_types(leaf.input_types), flat_types(leaf.output_types)
     types, number = (*inputs, *outputs), len(inputs)
     views = tuple(View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types))
@@ -353,13 +354,13 @@ def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
 
 
 def has_sizes(leaf: Leaf) -> bool:
-    """Whether sizes of a leaf are symbols."""
+    """Whether a leaf has symbolic sizes."""
     types_ = flat_types(leaf.input_types)
     return bool(symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
 
 
 def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:
-    """Returns a leaf and its kernel with a number in place of each symbolic size."""
+    """Returns a leaf and its kernel at given values of its symbolic sizes."""
     if not has_sizes(leaf):
         return leaf, kernel
     made = _leaf_at(leaf, values)
@@ -379,13 +380,13 @@ def _leaf_at(leaf: Leaf, values: Values) -> Leaf:
 def launches_at(
     leaf: Leaf, kernel: Kernel, values: Values, trace: SizeTrace
 ) -> tuple[Leaf, KernelList]:
-    """Returns a leaf and its launches for numbers that remember how they were computed.
+    """Returns a leaf and its launches, whose numbers record how they depend on sizes.
 
     Args:
         leaf: of symbolic sizes.
         kernel: of the leaf.
-        values: such a number for each symbol.
-        trace: a size that PyTorch computes with, for each symbol.
+        values: a recording number for each symbol.
+        trace: for each symbol, a size that PyTorch can compute with.
     """
     made = _leaf_at(leaf, values)
     return made, _traced_launches(made, leaf, kernel, trace)
@@ -400,13 +401,13 @@ def _traced_launches(made: Leaf, leaf: Leaf, kernel: Kernel, trace: SizeTrace) -
 
 
 def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: SymbolTrace) -> SymbolicList:
-    """Returns the launches of a leaf whose numbers are expressions of its symbols."""
+    """Returns the launches of a leaf with expressions of its symbols for numbers."""
     found = _traced_launches(leaf, leaf, kernel, trace)
     return SymbolicList(*(getattr(found, field.name) for field in fields(found)))
 
 
 def numbered(leaf: Leaf, kernels: SymbolicList, values: Values) -> tuple[Leaf, KernelList]:
-    """Returns a leaf and its launches with a number in place of each symbolic size."""
+    """Returns a leaf and its launches at given values of its symbolic sizes."""
     return _leaf_at(leaf, values), kernels.at(lambda size: value_of(size, values))
 
 
@@ -415,14 +416,14 @@ def _eager_kernel(leaf: Leaf) -> Kernel:
 
 
 def _eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Returns a function of a leaf's operators, right for whatever layout a kernel chooses."""
+    """Returns a function that runs a leaf's operators, correct for any layout of their results."""
     graph = module.graph
-    # The strides of a trace are those of fake tensors, and a few kernels lay results out in another
-    # way (``softplus_backward`` of operands of different strides). Numbers do not depend on that,
-    # but a view may be impossible then, and ``as_strided`` would read other elements.
+    # A trace has the strides of fake tensors, and a few kernels return others, such as
+    # ``softplus_backward`` of operands with different strides. Values do not depend on that, but
+    # then a view may be impossible, and ``as_strided`` would read other elements.
     if any(node.target in (*RESHAPES, _STRIDED) for node in graph.nodes):
         graph = _of_any_layout(graph)
-    # Not a lazy one, whose function would look at each call whether it is compiled.
+    # Not a lazy module, which would check in each call whether its code was generated.
     forward: Callable[..., Any] = torch.fx.GraphModule(module, graph).forward
     return forward
 
@@ -443,7 +444,7 @@ def _of_any_layout(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _in_layout(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Returns a tensor of these strides, the same one if it has them."""
+    """Returns a tensor with these strides: the same one if it has them, else a copy."""
     if tensor.stride() == stride:
         return tensor
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device

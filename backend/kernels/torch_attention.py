@@ -1,24 +1,24 @@
-"""Adapter: which attention a program runs, and what the fused one allocates.
+"""Adapter: which attention kernel a program runs, and the scratch that the fused one allocates.
 
-On a CPU small attentions become plain products. PyTorch's fused attention saves memory and time
-over long sequences, but costs tens of microseconds per launch. Where a row of scores is no longer
-than a row of the result, the plain form keeps no more than the fused one and is several times
-faster (benchmarks/step_time.py). So is that of a single query, a token of ``generate``: its scores
-are less than the keys, however many those are.
+On a CPU small attentions are decomposed into matrix products. PyTorch's fused attention saves
+memory and time for long sequences, but costs tens of microseconds per launch. If a row of scores is
+no longer than a row of the result, the plain form saves no more memory for the backward and is
+several times faster (benchmarks/step_time.py). So is that of a single query, a token of
+``generate``: its scores are smaller than the keys.
 
-On a GPU ``scaled_dot_product_attention`` and ``dropout`` decide by the device that they are traced
-on, so for a GPU that is not here it is decided before the derivative is traced. The rules are the
-main ones of PyTorch's own choice (ATen/native/transformers/cuda/sdp_utils.cpp): flash attention for
-half precision without a mask, memory-efficient attention for the rest, plain products where neither
-takes the operands or is switched on (``torch.backends.cuda``). cuDNN's, which PyTorch from 2.13 on
-prefers on some GPUs, is not among them: what memory it works in is known to cuDNN alone. A program
-names its kernel, so nothing chooses as it runs. Dropout draws its mask in a kernel of its own
-there, whose numbers a CPU's ``bernoulli_`` does not draw.
+On a GPU ``scaled_dot_product_attention`` and ``dropout`` choose a kernel by the device that they
+are traced on, so for a GPU that is not here the choice is made before the derivative is traced. The
+rules are the main ones of PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp): flash attention
+for half precision without a mask, memory-efficient attention for the rest, plain products if
+neither accepts the operands or is enabled (``torch.backends.cuda``). cuDNN's attention, which
+PyTorch from 2.13 on prefers on some GPUs, is not used: its workspace is not known in advance. A
+program names its kernel, so nothing is chosen at run time. Dropout on a GPU draws its mask in one
+kernel (``native_dropout``), with other random numbers than a CPU's ``bernoulli_``.
 
-The fused kernel of a CPU works through blocks of queries and keys in scratch that it allocates
-itself, in each thread. No plan places that, so it is counted: a reported peak is a promise. What
-the products inside take for themselves is not: oneDNN, which makes those of reduced precision,
-decides that anew for each CPU, version and number of threads, for a single matrix product as well.
+The fused CPU kernel allocates scratch for blocks of queries and keys, in each thread. No plan
+places it, but it is counted in the reported peak. Not counted is what matrix products allocate
+inside: oneDNN, which computes those of reduced precision, decides that by CPU, version and number
+of threads.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _MAX_KEYS = 64
 
 
 Copies: TypeAlias = dict[torch.fx.Node, torch.fx.Node]
-"""From the nodes of a graph to those of the one that is written anew."""
+"""Maps the nodes of a graph to those of its rewritten copy."""
 _Write: TypeAlias = Callable[[torch.fx.Graph, torch.fx.Node, Copies], torch.fx.Node]
 
 
 def _rewritten(
     module: torch.fx.GraphModule, rule: Callable[[torch.fx.Node], _Write | None]
 ) -> torch.fx.GraphModule:
-    """Returns a graph in which nodes that have a rule are written by it; the same if none has."""
+    """Returns a copy of a graph with some nodes rewritten by rules; the same graph if none is."""
     rules = {node: rule(node) for node in module.graph.nodes}
     if not any(rules.values()):
         return module
@@ -81,11 +81,11 @@ def _order(like: torch.Tensor) -> list[int]:
 
 
 def _laid_out(graph: torch.fx.Graph, result: torch.fx.Node, like: torch.Tensor) -> torch.fx.Node:
-    """Lays a value out as the fused operator did: the operators that follow were traced on that."""
+    """Copies a value into the fused result's layout, which later operators were traced with."""
     order = _order(like)
     back = [order.index(dim) for dim in range(like.dim())]
     result = graph.call_function(aten.permute.default, (result, order))
-    # A copy only where it lies otherwise.
+    # ``contiguous`` copies only if the layout differs.
     result = graph.call_function(aten.contiguous.default, (result,))
     return graph.call_function(aten.permute.default, (result, back))
 
@@ -152,22 +152,22 @@ _PADDING_BYTES = 512  # of the small arrays that a thread allocates besides its 
 
 
 def scratch_bytes(launch: Launch) -> int:
-    """Returns what a launch allocates and frees while it runs, at most; 0 if nothing is known.
+    """Returns the most bytes that a launch allocates and frees while it runs; 0 if unknown.
 
-    The sizes are those of PyTorch's FlashAttentionKernel.cpp (torch 2.11 to 2.15), for a CPU that
-    needs most: those with matrix units work on packed keys and values. Of a GPU's kernels only what
-    gradients are added up in is known, from their sources; it was never measured.
+    The sizes are those of PyTorch's FlashAttentionKernel.cpp (torch 2.11 to 2.15), for the CPUs
+    that need most: those with matrix units pack keys and values. For a GPU's kernels only the
+    buffers that gradients are accumulated in count, by their sources; that was never measured.
     """
     name = launch.name.removeprefix("aten.").partition(".")[0]
     views = [view for view in launch.args if isinstance(view, View)]
-    if not views or not name.startswith((_ON_CPU, *_ON_GPU)):  # an estimated one has no operands
+    if not views or not name.startswith((_ON_CPU, *_ON_GPU)):  # an estimated launch has no operands
         return 0
-    # A size that varies counts as the largest that there is room for.
+    # A symbolic size counts as the largest that there is room for.
     views = [
         replace(v, shape=tuple(map(int, v.shape)), stride=tuple(map(int, v.stride))) for v in views
     ]
     if name in _ON_GPU:
-        # Gradients are added up in single precision, of whole blocks of 128 tokens.
+        # Gradients are accumulated in float32, for whole blocks of 128 tokens.
         summed = views[1:4] if "efficient" in name else views[1:2]
         return sum(4 * _num_padded(v.shape) for v in summed if _is_reduced(v.dtype))
     if name == _ON_CPU:
@@ -198,7 +198,7 @@ def _forward_scratch_bytes(query: View, key: View) -> int:
 
 
 def _may_pack(key: View) -> bool:
-    """Whether a CPU with matrix units may make copies of keys and values as these want them."""
+    """Whether a CPU with matrix units may pack copies of keys and values for them."""
     _, heads, tokens, width = key.shape
     fit = heads >= _PACKED_HEADS and tokens >= _PACKED_WIDTH and width % _PACKED_WIDTH == 0
     return _is_reduced(key.dtype) and fit
@@ -246,7 +246,7 @@ def _is_reduced(dtype: torch.dtype) -> bool:
 
 
 def _accumulated(dtype: torch.dtype) -> int:
-    """Returns the bytes of an element in which sums of a type are kept."""
+    """Returns the bytes of an accumulator for values of a type."""
     return 4 if _is_reduced(dtype) else dtype.itemsize
 
 
@@ -272,7 +272,7 @@ def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _before_repeat(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns keys or values of fewer heads, each of which a node repeats and may cast."""
+    """Returns the keys or values of fewer heads that a node repeats, and may cast; else None."""
     if node.target in _CASTS:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is aten.repeat_interleave.self_int and node.args[2:3] == (1,):
@@ -325,7 +325,7 @@ class _Attention:
         return cls(graph, given, operands, copies)
 
     def as_on_gpu(self) -> torch.fx.Node:
-        """Writes it as PyTorch chooses on a GPU; returns its result."""
+        """Adds the attention that PyTorch chooses on a GPU; returns its result."""
         query, key, value = (self._seen(name) for name in ("query", "key", "value"))
         masked = self.given["attn_mask"] is not None
         heads = {query.shape[-1], key.shape[-1], value.shape[-1]}
@@ -359,7 +359,7 @@ class _Attention:
         return self._call(operator.getitem, made, 0)
 
     def plain(self) -> torch.fx.Node:
-        """Writes it as products and a softmax; returns its result."""
+        """Adds the attention as products and a softmax; returns its result."""
         operands = [self.operands[name] for name in ("query", "key", "value")]
         made = self._call(
             _PLAIN,
@@ -373,7 +373,7 @@ class _Attention:
         return self._call(operator.getitem, made, 0)
 
     def _repeated(self) -> list[torch.fx.Node]:
-        """Returns the operands, keys and values repeated where several heads share one."""
+        """Returns the operands, with keys and values repeated if several heads share them."""
         query, *kept = (self.operands[name] for name in ("query", "key", "value"))
         times = self._seen("query").shape[1] // self._seen("key").shape[1]
         if not self.given["enable_gqa"] or times == 1:
@@ -381,7 +381,7 @@ class _Attention:
         return [query, *(self._call(aten.repeat_interleave.self_int, x, times, 1) for x in kept)]
 
     def _not_repeated(self) -> list[torch.fx.Node]:
-        """Returns the operands, keys and values of as many heads as they were computed for."""
+        """Returns the operands, with keys and values before they are repeated for more heads."""
         given = [self.given[name] for name in ("key", "value")]
         shared = [_before_repeat(node) or node for node in given]
         if len({node.meta["val"].shape[1] for node in shared}) > 1:
@@ -394,7 +394,7 @@ class _Attention:
         return operands
 
     def _bias(self) -> torch.fx.Node:
-        """Returns the mask as numbers to add, of full shape, in rows for wide loads."""
+        """Returns the mask as a bias of full shape, with rows padded for wide loads."""
         mask, seen, query = self.operands["attn_mask"], self._seen("attn_mask"), self._seen("query")
         num_keys = self._seen("key").shape[2]
         if seen.dtype is torch.bool:

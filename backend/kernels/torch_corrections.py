@@ -1,31 +1,30 @@
-"""Adapter: what Inductor would decompose or write otherwise than eager runs, corrected.
+"""Adapter: corrections of Inductor, where its kernels differ from eager or it takes needless time.
 
-Each correction of what it writes is a context; outside of it Inductor is as it was.
+Each correction of its code generation is a context manager; outside of it Inductor is unchanged.
 
-* Integers divided by zero. From torch 2.13 on its C++ kernels notice that, but for a quotient that
-  is rounded towards zero: there the processor ends the process, where eager raises.
-* Draws out of order. Inductor orders kernels by what they read, and draws that read nothing of each
-  other may change places: each would then get the numbers that eager gives to another one. From
-  torch 2.13 on a pass of its own chains them, but a dropout may still come before a draw that
-  nobody reads; ours takes its place on every version.
-* Indices that are slow to simplify. To choose tiles it asks of each index how far it moves with a
-  variable, and ``sympy.simplify`` tries a dozen ways on it, which took a fifth of the time of
-  writing kernels. Most indices are sums of products of numbers and variables, and for the
-  difference of two of those expanding is enough.
-* Rules of dtypes that are made again. Inductor has one object of them, and fills it anew for each
-  operator that it writes: a tenth of the time of writing kernels.
-* Values that are found again. Before it lowers a graph Inductor runs it under fake tensors, because
-  passes over it may have noted other strides. Ours keep the values of the trace, and with symbols
-  in sizes a sixth of its time went there.
-* Indices that are printed again: once for each kernel that is written of a loop.
-* Tiles added elsewhere. Where a kernel that several threads run adds to memory from tiles of two
-  axes, it moves the index to the place within the tile twice before torch 2.15
-  (pytorch/pytorch#191837): it adds to other memory, also past the end.
+* Integer division by zero. From torch 2.13 on its C++ kernels check for it, except in division that
+  rounds towards zero: there the process dies, where eager raises.
+* Order of random draws. Inductor orders kernels by their reads, so independent draws may change
+  places, and each would get the random numbers that eager gives to the other. From torch 2.13 on a
+  pass of Inductor chains them, but a dropout may still come before an unused draw; our correction
+  replaces that pass on every version.
+* Slow simplification of indices. To choose tiles Inductor asks for the stride of each index in a
+  variable. ``sympy.simplify`` tries a dozen ways, which took a fifth of the time of code
+  generation. Most indices are polynomials, for which ``expand`` is enough.
+* Dtype rules. Inductor fills the one object of them again for each operator: a tenth of the time of
+  code generation.
+* Fake values. Before it lowers a graph Inductor runs it under fake tensors, because passes may have
+  recorded other strides. Our graphs keep the values of the trace, and with symbolic sizes a sixth
+  of the time went there.
+* Printed indices: Inductor prints one again for each kernel that it generates for a loop.
+* Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
+  tiles, torch before 2.15 adds the offset within the tile to the index twice
+  (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
 
-Its table of decompositions has corrections, too. One of them: writing into a part of a complex
-tensor is writing into one of pairs of real numbers. Inductor makes these operators a write in place
-through a view. It orders what reads the tensor after the write only where the view is its own, and
-the views of complex numbers are PyTorch's: a product after the write could run before it.
+The table of decompositions has corrections, too. One of them: a scatter into a complex tensor is
+done on pairs of real numbers. Inductor turns scatters into an in-place write through a view, and
+runs later readers after the write only if the view is its own. Views of complex tensors are
+PyTorch's: a product after the write could run before it.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def settings() -> Iterator[None]:
     import torch._inductor.config as config
 
     compiler_config: Any = importlib.import_module("torch.compiler.config")
-    # Eager's generator, so that masks equal eager's under one seed; and layouts are proved by the
-    # linker, not asserted in every kernel call. The tag keeps Inductor's own cache of graphs apart
-    # from those that were written with other corrections, or with none. A user's wish for CUDA
-    # graphs is for whole models: what is made here is one closure's list of launches. Whether
-    # padding a product pays is measured on a GPU, where it is here; with a target it would be not.
+    # Eager's generator, so that masks equal eager's for the same seed. The linker checks layouts,
+    # so kernel calls need no asserts. The tag keeps Inductor's own cache apart from graphs compiled
+    # with other corrections, or with none. A user's setting for CUDA graphs is for whole models,
+    # not for one closure's launches. Inductor decides padding of products by a measurement on the
+    # GPU, which may not be here.
     own = {
         "fallback_random": True,
         "size_asserts": False,
@@ -83,7 +82,7 @@ def settings() -> Iterator[None]:
 
 @contextmanager
 def quotients_checked() -> Iterator[None]:
-    """Lets kernels that are written within this context throw instead."""
+    """Makes kernels generated inside check the divisors of integer division for zero."""
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 
     one = staticmethod(_checked(CppOverrides.truncdiv, _ONE))
@@ -103,7 +102,7 @@ def _checked(quotient: Callable[[Any, Any], str], check: str) -> Callable[[Any, 
 
 @contextmanager
 def drawn_in_order() -> Iterator[None]:
-    """Lets every draw, within this context, wait for the one before it in its graph."""
+    """Makes every draw of a graph lowered inside depend on the draw before it."""
     import torch._inductor.fx_passes.post_grad as post_grad
     from torch._inductor.graph import GraphLowering
 
@@ -116,7 +115,7 @@ def drawn_in_order() -> Iterator[None]:
         result = run_node(self, node)
         made = self.operations[num_known:]
         if made and may_draw(node.target):
-            draw = _of_the_draw(made)
+            draw = _drawing_operation(made)
             graph, buffer = last
             if graph is self:
                 graph.additional_buffer_deps[draw.get_operation_name()].add(buffer)
@@ -131,15 +130,15 @@ def drawn_in_order() -> Iterator[None]:
         yield
 
 
-def _of_the_draw(made: Sequence[Any]) -> Any:
-    """Picks the operation that draws among those a node was lowered to: its operands come first."""
+def _drawing_operation(made: Sequence[Any]) -> Any:
+    """Returns the operation that draws among those of a lowered node: a fallback, or the first."""
     from torch._inductor.ir import FallbackKernel
 
     return next((operation for operation in made if isinstance(operation, FallbackKernel)), made[0])
 
 
 def home_of_strides() -> Any:
-    """Returns the module of Inductor that asks how far an index moves."""
+    """Returns the module of Inductor that computes the strides of indices."""
     from torch._inductor import sizevars
     from torch._inductor.codegen import cpp
 
@@ -148,7 +147,7 @@ def home_of_strides() -> Any:
 
 @contextmanager
 def polynomials_expanded() -> Iterator[None]:
-    """Lets Inductor expand polynomials, within this context, where it simplifies an index."""
+    """Makes Inductor expand an index that is a polynomial instead of simplifying it."""
     home = home_of_strides()
     with mock.patch.object(home, "sympy", _Sympy(home.sympy)):
         yield
@@ -156,7 +155,7 @@ def polynomials_expanded() -> Iterator[None]:
 
 @contextmanager
 def dtype_rules_made_once() -> Iterator[None]:
-    """Lets Inductor fill its rules of dtypes once within this context."""
+    """Makes Inductor fill its dtype rules only once inside."""
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
     fill, filled = DtypePropagationOpsHandler.__init__, False
@@ -173,7 +172,7 @@ def dtype_rules_made_once() -> Iterator[None]:
 
 @contextmanager
 def values_as_traced() -> Iterator[None]:
-    """Lets Inductor take the values that nodes have, within this context, where all are known."""
+    """Makes Inductor use the fake values that nodes have, if all have one of the right mode."""
     from torch._inductor import compile_fx
 
     propagate = compile_fx.fake_tensor_prop
@@ -189,11 +188,11 @@ def values_as_traced() -> Iterator[None]:
 
 
 def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
-    """Whether a node's value is that of a run under fake tensors of this mode."""
+    """Whether a node's value equals the result of a run under fake tensors of this mode."""
     if node.op == "output":
         return True
-    # An input may have been moved to another address. A copy that functionalization put in keeps
-    # the offset of the view that it was written through.
+    # An input may have been made unaligned. A copy that functionalization added keeps the offset of
+    # the view that was written.
     is_moved = node.meta.get("unaligned") or node.target is torch.ops.aten.copy.default
     if is_moved or "unbacked_bindings" in node.meta or "val" not in node.meta:
         return False
@@ -204,7 +203,7 @@ def _has_its_value(node: torch.fx.Node, mode: FakeTensorMode) -> bool:
 
 @contextmanager
 def indices_printed_once() -> Iterator[None]:
-    """Lets Inductor print each index in C++ once within this context."""
+    """Makes Inductor print each index in C++ only once inside."""
     from torch._inductor.codegen.cpp_utils import CppPrinter
 
     write, written = CppPrinter._print, dict[Any, str]()
@@ -222,7 +221,7 @@ def indices_printed_once() -> Iterator[None]:
 
 @contextmanager
 def quicker_writing() -> Iterator[None]:
-    """Holds what makes Inductor quicker within this context, and changes nothing that it writes."""
+    """Applies the corrections that save time and do not change the generated code."""
     with ExitStack() as stack:
         for quicker in (
             polynomials_expanded,
@@ -236,7 +235,7 @@ def quicker_writing() -> Iterator[None]:
 
 @contextmanager
 def offsets_added_once() -> Iterator[None]:
-    """Lets kernels that are written within this context add into given memory."""
+    """Makes kernels generated inside add a tile's offset once in atomic adds."""
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
@@ -246,7 +245,7 @@ def offsets_added_once() -> Iterator[None]:
         by_threads = self.num_threads > 1 or config.cpp.dynamic_threads
         if mode != "atomic_add" or not by_threads or self.need_vec_transpose(index):
             return original(self, name, index, value, mode)
-        CppVecKernel.store(self, name, index, value, mode)  # it finds the place within the tile
+        CppVecKernel.store(self, name, index, value, mode)  # it adds the offset itself
 
     with mock.patch.object(CppTile2DKernel, "store", store):
         yield
@@ -264,7 +263,7 @@ class _Sympy:
     def simplify(self, expression: Any) -> Any:
         """Returns a simpler form of an expression."""
         home = home_of_strides()
-        # Quotients and remainders were simplified where they were made, and stand for themselves.
+        # Quotients and remainders were simplified when they were made: treated as variables.
         quotients = expression.atoms(home.FloorDiv, home.ModularIndexing)
         named = {one: self._original.Dummy(integer=True) for one in quotients}
         plain = expression.xreplace(named) if named else expression
@@ -277,7 +276,7 @@ def is_polynomial(expression: Any) -> bool:
     """Whether a sympy expression is a number, a variable, or made of sums and products of those."""
     if expression.is_Add or expression.is_Mul:
         return all(map(is_polynomial, expression.args))
-    if expression.is_Pow:  # the square of a size that is a symbol
+    if expression.is_Pow:  # the square of a symbolic size
         base, exponent = expression.args
         return bool(exponent.is_Integer and exponent > 0) and is_polynomial(base)
     return bool(expression.is_Symbol or expression.is_Integer)
@@ -291,7 +290,7 @@ NOT_FROM_THE_END = (
     torch.ops.aten.index_copy.default,
     torch.ops.aten.index_reduce.default,
 )
-"""Inductor writes them as ``x[index]``, but in eager their index -1 is an error."""
+"""Inductor generates ``x[index]`` for these, but in eager their index -1 is an error."""
 
 _POOLING = (
     torch.ops.aten.max_pool2d_with_indices.default,
@@ -304,14 +303,14 @@ _PUTTING = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.d
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Returns Inductor's decomposition table, with seven corrections.
 
-    Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
-    ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
-    draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
-    ``native_dropout`` draws the same mask out of place. ``bernoulli`` of probabilities in double
-    precision draws numbers of double precision, as the operator itself does. Those of pooling ask a
-    module of Inductor's that is imported only when Inductor compiles, which is later. And elements
-    are put into a copy where those of a tensor share memory: Inductor would put them into that
-    memory. Parts of complex tensors are written as pairs of real numbers.
+    * Operators that refuse negative indices refuse them here, too.
+    * ``cat`` of one tensor and empty ones has PyTorch's layout.
+    * ``bernoulli.p`` becomes ``native_dropout``, which draws the same mask out of place. Inductor
+      makes it an in-place draw, and may fuse a reader of the mask into a kernel that runs before.
+    * ``bernoulli`` of float64 probabilities draws float64 numbers, as in eager.
+    * Pooling imports the module that its decompositions use, and that Inductor imports later.
+    * ``index_put`` into a tensor with overlapping elements works on a copy.
+    * Scatters into complex tensors work on pairs of real numbers.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -331,7 +330,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
-    """Decomposes ``bernoulli`` into the comparison that PyTorch's kernel for a CPU makes."""
+    """Decomposes ``bernoulli`` into the comparison that PyTorch's CPU kernel makes."""
     if generator is not None or not probabilities.is_floating_point():
         return NotImplemented
     is_double = probabilities.dtype is torch.float64
@@ -344,7 +343,7 @@ def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> 
 
 
 def _into_a_copy(operator: Any) -> Callable[..., Any]:
-    """Keeps an operator from a tensor that has gaps, or one place for several elements."""
+    """Applies an operator to a clone of a tensor that has gaps or overlapping elements."""
 
     def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
@@ -353,7 +352,7 @@ def _into_a_copy(operator: Any) -> Callable[..., Any]:
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Imports what a decomposition of PyTorch takes for imported."""
+    """Imports the module that a decomposition of PyTorch needs to be imported."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("torch._inductor.lowering")
@@ -363,7 +362,7 @@ def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a result contiguous that is a mere copy, in an operand's order of strides."""
+    """Makes the result of ``cat`` contiguous, unless it is channels-last: it may be a mere copy."""
 
     def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
         made = cat(tensors, dim)
@@ -380,7 +379,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes an index below zero one that is out of range, which a kernel notices."""
+    """Replaces negative indices by one that is out of range, for which a kernel raises."""
 
     def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
         size = x.shape[dim] if x.dim() else 1
@@ -390,7 +389,7 @@ def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatters_of_pairs() -> Mapping[Any, Callable[..., Any]]:
-    """Returns a decomposition for each operator that writes into a view of a copy."""
+    """Returns decompositions of scatters, for complex tensors."""
     return {
         aten.diagonal_scatter.default: _of_pairs(_diagonal),
         aten.select_scatter.default: _of_pairs(_select),
@@ -400,7 +399,7 @@ def scatters_of_pairs() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _of_pairs(scatter: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Makes a scatter one of complex numbers; of real ones it stays the operator it is."""
+    """Applies a scatter to pairs of real numbers if the tensor is complex."""
 
     def decomposition(x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not x.is_complex():
@@ -412,7 +411,7 @@ def _of_pairs(scatter: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _diagonal(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    # The diagonal is the last dimension of what is taken, after that of the pairs.
+    # A diagonal of pairs is the last dimension of the source, after that of the pairs.
     dims = _from_the_start(dim1, x), _from_the_start(dim2, x)
     return aten.diagonal_scatter.default(x, source.transpose(-1, -2), offset, *dims)
 
@@ -438,7 +437,7 @@ def _as_strided(
 
 
 def _from_the_start(dim: int, pairs: Tensor) -> int:
-    """Returns a dimension of complex numbers as one of their pairs."""
+    """Returns a non-negative dimension of a complex tensor, given the tensor of pairs."""
     return dim % (pairs.dim() - 1)
 
 
@@ -446,12 +445,12 @@ _PADDED = (aten.slice_scatter.default, aten.constant_pad_nd.default)
 
 
 def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Has a padded tensor written into memory where another shape of it is padded again.
+    """Makes Inductor write a padded tensor to memory if a reshape of it is padded again.
 
-    Inductor computes such a chain in one expression per element. An index through a reshape of what
-    was padded has a quotient and a remainder for each dimension, of a number that may be negative
-    as far as Inductor knows, so that nothing cancels, and the next reshape has as many of each of
-    those. The backward of Funnel's relative shift has four: sympy did not end within ten minutes.
+    Inductor would compute such a chain as one expression per element. An index through a reshape of
+    a padded tensor has a quotient and a remainder per dimension, which do not cancel, since
+    Inductor does not know that they are not negative; each further reshape multiplies their number.
+    The backward of Funnel's relative shift has four: sympy did not finish within ten minutes.
     """
     found: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # the pads that an element is read through
     reshaped: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # those of them before a reshape
@@ -475,7 +474,7 @@ def pads_realized(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _is_read_through(node: torch.fx.Node) -> bool:
-    """Returns whether Inductor may compute an element of it where that is read."""
+    """Returns whether Inductor may fuse a node into its readers."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     by_element = torch.Tag.pointwise in node.target.tags or node.target is aten.copy.default

@@ -1,12 +1,11 @@
 """Adapter: TorchInductor as a kernel maker for one ATen graph. Its private names live here.
 
-Compiling a leaf has two halves: Python writes the kernels' source, and a C++ compiler builds it.
+Compiling a leaf has two steps: Python generates the kernels' source, and a C++ compiler builds it.
 Inductor builds a shared object per CPU kernel, with a Python binding in each. Within
-:func:`deferred_builds` its kernels are collected instead, so that the source of the next leaf is
-written while earlier ones are being built, many at a time (:mod:`.bundles`), with Inductor's own
-flags and headers, so that each gives the same numbers. A kernel that is not the one plain function
-that is expected goes Inductor's own way. Either way it is made safe first
-(:func:`.bundles.guarded`).
+:func:`deferred_builds` kernels are collected instead: the source of the next leaf is generated
+while earlier ones are built, many at a time (:mod:`.bundles`), with Inductor's own flags and
+headers, so that results have the same bits. A kernel whose source is not a single plain function is
+built by Inductor as usual. Either way its source is made safe first (:func:`.bundles.guarded`).
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def graph_cache_off() -> Any:
-    """Returns a context manager in which no compiled graph is taken from Inductor's cache."""
+    """Returns a context manager in which Inductor does not use its cache of compiled graphs."""
     import torch._inductor.config as config
 
-    # Built C++ objects are still reused: the time of Python is measured, not a disk's memory.
+    # Built C++ objects are still reused: benchmarks measure the time of Python.
     return config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
 
 
@@ -70,8 +69,8 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     if symbols:
         module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
-    # A pass may put in nodes of its own: within a tracing context they get values of the graph's
-    # fake mode. A cut that saves such a value could not be compiled otherwise.
+    # A pass may add nodes: within a tracing context they get values of the graph's fake mode, which
+    # a cut that saves such a value needs.
     device, context = first.device, TracingContext(first.fake_mode)
     if device.type == "cpu":
         check_cpp_compiler()
@@ -87,12 +86,11 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 class Layouts:
-    """Remembers how values of a graph are laid out before Inductor's passes run over it.
+    """Records the layouts of a graph's values, to restore them after Inductor's passes.
 
-    The passes take a product with one, a sum with zero and their like for the operand if shape and
-    dtype agree, whatever the strides, and note the strides of the one for the other. Who reads it
-    was traced with the strides of before: the types of the graph's results are fixed by then, and
-    so is the meaning of ``as_strided``.
+    The passes replace ``x * 1``, ``x + 0`` and the like by ``x`` if shape and dtype agree, even if
+    the strides differ. But readers were traced with the earlier strides, on which the types of the
+    graph's results and the meaning of ``as_strided`` depend.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -100,8 +98,8 @@ class Layouts:
         self._read = {node: [_type(x) for x in _operands(node)] for node in graph.nodes}
 
     def restore(self, graph: torch.fx.Graph) -> None:
-        """Copies what nodes read into the layouts that they read before, where these differ now."""
-        for node in graph.nodes:  # a pass also hands the value of a node that goes to its operand
+        """Copies operands whose layouts have changed into the layouts that nodes read before."""
+        for node in graph.nodes:  # a pass also moves the value of a removed node to its operand
             if node in self._values and "val" in node.meta:
                 node.meta["val"] = self._values[node]
         copies: dict[tuple[torch.fx.Node, TensorType], torch.fx.Node] = {}
@@ -113,7 +111,7 @@ class Layouts:
                 node.replace_input_with(operand, copies[operand, wanted])
 
     def _moved(self, node: torch.fx.Node) -> list[tuple[torch.fx.Node, TensorType]]:
-        """Returns the operands that lie in other layouts than the node read before, and these."""
+        """Returns the operands whose layouts have changed, each with the type before."""
         operands, types = _operands(node), self._read.get(node, [])
         if len(operands) != len(types):
             return []  # a pass gave it other operands
@@ -141,7 +139,7 @@ def _differs_in_strides(operand: torch.fx.Node, wanted: TensorType) -> bool:
 
 
 def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> torch.fx.Node:
-    """Adds a copy of an operand in a dense layout: contiguous once its axes are in that order."""
+    """Adds a copy of an operand in a dense layout, by permute, clone and permute."""
     order = _order(wanted)
     back = sorted(range(len(order)), key=order.__getitem__)
     made = operand
@@ -160,14 +158,14 @@ def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> 
 
 
 def _order(type_: TensorType) -> list[int]:
-    """Returns the axes of a dense type, outermost first; those of one element before all."""
+    """Returns the dimensions of a dense type, outermost first, those of size 1 before all."""
     axes = range(len(type_.shape))
     return sorted(axes, key=lambda axis: (type_.shape[axis] != 1, -type_.stride[axis]))
 
 
 @dataclass(frozen=True)
 class NotCompiled:
-    """A graph that Inductor has no kernels for; ``reason`` says why."""
+    """A graph that Inductor could not compile; ``reason`` says why."""
 
     reason: str
 
@@ -177,13 +175,13 @@ def compile_leaves(
 ) -> list[BoxedCallable | NotCompiled]:
     """Compiles ATen graphs; each result takes a list of tensors, which it empties.
 
-    Where sizes are symbolic, the list begins with a number for each symbol.
+    If sizes are symbolic, the list begins with the value of each symbol.
 
     Args:
         modules: graphs whose nodes carry fake tensors of one fake mode each.
         on_compiled: called after each graph.
     """
-    if not modules:  # all from the cache: Inductor need not even be imported
+    if not modules:  # all from the cache: Inductor is not imported
         return []
     if any(n.meta["val"].device.type == "cpu" for m in modules for n in _tensor_inputs(m)):
         check_cpp_compiler()
@@ -204,7 +202,7 @@ def compile_leaves(
 
 
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Returns a copy for Inductor's passes, which change what they get; sizes come first."""
+    """Returns a copy for Inductor, whose passes change graphs; symbolic sizes are inputs first."""
     symbols = symbols_of(module)
     return pads_realized(
         with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
@@ -212,7 +210,7 @@ def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
-    """Compiles a graph. Whatever fails here is no reason to fail: PyTorch can run it."""
+    """Compiles a graph; returns any error as a reason, since PyTorch can run the graph."""
     try:
         return _compile(module)
     except LazyInlineError:
@@ -230,7 +228,7 @@ def _why_not(error: Exception) -> NotCompiled:
 
 @contextmanager
 def _corrections() -> Iterator[None]:
-    """Holds what is not left to Inductor while it writes C++ kernels."""
+    """Applies the corrections for generating C++ kernels."""
     with quicker_writing(), offsets_added_once(), drawn_in_order(), quotients_checked():
         yield
 
@@ -241,7 +239,7 @@ _MEASURED = ("max_autotune", "max_autotune_gemm", "benchmark_fusion", "triton.mu
 def write_gpu_leaves(
     modules: Sequence[torch.fx.GraphModule], on_written: Callable[[], None]
 ) -> list[BoxedCallable | NotCompiled]:
-    """Writes the code of ATen graphs on a GPU; what it launches is text.
+    """Generates wrappers of ATen graphs on a GPU, with kernels as text.
 
     Within :func:`..gpu.torch_gpu.gpu_described` that GPU need not be here.
     """
@@ -255,7 +253,7 @@ def write_gpu_leaves(
         )
     written: list[BoxedCallable | NotCompiled] = []
     # In one thread of this process, where the patches are; tuning would need the device. A result
-    # that reuses what a launch allocated would have to be copied to its place.
+    # that reuses a buffer which a launch allocated would need a copy.
     off = dict.fromkeys(("triton.autotune_at_compile_time", "allow_buffer_reuse"), False)
     plain = config.patch({"compile_threads": 1, **off})
     with settings(), plain, kernels_as_text(), drawn_in_order(), quicker_writing():
@@ -268,11 +266,11 @@ def write_gpu_leaves(
 def with_unaligned_inputs(
     module: torch.fx.GraphModule, positions: Collection[int]
 ) -> torch.fx.GraphModule:
-    """Returns a graph whose kernels take some inputs at any address."""
+    """Returns a graph whose kernels accept some inputs unaligned."""
     copied = copy_graph(module)
     for position in positions:
-        # Inductor goes by the offset of an input's fake tensor: where that is no multiple of 16
-        # bytes, it does not load several elements at once.
+        # Inductor reads the alignment from the offset of an input's fake tensor: if that is no
+        # multiple of 16 bytes, the kernel does not load several elements at once.
         input_nodes(copied)[position].meta["unaligned"] = True
     return copied
 
@@ -297,7 +295,7 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     output = module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
-    # All results keep the layout that the program's types promise, saved tensors too.
+    # Inductor must keep the layouts of all results, saved tensors too: they are in their types.
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     for node in input_nodes(module):
         node.meta["val"] = _example(node)
@@ -307,10 +305,10 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     return function if function is not None else artifact
 
 
-# ---- how Inductor has its C++ built --------------------------------------------------------------
+# ---- builds of C++ -------------------------------------------------------------------------------
 
 
-_STORE = "lazyinline"  # in Inductor's folder, so that a clear of results builds nothing again
+_STORE = "lazyinline"  # in Inductor's folder: clearing our cache of results keeps built kernels
 _FORMAT = 1
 
 
@@ -318,7 +316,8 @@ _FORMAT = 1
 def deferred_builds() -> Iterator[list[Callable[[], None]]]:
     """Postpones waiting for the C++ compiler.
 
-    Yields what waits for the kernels of one wrapper each, and raises what failed in making them.
+    Yields a list of functions, each of which waits for the kernels of one wrapper and raises what
+    failed.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import parallel_num_threads
@@ -381,7 +380,7 @@ def build_file(text: str) -> Path:
 
 
 def build_setting() -> str:
-    """Returns all facts, besides the source, that decide how a kernel is built."""
+    """Returns all facts besides the source that decide how a kernel is built."""
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpp_builder import (
@@ -406,14 +405,14 @@ def build_setting() -> str:
 
 @contextmanager
 def vector_units_probed_here() -> Iterator[None]:
-    """Asks for vector instructions no more than is needed, and in this process."""
+    """Probes vector instruction sets in this process, and no more of them than needed."""
     from torch._inductor import config, cpu_vec_isa
 
-    # Half of the first compile's time went to these probes, where nothing was built before:
-    # Inductor builds an object per instruction set of the CPU, starts a Python process for each to
-    # see whether it loads, and takes the best. Here they are tried from the best on until one is
-    # good, in this process, which loads the kernels a moment later. An object that is not whole
-    # (its writer was killed) is built again.
+    # With an empty cache half of the first compile's time went to these probes: Inductor builds an
+    # object per instruction set of the CPU, starts a Python process for each to see whether it
+    # loads, and takes the best. Here they are tried from the best on until one works, in this
+    # process, which loads the kernels a moment later. A damaged object (its writer was killed) is
+    # built again.
     own_folder()
     with ExitStack() as stack:
         if hasattr(cpu_vec_isa.VecISA, "_probe_load"):
@@ -427,13 +426,13 @@ def vector_units_probed_here() -> Iterator[None]:
 
 
 def takes_the_first(vector_bits: int | None) -> bool:
-    """Whether Inductor takes the first good instruction set of its list, as it does unasked."""
+    """Whether Inductor takes the first working instruction set of its list: its default."""
     unasked = vector_bits is None and not os.environ.get("ATEN_CPU_CAPABILITY")
     return unasked and sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 def best_vector_units() -> list[Any]:
-    """Returns the first of Inductor's list of good instruction sets, without asking the others."""
+    """Returns the first of Inductor's working instruction sets, without probing the others."""
     from torch._inductor import cpu_vec_isa
 
     has = cpu_vec_isa.x86_isa_checker()
@@ -445,7 +444,7 @@ def _loads_here(isa: Any, path: str) -> bool:
     """Whether a shared object loads into this process.
 
     Raises:
-        DamagedObjectError: if it must not be tried; it is gone then.
+        DamagedObjectError: if it is damaged; it is deleted then.
     """
     path = str(sound_object(Path(path)))
     try:
@@ -465,8 +464,8 @@ def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any,
             return True
         for _ in range(2):
             with contextlib.suppress(DamagedObjectError):
-                # With the header of kernels, which is precompiled, before it a probe costs less. Of
-                # code without vectors in it Inductor builds a file for no instruction set.
+                # A probe is cheaper with the kernels' header, which is precompiled. For code
+                # without vectors Inductor builds a file that fits any instruction set.
                 is_short = config.cpp_cache_precompile_headers and "at::vec::" in code
                 if is_short and _builds(isa, "\n".join([code, *map(_apart, _asked_next(isa))])):
                     built.update((type(isa), one) for one in _asked_next(isa))
@@ -478,12 +477,12 @@ def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any,
 
 
 def _apart(code: str) -> str:
-    """Returns C++ that may name what the header of kernels names; it has included the others."""
+    """Wraps C++ in a namespace, since it may define names that the kernels' header defines."""
     return f"namespace asked {{\n{code}\n}}"
 
 
 def _asked_next(isa: Any) -> list[str]:
-    """Returns what Inductor will ask of an instruction set that is good: one file answers all."""
+    """Returns the further probes of a working instruction set, to build all in one file."""
     asked = {
         "_avx512_bf16_code": torch.cpu._is_avx512_bf16_supported,
         "_avx512_vnni_code": torch.cpu._is_vnni_supported,
@@ -494,8 +493,8 @@ def _asked_next(isa: Any) -> list[str]:
 
 def _further_instructions(isa: Any) -> ExitStack:
     """Returns a context in which an instruction set has the flags that Inductor adds later."""
-    # It asks for these when the set itself is found good. With other flags than kernels have, the
-    # probe had a header precompiled for itself alone: as long as building twenty kernels.
+    # Inductor probes for these only once the set itself works. With other flags than the kernels',
+    # a probe needs a precompiled header of its own, which takes as long as twenty kernels.
     has = {
         "_is_avx512_bf16_supported": torch.cpu._is_avx512_bf16_supported,
         "_is_amx_fp16_supported": torch.cpu._is_amx_fp16_supported,
@@ -511,7 +510,7 @@ def _builds(isa: Any, code: str) -> bool:
     """Whether a kernel for an instruction set can be built, and loads into this process.
 
     Raises:
-        DamagedObjectError: if what was built before must not be loaded; it is gone then.
+        DamagedObjectError: if an object that was built before is damaged; it is deleted then.
     """
     from torch._inductor import codecache
 
@@ -521,6 +520,6 @@ def _builds(isa: Any, code: str) -> bool:
             build_file(f"{HEADER}\n{for_this_cpu(code)}")
         except DamagedObjectError:
             raise
-        except Exception:  # what the compiler says, or the loader: not this one, then
+        except Exception:  # the compiler's or the loader's: this set does not work
             return False
     return True

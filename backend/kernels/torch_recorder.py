@@ -1,9 +1,9 @@
 """Adapter: records the kernel list of a closure by running it once on fake tensors.
 
-Inductor writes a Python wrapper per graph: it allocates buffers, launches kernels on them and
-returns some. Run once with its allocator, its kernels and its views replaced by recorders, it
-yields the launches without a tensor being touched. A graph of ATen operators is recorded in the
-same way, operator by operator, through ``out=`` forms where PyTorch has real ones.
+Inductor generates a Python wrapper per graph, which allocates buffers, launches kernels on them and
+returns some. It is run once with its allocator, kernels and views replaced by recorders: that gives
+the launches, and no tensor is touched. A graph of ATen operators is recorded operator by operator,
+by ``out=`` overloads where these are kernels of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .bundles import kept
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
 _CHECKS = ("assert_size_stride", "assert_alignment")
 _ATEN = torch.ops.aten
-# Operators whose out= form is a kernel of its own and not a copy of a fresh result.
+# Operators whose out= overload is a kernel of its own, and does not copy a new result.
 _OUT_FORMS = {
     operator: operator.overloadpacket.out
     for operator in (
@@ -55,7 +55,7 @@ _OUT_FORMS = {
         *(_ATEN._log_softmax.default, _ATEN.gelu.default, _ATEN.index_select.default),
     )
 }
-# PyTorch's out= form of these copies a fresh result; the native loop writes in place.
+# PyTorch's out= overload of these copies a new result; the native loop writes into ``out``.
 _NATIVE_OUT_FORMS = {
     operator: operator.overloadpacket.out
     for operator in (_ATEN.embedding.default, _ATEN.embedding_dense_backward.default)
@@ -71,7 +71,7 @@ def record_wrapper(
 ) -> KernelList:
     """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
 
-    ``sizes`` are the numbers that a wrapper of symbolic sizes takes before its tensors.
+    ``sizes`` are the values of symbolic sizes, which the wrapper takes before its tensors.
     """
     recorder = _Recorder(leaf, traced)
     bound_self, function = _function_of(wrapper)
@@ -86,10 +86,10 @@ def record_wrapper(
         elif isinstance(scope[name], TritonKernel):
             scope[name] = _Launched(name, scope[name], recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
-    # What the plan places is aligned, and it checks the rest.
+    # Buffers of the plan are aligned; the link checks the others.
     scope["copy_if_misaligned"] = _as_it_is
     scope["get_raw_stream"] = no_stream
-    if "extern_kernels" in scope:  # code that calls none does not always have it
+    if "extern_kernels" in scope:  # a wrapper without extern kernels may not have the name
         scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.running(), recorder:
@@ -111,7 +111,7 @@ def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
 
 
 def _record_update(leaf: Leaf) -> KernelList:
-    """Records an update of parameters: one launch, whose results lie where operands did."""
+    """Records an optimizer update: one launch, whose results are operands changed in place."""
     node, types_ = leaf.nodes[0], flat_types(leaf.input_types)
     buffers = {entry: i for i, entry in enumerate(leaf.entries)}
     views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
@@ -145,14 +145,14 @@ def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
         return bound_self, None
     if function.__closure__ is None:
         return bound_self, function
-    # What copies inputs that lie where a GPU kernel cannot load them (PyTorch 2.11): of a planned
-    # program that is checked, of any other it is called.
+    # In PyTorch 2.11 a function around the wrapper copies unaligned inputs of GPU kernels. Planned
+    # programs check alignment themselves; others call that function.
     inner = inspect.getclosurevars(function).nonlocals.get("model")
     return (None, None) if inner is None else _function_of(inner)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands for a check of what the plan places, or of a result that is checked as it is made."""
+    """Replaces checks in the wrapper: the plan and the recorder check the same."""
 
 
 def _as_it_is(value: Any) -> Any:
@@ -171,7 +171,7 @@ class _Launched:
 
 
 class _ExternKernels:
-    """Records ``extern_kernels.mm(a, b, out=c)``; a kernel without ``out`` is seen as operators."""
+    """Records ``extern_kernels.mm(a, b, out=c)``; one without ``out`` is recorded as operators."""
 
     def __init__(self, kernels: Any, recorder: _Recorder) -> None:
         self._kernels = kernels
@@ -189,11 +189,11 @@ class _ExternKernels:
 
 @dataclass(frozen=True)
 class Traced:
-    """Holds a leaf of traced sizes, which runs in place of one whose numbers remember their making.
+    """A leaf with sizes that PyTorch can compute with, to run when sizes are recorded or symbolic.
 
     Attributes:
-        leaf: the same with sizes that PyTorch computes with.
-        sizes: their environment, and the number of each.
+        leaf: the leaf with such sizes.
+        sizes: their shape environment, and the number to record for each.
     """
 
     leaf: Leaf
@@ -201,7 +201,7 @@ class Traced:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operators on fake tensors and notes launches, buffers and views."""
+    """Runs operators on fake tensors and records launches, buffers and views."""
 
     def __init__(self, leaf: Leaf, traced: Traced | None = None) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within it operators run on fake tensors."""
-        # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
+        """Makes operators run on fake tensors."""
+        # Some operators read sizes as integers in C++; PyTorch has these in Python, too.
         python = enable_python_dispatcher() if self.mode.shape_env else nullcontext()
         with self.mode, python:
             yield
@@ -241,7 +241,7 @@ class _Recorder(TorchDispatchMode):
     def allocate(
         self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Stands for Inductor's allocator."""
+        """Replaces Inductor's allocator."""
         tensor = self._new(size, stride, dtype, device or self._device)
         self._add_buffer(tensor, "private")
         return tensor
@@ -249,15 +249,15 @@ class _Recorder(TorchDispatchMode):
     def reinterpret(
         self, tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
     ) -> torch.Tensor:
-        """Stands for Inductor's way to view memory."""
+        """Replaces Inductor's ``reinterpret_tensor``."""
         start = tensor.storage_offset() + offset
-        with torch._C._DisableTorchDispatch():  # a PyTorch without CUDA has no views of it
+        with torch._C._DisableTorchDispatch():  # a PyTorch without CUDA cannot view CUDA tensors
             view = torch.empty(0, dtype=tensor.dtype, device="meta")
             view.set_(tensor.untyped_storage(), start, size, stride)  # type: ignore[call-overload]
         return FakeTensor(self.mode, view, tensor.device)
 
     def _new(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """Returns a fake tensor over new memory. No operator runs: that takes ten times as long."""
+        """Returns a new fake tensor, without running an operator, which takes ten times as long."""
         with torch._C._DisableTorchDispatch():
             memory = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return FakeTensor(self.mode, memory, device)
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
     def launching(
         self, name: str, function: Callable[..., Any], operands: OperandForm = "tensors"
     ) -> Callable[..., Any]:
-        """Returns what notes a launch of ``function`` instead of running it."""
+        """Returns a function that records a launch of ``function`` instead of running it."""
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             self._launch(name, function, args, kwargs, operands=operands)
@@ -286,14 +286,15 @@ class _Recorder(TorchDispatchMode):
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
         launch = Launch(name, function, given, named, results, returns, operands)
-        # Words of the native loop are numbers; whether there is a form in place, symbols can say.
+        # Words of the native loop are integers, so symbolic launches get none yet. But whether an
+        # out= form exists in the native loop must be known now.
         words = self._is_native and (not self._has_symbols or function in _NATIVE_PLACES)
         self._launches.append(with_native(launch) if words else launch)
 
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
     ) -> bool:
-        """Notes a launch that only the native loop can place; says whether it can."""
+        """Records a launch whose out= form only the native loop has; returns False if it cannot."""
         self._add_buffer(result, "private")
         self._launch(name, _NATIVE_OUT_FORMS[func], args, {**kwargs, "out": result})
         if self._launches[-1].native is not None:
@@ -307,7 +308,7 @@ class _Recorder(TorchDispatchMode):
         return self._view(value) if isinstance(value, torch.Tensor) else self._number(value)
 
     def _view(self, tensor: torch.Tensor) -> View:
-        if is_lazy(tensor):  # no view says so, and whoever reads its memory gets other numbers
+        if is_lazy(tensor):  # a View does not show the lazy bit: kernels would read other values
             raise VerifyError(f"@{self._leaf.name} holds a lazily conjugated or negated tensor.")
         return View(
             self._buffers[memory_id(tensor)],
@@ -318,7 +319,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _as_promised(self, tensor: torch.Tensor, promised: TensorType, traced: TensorType) -> View:
-        """Returns a result in the layout that its readers were compiled for."""
+        """Returns a result in the layout of its type, which its readers were compiled for."""
         view = self._view(tensor)
         if (view.dtype, view.shape) != (promised.dtype, promised.shape):
             raise VerifyError(
@@ -328,13 +329,13 @@ class _Recorder(TorchDispatchMode):
         found = strides_that_matter(view.shape, view.stride)
         if found == strides_that_matter(promised.shape, promised.stride):
             return view
-        # A kernel may choose another layout than PyTorch's rule for fake tensors says.
+        # A kernel may return another layout than its fake kernel.
         copy = self.allocate(traced.shape, traced.stride, traced.dtype, traced.device)
         self._launch("copy_", torch.ops.aten.copy_.default, (copy, tensor), {})
         return self._view(copy)
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes an operator: a view, an in-place change, or a launch with results of its own."""
+        """Records an operator: a view, an in-place change, or a launch with results of its own."""
         kwargs = kwargs or {}
         with self.mode:
             result = func(*args, **kwargs)
@@ -358,10 +359,10 @@ class _Recorder(TorchDispatchMode):
         if not new:
             self._launch(name, func, args, kwargs)
             return
-        # Collectives of ours all have one.
+        # Our own collectives all have an out= overload.
         own = _is_collective(func)
         out_form = func.overloadpacket.out if own else _OUT_FORMS.get(func)
-        if func is _ATEN.sum.dim_IntList and not self._is_native:  # Inductor ends reductions so
+        if func is _ATEN.sum.dim_IntList and not self._is_native:  # the end of split reductions
             out_form = _ATEN.sum.IntList_out
         if out_form is not None:
             self._add_buffer(new[0], "private")
@@ -370,7 +371,7 @@ class _Recorder(TorchDispatchMode):
         is_moved = args and isinstance(args[0], torch.Tensor) and args[0].device != new[0].device
         if func is torch.ops.aten._to_copy.default and (is_moved or not self._is_native):
             self._add_buffer(new[0], "private")
-            # To pinned memory and back the stream keeps the order: Python need not wait.
+            # Copies to and from pinned memory are ordered by the stream: Python need not wait.
             is_pinned = HOST in (new[0].device, args[0].device) and not self._is_native and is_moved
             operands = (new[0], args[0], True) if is_pinned else (new[0], args[0])
             self._launch("copy_", torch.ops.aten.copy_.default, operands, {})
@@ -422,7 +423,7 @@ def _is_collective(func: Any) -> bool:
 
 
 def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
-    """Returns the buffers that may share memory: a sum, also over ranks, and its first operand."""
+    """Pairs the result of a sum, also over ranks, with the first operand, to reuse its memory."""
     if len(launches) != 1 or launches[0].name not in ("add.Tensor", "lazyinline.all_reduce"):
         return ()
     first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]

@@ -1,13 +1,14 @@
 """The kernel list of one closure: launches over named buffers, recorded once, relocated per call.
 
-A kernel writes into memory it is given; it neither allocates nor checks. Where an operator can only
-allocate its own result, its buffer is *foreign*: counted, shown, and outside the memory plan.
+A kernel writes into memory that it is given; it neither allocates nor checks. If an operator can
+only allocate its own result, the result's buffer is *foreign*: outside the memory plan, but counted
+and reported.
 
-The native loop runs launches as words; whatever has none is launched from Python. Every operation
-of the loop computes what PyTorch's kernel computes: the same BLAS routine with the same arguments
-(or, of small matrices, our own product, which rounds no more), sums and copies to the last bit, in
-the same order. Where that is not so (other layouts, other types, another BLAS), a launch is left to
-PyTorch.
+The native loop runs launches encoded as words; a launch without words is run from Python. Every
+operation of the loop computes what PyTorch's kernel computes: the same BLAS routine with the same
+arguments (or, for small matrices, our own product, with no more rounding), sums and copies to the
+last bit, in the same order. Where that is not so (other layouts, dtypes or BLAS), PyTorch runs the
+launch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from . import torch_native
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor over a buffer. ``offset_bytes`` counts from the buffer's start."""
+    """A tensor on a buffer. ``offset_bytes`` counts from the buffer's start."""
 
     buffer: int
     dtype: torch.dtype
@@ -42,7 +43,7 @@ class View:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements fill one stretch of memory, in whatever order."""
+        """Whether the elements fill one block of memory, in any order."""
         return is_dense(self.shape, self.stride)
 
 
@@ -56,8 +57,8 @@ class BufferInfo:
     """One buffer of a closure.
 
     ``kind`` is ``"input"``, ``"private"`` (placed by the plan) or ``"foreign"`` (allocated by the
-    launch that makes it). ``first`` and ``last`` are launch numbers. ``device`` is where it is, if
-    the closure was recorded on it.
+    launch that makes it). ``first`` and ``last`` are the launches that first and last use it.
+    ``device`` is None if it was not recorded.
     """
 
     kind: ClosureBuffer
@@ -79,10 +80,10 @@ class NativeOp:
 class Launch:
     """One kernel launch. Operands are :class:`View` or constants, lists of them included.
 
-    ``results`` are what the function returns if it makes foreign buffers; ``returns`` says
-    whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
-    kernel that only takes the operands' first addresses, so that their shapes do not matter.
-    ``native`` is the same launch for the native loop, where it has a form for it.
+    ``results`` are the foreign buffers that the function returns; ``returns`` says whether as a
+    ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a kernel that only takes the
+    operands' addresses, so that their shapes do not matter. ``native`` is the launch for the
+    native loop, if it has such a form.
     """
 
     name: str
@@ -104,7 +105,7 @@ class KernelList:
     """Launches of one leaf closure, its buffers and what it returns.
 
     Buffers ``0 .. num_inputs-1`` are the inputs, in order. ``in_place`` pairs a private buffer with
-    an input whose memory it may take over, if nobody needs that input any more.
+    an input whose memory it may reuse after the input's last use.
     """
 
     name: str
@@ -122,10 +123,10 @@ class KernelList:
 
 
 class SymbolicList(KernelList):
-    """Launches whose numbers are expressions of symbols: they run with numbers in their place."""
+    """Launches whose numbers are expressions of symbols; :meth:`at` gives launches that can run."""
 
     def at(self, number: Callable[[Any], Any]) -> KernelList:
-        """Returns the launches with numbers; ``number`` computes one from an expression."""
+        """Returns the launches with values; ``number`` evaluates an expression."""
 
         def of(value: Any) -> Any:
             if isinstance(value, sympy.Basic):
@@ -172,7 +173,7 @@ def with_native(launch: Launch) -> Launch:
 
 
 def native_op(launch: Launch) -> NativeOp | None:
-    """Returns the native operations of a launch, or None where PyTorch must run it."""
+    """Returns the native operations of a launch, or None if PyTorch must run it."""
     if launch.operands == "addresses":
         return _kernel(launch)
     rule = _RULES.get(_key(launch.function))
@@ -182,7 +183,7 @@ def native_op(launch: Launch) -> NativeOp | None:
 
 
 def _key(function: Any) -> Any:
-    """Inductor launches ``extern_kernels.mm``, which is ``torch.mm``: the same routine."""
+    """Returns the key of a function in the rules; Inductor launches ``torch.mm`` for ``mm.out``."""
     names = {torch.mm: aten.mm.out, torch.addmm: aten.addmm.out, torch.bmm: aten.bmm.out}
     try:
         return names.get(function, function)
@@ -216,7 +217,7 @@ def _addmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     words = _gemm(a, b, out, beta=1)
     if words is None or bias.dtype != out.dtype or not out.is_contiguous:
         return None
-    # BLAS adds to what lies in the result, so the bias is copied into each row before.
+    # BLAS accumulates into the result, so the bias is first copied into each row.
     rows, width = out.shape
     if bias.stride[-1:] != (1,) or tuple(bias.shape) != (width,):
         return None
@@ -252,7 +253,7 @@ def _gemm(
     (rows, columns), inner = out.shape, a.shape[1]
     if 0 in (rows, columns, inner) or not torch_native.blas_is_exact():
         return None
-    if (rows, columns) == (1, 1):  # a dot product, whose strides say nothing about its order
+    if (rows, columns) == (1, 1):  # a dot product, whose strides do not tell its order of sums
         return None
     address = torch_native.blas_address(routine or f"{_BLAS_LETTERS[out.dtype]}gemm_")
     left, right = _leading(b), _leading(a)
@@ -265,7 +266,7 @@ def _gemm(
 
 
 def _leading(matrix: View) -> tuple[int, int] | None:
-    """Returns the flag and stride of a matrix for BLAS, which reads its transpose by columns."""
+    """Returns a matrix's transposition flag and stride for BLAS, which is column-major."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
     if column_stride == 1 and row_stride >= max(1, columns):
         return ord("N"), row_stride
@@ -277,9 +278,8 @@ def _leading(matrix: View) -> tuple[int, int] | None:
 
 
 def _lies_in_rows(matrix: View) -> bool:
-    """Whether the numbers lie as in a contiguous matrix; strides of dimensions of one aside."""
-    # PyTorch goes by the strides, also of a dimension of one, and multiplies a copy of such a
-    # matrix.
+    """Whether a matrix is contiguous, if strides of dimensions of size 1 are ignored."""
+    # PyTorch looks at all strides, and multiplies a copy of such a matrix.
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
     return (columns == 1 or column_stride == 1) and (rows == 1 or row_stride == columns)
 
@@ -349,7 +349,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], NativeOp | None]] = 
 
 
 def fail(failure: int) -> NoReturn:
-    """Raises what eager would, for what the native loop returned.
+    """Raises the error that eager would raise, by the code that the native loop returned.
 
     Raises:
         IndexError: an index was out of range.
