@@ -1,9 +1,9 @@
-"""Derivatives of control flow: the bodies' derivatives, chosen or repeated in their turn.
+"""Derivatives of control flow: control flow over the derivatives of the bodies.
 
-The backward of a choice runs the forward of the body that was chosen again, and then its backward:
-what two bodies save would need room for both. The backward of a repetition takes its steps from
-last to first. Each step's forward leaves a row of what its backward needs, so that nothing is
-computed again; gradients of what is the same in each step are added up as they come.
+The backward of a choice recomputes the forward of the chosen body, then runs its backward: to save
+values would need memory for both bodies. The backward of a repetition takes the steps from last to
+first. Each step's forward saves a row of what its backward needs, so that nothing is recomputed;
+gradients of operands that are the same in each step are added up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def control_derivative(
     """Returns the derivative of a control-flow operator, or None if no gradient flows.
 
     Raises:
-        CaptureError: if the number of steps is known only as it runs.
+        CaptureError: if the number of steps is known only at run time.
     """
     if isinstance(control, Choose):
         return _of_choice(differentiator, asked, control)
@@ -60,7 +60,7 @@ def _of_choice(
 ) -> Derivative | None:
     leaf = asked.closure
     assert isinstance(leaf, ir.Leaf)
-    inputs = tuple(i - 1 for i in asked.inputs if i)  # the bodies do not take the number
+    inputs = tuple(i - 1 for i in asked.inputs if i)  # the bodies do not take the predicate
     again = [Request(body, inputs, asked.outputs, Whole()) for body in control.bodies]
     found = [differentiator.of(one) for one in again]
     made = [one for one in found if one is not None]
@@ -99,12 +99,12 @@ def _backward_branch(
     seeded: Sequence[int],
     gradients: Sequence[int],
 ) -> ir.Composite:
-    """Returns what a body's gradients are computed by, from its operands and the cotangents."""
+    """Returns the closure that computes a body's gradients from its operands and cotangents."""
     operands = _inputs(body)
     seeds = {i: ir.Value(cotangent_type(body.output_types[i])) for i in seeded}
     calls, found = list[ir.Call](), {}
     if derivative is not None:
-        saved = _packed(derivative.saved_type, iter(()), calls)  # what was drawn: nothing is
+        saved = _packed(derivative.saved_type, iter(()), calls)  # empty: bodies draw nothing
         calls.append(_backward_call(derivative, saved, operands, (), seeds))
         found = dict(zip(derivative.gradient_inputs, calls[-1].results, strict=True))
     for i in gradients:
@@ -119,7 +119,7 @@ def _backward_branch(
 
 
 class _Repeated:
-    """The derivative of a repeated body, by the body's."""
+    """Makes the derivative of a repetition from that of its body."""
 
     def __init__(self, differentiator: _Differentiator, asked: Request, control: Repeat) -> None:
         assert isinstance(asked.closure, ir.Leaf)
@@ -133,13 +133,13 @@ class _Repeated:
         seeded = {*self._active, *(i for i in asked.outputs if i >= control.num_carried)}
         step = Request(self._body, tuple(wanted), tuple(sorted(seeded)))
         self._step = differentiator.of(step)
-        # A view with gaps cannot be a row among others: then each step of the backward runs the
-        # step's forward again, and what it saves stays inside.
+        # A tensor with gaps cannot be stacked: then each step of the backward recomputes the step's
+        # forward, whose saved values stay inside the step.
         if self._step is not None and not _are_dense(flat_types([self._step.saved_type])):
             self._step = differentiator.of(replace(step, choice=Whole()))
 
     def _carried_actively(self, differentiator: _Differentiator) -> list[int]:
-        """Returns what is carried that may depend on what a gradient is wanted of."""
+        """Returns the carried operands that may depend on an input whose gradient is wanted."""
         types = flat_types(self._body.input_types)
         flags = [i in self._asked.inputs for i in range(len(types))]
         while True:
@@ -180,7 +180,7 @@ class _Repeated:
         return tuple(i for i in self._asked.outputs if i in used)
 
     def _forward(self, step: Derivative) -> tuple[ir.Composite, list[TensorType]]:
-        """Returns the forward, and the types of the rows that each step leaves for the backward."""
+        """Returns the forward, and the types of the rows that each step saves for the backward."""
         body, control, count = self._body, self._control, self._num_carried
         inputs = _inputs(body)
         results = [ir.Value(t) for t in body.output_types]
@@ -264,7 +264,7 @@ class _Repeated:
         calls.append(_backward_call(step, saved, inputs, outputs, {**cotangents, **seeds}))
         found = dict(zip(step.gradient_inputs, calls[-1].results, strict=True))
         for i in self._active:
-            if i not in found:  # the next step gets nothing of it
+            if i not in found:  # no gradient flows back to the step before
                 found[i] = ir.Value(cotangent_type(body.input_types[i]), "zeros")
                 calls.append(zeros_call(found[i]))
         for i in sums:
@@ -281,7 +281,7 @@ class _Repeated:
 
 
 def _inputs(closure: ir.Leaf | ir.Composite) -> list[ir.Value]:
-    """Returns a value for each operand of a closure, named as it names them."""
+    """Returns a value for each operand of a closure, with its name."""
     names = closure.input_names or [""] * len(closure.input_types)
     return [ir.Value(t, n) for t, n in zip(closure.input_types, names, strict=True)]
 
@@ -291,7 +291,7 @@ def _are_dense(types: Sequence[TensorType]) -> bool:
 
 
 def _call(name: str, control: Choose | Repeat, operands: Sequence[ir.Value]) -> ir.Call:
-    """Returns a call of a new control-flow operator; ``operands`` are its own."""
+    """Returns a call of a new control-flow operator on ``operands``."""
     body = control.bodies[0]
     types = flat_types(body.output_types)
     if isinstance(control, Repeat):

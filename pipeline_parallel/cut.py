@@ -1,11 +1,11 @@
 """Cuts a coloured program into one program per stage.
 
-A value that a later stage needs crosses every boundary in between, so that stages speak with their
-neighbours only: this is how a skip connection (an encoder's output, rotary tables) travels. What
-the user passes and what the model owns never travels; each rank has it.
+A value that a later stage needs is passed through all stages in between, so that stages communicate
+with their neighbours only: so is a skip connection (an encoder's output, rotary tables). Inputs of
+the user and tensors of the model are never sent; each rank has them.
 
-A composite closure whose calls lie on several stages is cut inside first, and what crosses the cut
-becomes an operand and a result of its parts. Equal composites cut in the same way share their
+A composite closure whose calls are on several stages is cut first, and values that cross the cut
+become results and operands of its parts. Equal composites that are cut in the same way share their
 parts.
 """
 
@@ -21,7 +21,7 @@ from ..reuse.ir import program as ir
 from ..reuse.ir.types import TensorType
 
 Colors = tuple[Union[int, "Colors"], ...]
-"""The stage of each call of a body; in place of a stage, the colours of a composite's own calls."""
+"""The stage of each call of a body, or, for a composite that is cut, the colours of its calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Stage:
 
     Attributes:
         index: its number.
-        program: inputs are what it receives, then ``sources``; outputs are what it sends (on the
-            last stage: the program's results), then the new state of buffers.
+        program: inputs are the received values, then ``sources``; outputs are the sent values (on
+            the last stage: the program's results), then the new values of buffers.
         num_received: how many of the inputs come from the stage before.
         num_sent: how many of the outputs go to the stage after.
         sources: where the other inputs come from.
@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def sourced_program(self) -> ir.Program:
-        """The program with a source for each input; what it receives counts as the user's."""
+        """The program with a source for each input; received values count as user inputs."""
         received = tuple(ir.UserInput(i, f"received{i}") for i in range(self.num_received))
         writes = tuple((output, self.num_received + i) for output, i in self.writes)
         body = self.program
@@ -57,12 +57,12 @@ class Stage:
 
     @property
     def received_types(self) -> tuple[TensorType, ...]:
-        """Types of what it receives."""
+        """Types of the received values."""
         return _tensor_types(self.program.inputs[: self.num_received])
 
     @property
     def sent_types(self) -> tuple[TensorType, ...]:
-        """Types of what it sends."""
+        """Types of the sent values."""
         return _tensor_types(self.program.outputs[: self.num_sent])
 
     @property
@@ -72,13 +72,13 @@ class Stage:
 
     @property
     def model_types(self) -> tuple[TensorType, ...]:
-        """Types of these tensors: of this rank's parts, over a mesh."""
+        """Types of these tensors; over a mesh, of this rank's shards."""
         own = zip(self.sources, self.program.inputs[self.num_received :], strict=True)
         return _tensor_types([v for source, v in own if isinstance(source, ir.ModelTensor)])
 
     @property
     def written_tensors(self) -> tuple[int, ...]:
-        """The positions in ``model_tensors`` that the new state of buffers is written to."""
+        """The positions in ``model_tensors`` that new values of buffers are written to."""
         models = [i for i, s in enumerate(self.sources) if isinstance(s, ir.ModelTensor)]
         return tuple(models.index(target) for _, target in self.writes)
 
@@ -97,8 +97,8 @@ def cut_program(program: ir.Program, colors: Colors, num_stages: int) -> list[St
         num_stages: how many.
 
     Raises:
-        PipelineError: if a stage needs what only a later stage makes, or a buffer changes on one
-            stage and is used on another.
+        PipelineError: if a stage needs a value of a later stage, or a buffer changes on one stage
+            and is used on another.
     """
     whole, flat = split_composites(program, colors)
     return _Cutter(whole, flat, num_stages).stages()
@@ -128,7 +128,7 @@ _Parts = dict[tuple[ir.Closure, Colors], tuple[dict[int, ir.Call], tuple[ir.Valu
 def _split_calls(
     calls: Sequence[ir.Call], colors: Colors, parts: _Parts
 ) -> tuple[tuple[ir.Call, ...], tuple[int, ...], dict[ir.Value, ir.Value]]:
-    """Returns the calls with spanning ones taken apart, and what took the place of values."""
+    """Returns the calls, with those that span stages cut, and a map of replaced values."""
     found: list[ir.Call] = []
     flat: list[int] = []
     same: dict[ir.Value, ir.Value] = {}
@@ -141,7 +141,7 @@ def _split_calls(
         assert isinstance(call.closure, ir.Composite)
         first = min(stages_in(color))
         env = dict(zip(call.closure.program.inputs, call.args, strict=True))
-        # Counted from its first stage: a closure cut alike on other stages has the same parts.
+        # Stages are counted from its first one, so that equal cuts on other stages share parts.
         pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
         for stage, part in pieces.items():
             results = tuple(ir.Value(v.type, v.hint) for v in part.results)
@@ -174,7 +174,7 @@ def _part(
     name: str, calls: Sequence[ir.Call], flat: Sequence[int], stage: int, outputs: set[ir.Value]
 ) -> ir.Call:
     own = [c for c, color in zip(calls, flat, strict=True) if color == stage]
-    if len(own) == 1:  # needs no composite around it, and keeps its path and its mark
+    if len(own) == 1:  # no composite around it: it keeps its path and its recompute mark
         return own[0]
     later = {v for c, color in zip(calls, flat, strict=True) if color != stage for v in c.args}
     return in_closure(f"{name}.part{stage}", own, later | outputs)

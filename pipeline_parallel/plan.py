@@ -1,8 +1,8 @@
-"""The plan of a pipeline: stages, costs, memory, and the step as it should be.
+"""The plan of a pipeline: stages, costs, memory, and the simulated step.
 
-A step is simulated from the action table that the ranks run, with a duration per action: step time
-and bubble, for predicted or for measured durations. What a rank holds, and how long its buffers
-must stay untouched, follows from the order of actions.
+A step is simulated from the action table that the ranks run and a duration per action, predicted or
+measured; that gives step time and bubble. The memory of a rank, and how long its buffers must not
+be overwritten, follow from the order of actions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """The share of all ranks' time in which they wait."""
         busy = sum(slot.end_s - slot.start_s for slot in self.slots)
         whole = self.step_s * self.num_ranks
         return 1.0 - busy / whole if whole else 0.0
@@ -73,10 +73,10 @@ def simulate(
     Args:
         table: what each rank does, in order.
         duration_s: how long an action takes.
-        transfer_s: how long what an action makes travels to the next rank.
+        transfer_s: how long it takes to send an action's result to the next rank.
 
     Raises:
-        PipelineError: if actions wait for each other in a circle.
+        PipelineError: if actions wait for each other (a deadlock).
     """
     waiting = [list(reversed(actions)) for actions in table.ranks]
     done: dict[Action, float] = {}
@@ -108,26 +108,26 @@ def _ready_s(
     done: dict[Action, float],
     transfer_s: Callable[[Action], float],
 ) -> float | None:
-    """Returns when what an action needs is there; None if that is not known yet."""
+    """Returns when all inputs of an action are available; None if that is not known yet."""
     times = [0.0]
     for options in _needs(action, table.num_stages):
         made = next((o for o in options if o in done), None)
         if made is None:
             return None
-        # What stays on a rank is there as soon as it is made.
+        # A result of the same rank needs no transfer.
         travels = table.rank_of[made.stage] != table.rank_of[action.stage]
         times.append(done[made] + (transfer_s(made) if travels else 0.0))
     return max(times)
 
 
 def _needs(action: Action, num_stages: int) -> list[list[Action]]:
-    """Returns lists of actions; one of each must be done before this one."""
+    """Returns lists of actions: one of each list must be done before this one."""
     stage, number = action.stage, action.micro_batch
     if action.kind == FORWARD:
         return [[Action(FORWARD, stage - 1, number)]] if stage else []
     if action.kind == BACKWARD_WEIGHT:
         return [[Action(BACKWARD_INPUT, stage, number)]]
-    # The loss is the last stage's own: that backward waits for no other stage.
+    # The last stage computes the loss itself: its backward waits for no other stage.
     own = [Action(FORWARD, stage, number)]
     if stage == num_stages - 1:
         return [own]
@@ -137,11 +137,11 @@ def _needs(action: Action, num_stages: int) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Bytes and costs of one stage, per micro-batch where it says so.
+    """Bytes and costs of one stage; some are per micro-batch.
 
     Attributes:
         index: its number.
-        rank: where it runs.
+        rank: the rank that runs it.
         num_blocks: calls in it.
         first, last: module paths of its first and last call.
         forward_s, backward_s: predicted, per micro-batch.
@@ -149,7 +149,7 @@ class StagePlan:
         parameter_bytes: of the model's tensors it uses.
         gradient_bytes: of its parameters' gradients.
         saved_bytes: kept from forward to backward, per micro-batch in flight.
-        received_bytes: what arrives for a forward, per micro-batch.
+        received_bytes: received for a forward, per micro-batch.
         in_flight: most micro-batches between forward and backward.
     """
 
@@ -189,7 +189,7 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """Predicted part of all ranks' time in which they wait."""
+        """Predicted share of all ranks' time in which they wait."""
         return self.timeline.bubble
 
     @property
@@ -203,12 +203,12 @@ class PipelinePlan:
         return self.table.peak_bytes(rank, held)
 
     def peak_bytes(self, rank: int) -> int:
-        """Parameters, gradients, and micro-batches in flight of a rank at its fullest."""
+        """Bytes of a rank at its peak: parameters, gradients, and micro-batches in flight."""
         own = [s for s in self.stages if s.rank == rank]
         return sum(s.parameter_bytes + s.gradient_bytes for s in own) + self.in_flight_bytes(rank)
 
     def simulated(self, measured_s: dict[tuple[int, str], float]) -> Timeline:
-        """Returns the step as it would be with measured durations of (stage, kind of action)."""
+        """Simulates the step with measured durations of (stage, kind of action)."""
         return simulate(self.table, lambda a: measured_s[a.stage, a.kind], lambda a: 0.0)
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ _HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "sa
 
 
 def _table(stages: Sequence[StagePlan]) -> list[str]:
-    """Returns a line for each stage, no wider than a screen: names are cut, numbers never."""
+    """Returns a line for each stage, no wider than a screen: only names are shortened."""
     rows = [
         (
             *(str(n) for n in (s.index, s.rank, s.num_blocks)),
@@ -254,7 +254,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
 
 
 def _layers(stage: StagePlan, width: int) -> str:
-    """Returns the first and last layer; if too long, their common beginning once, or the end."""
+    """Returns first and last layer; if too long, the common prefix once, or cut at the left."""
     parent = stage.first.rpartition(".")[0]
     short = stage.last.removeprefix(f"{parent}.") if parent else stage.last
     texts = [f"{stage.first} .. {last}" for last in (stage.last, short)]
@@ -263,14 +263,14 @@ def _layers(stage: StagePlan, width: int) -> str:
 
 
 def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
-    """Durations from the predicted costs; a backward's halves take half of it each."""
+    """Returns durations by predicted cost; each half of a backward takes half of its time."""
     by_stage = {s.index: s for s in stages}
 
     def duration_s(action: Action) -> float:
         stage = by_stage[action.stage]
         if action.kind == FORWARD:
             return stage.forward_s
-        # The cost of a backward is predicted as a whole, whether it runs in halves or not.
+        # Only the cost of the whole backward is predicted.
         return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
 
     return duration_s
@@ -284,7 +284,7 @@ def make_plan(
     Args:
         derived: every stage with its backward.
         table: what each rank does.
-        cost_of: predicts what a part of a stage takes.
+        cost_of: predicts the cost of a part of a stage.
         rates: of the device, for transfers.
     """
     in_flight = table.in_flight()
@@ -327,7 +327,7 @@ def _stage(
 
 
 def num_blocks(program: Program) -> int:
-    """Returns the number of block calls: calls with a module path; parts count what is in them."""
+    """Counts the calls of blocks: those with a module path, also inside parts of composites."""
     total = 0
     for call in program.calls:
         if call.path:
@@ -344,26 +344,25 @@ def _wire_bytes(types: Sequence[TensorType]) -> int:
 # ---- The order of a rank's actions ---------------------------------------------------------------
 #
 # PyTorch's runtime starts a receive some actions before the action that needs it, and waits for
-# sends when the step ends. Memory that was sent may be used again much sooner: as soon as this
-# rank has received something that was sent after the other rank had what it was waiting for. That
-# follows from the action tables of all ranks, by vector clocks; nothing waits for it. (Lamport,
-# "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; Mattern, "Virtual Time",
-# 1989.)
+# sends when the step ends. The memory of a sent value can be reused much sooner: as soon as this
+# rank has received something that the other rank sent after it had that value. Vector clocks over
+# the action tables of all ranks tell when that is; nothing has to wait for it. (Lamport, "Time,
+# Clocks, and the Ordering of Events in a Distributed System", 1978; Mattern, "Virtual Time", 1989.)
 #
-# Without a plan, the tensors that travel and the gradients that one backward makes are counted
-# beside what micro-batches keep: PyTorch's runtime lets go of what it sent when the step ends
-# (1F1B: when it sends the next).
+# Without a memory plan, sent and received tensors and the gradients of one backward are counted
+# besides what micro-batches keep: PyTorch's runtime frees what it sent when the step ends (1F1B:
+# when it sends the next).
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Which stages send something to the next one, and which send a gradient back."""
+    """The stages that send a value to the next one, and those that send a gradient back."""
 
     forward: frozenset[int]
     back: frozenset[int]
 
     def is_sent(self, action: Action) -> bool:
-        """Whether an action makes something for another stage."""
+        """Whether an action has a result for another stage."""
         stages = self.forward if action.kind == FORWARD else self.back
         return action.kind != BACKWARD_WEIGHT and action.stage in stages
 
@@ -373,11 +372,11 @@ class RankOrder:
     """The actions of one rank, step by step.
 
     Attributes:
-        actions: in order; where any backward is split, every one is, into two that follow.
+        actions: in order; if any backward is split, all are, into two actions each.
         posted: for an action that receives from another rank, the number of the first action that
-            its receive may run beside.
-        delivered: for an action that sends to another rank, the number of the first action by which
-            that has certainly arrived; ``len(actions)`` if only the end of the step tells.
+            its receive may overlap with.
+        delivered: for an action that sends to another rank, the number of the first action at which
+            the value has certainly arrived; ``len(actions)`` if that is the end of the step.
     """
 
     actions: tuple[Action, ...]
@@ -391,7 +390,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
     Args:
         table: what all ranks do.
         rank: which.
-        boundaries: what travels at all; where nothing does, nobody waits either.
+        boundaries: which values are sent at all; nothing waits for the others.
     """
     split = _split_table(table)
     actions, rank_of = split.ranks[rank], split.rank_of
@@ -406,7 +405,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
             posted[action] = split.posted.get(action, index)
         if taker is not None and rank_of[taker.stage] != rank:
             found = arrivals.get(action, len(actions))
-            # PyTorch's runtime may itself wait for a send sooner than any message tells.
+            # PyTorch's runtime may itself wait for a send before that.
             if table.num_actions_sending is not None:
                 found = min(found, index + table.num_actions_sending)
             delivered[action] = min(found, len(actions))
@@ -417,8 +416,8 @@ def _split_table(table: ActionTable) -> ActionTable:
     """Replaces every backward by its two halves, if any backward is split."""
     if not table.splits_backward:
         return table
-    # A schedule may mix whole and split backwards. The halves serve both, so a stage is compiled
-    # for halves alone, and a whole backward is one after the other.
+    # A schedule may mix whole and split backwards. A stage is compiled as two halves only, and a
+    # whole backward runs one after the other.
     ranks, posted = [], {}
     for actions in table.ranks:
         found: list[Action] = []
@@ -438,7 +437,7 @@ def _halves(action: Action) -> list[Action]:
 
 
 def _takers(table: ActionTable, boundaries: Boundaries) -> dict[Action, Action]:
-    """Returns, for each action, the one of the neighbouring stage that waits for its result."""
+    """Returns, for each sending action, the action of the next stage that needs its result."""
     found = {}
     for action in (action for actions in table.ranks for action in actions):
         stage = action.stage + (1 if action.kind == FORWARD else -1)
@@ -453,14 +452,14 @@ def _arrivals(
     takers: Mapping[Action, Action],
     makers: Mapping[Action, Action],
 ) -> dict[Action, int]:
-    """For each action of a rank whose result goes to another: when it knows that it arrived."""
+    """Returns for a rank's sending actions the action at which it knows that the value arrived."""
     place = {a: (r, i) for r, actions in enumerate(table.ranks) for i, a in enumerate(actions)}
     clocks = _clocks(table, place, makers)[rank]
     found: dict[Action, int] = {}
     for index, action in enumerate(table.ranks[rank]):
         other, position = place[takers[action]] if action in takers else (rank, 0)
-        # Who takes a value has it when it begins, so the first action that can only run after that
-        # one began is proof that the value arrived.
+        # The action that takes the value has it when it begins. So an action that can only run
+        # after that beginning proves that the value arrived.
         known = np.flatnonzero(clocks[index + 1 :, other] >= position)
         if other != rank and len(known):
             found[action] = index + 1 + int(known[0])
@@ -470,12 +469,12 @@ def _arrivals(
 def _clocks(
     table: ActionTable, place: Mapping[Action, tuple[int, int]], makers: Mapping[Action, Action]
 ) -> list[np.ndarray]:
-    """For each action, the last action of each rank that had certainly begun before it."""
+    """Returns for each action the last action of each rank that has certainly begun before it."""
     num_ranks = len(table.ranks)
     clocks = [np.full((len(actions), num_ranks), -1) for actions in table.ranks]
     for rank, index in _in_some_order(table):
         clock = clocks[rank][index]
-        # Two things tell of other ranks: what this rank knew before, and what a message brings.
+        # Knowledge of other ranks comes from this rank's last action, and from the received value.
         if index:
             np.maximum(clock, clocks[rank][index - 1], out=clock)
         maker = makers.get(table.ranks[rank][index])
@@ -486,7 +485,7 @@ def _clocks(
 
 
 def _in_some_order(table: ActionTable) -> Iterator[tuple[int, int]]:
-    """Yields every action (rank, number) after all that it may wait for."""
+    """Yields every action (rank, number) in an order in which none waits for a later one."""
     num_done: Counter[int] = Counter()
     for slot in simulate(table, lambda _: 0.0, lambda _: 0.0).slots:
         yield slot.rank, num_done[slot.rank]

@@ -2,9 +2,9 @@
 
 All stages of a model share one :class:`Differentiator` and one :class:`Splitter`, so each different
 closure is differentiated and split once, whatever the number of stages, layers and micro-batches.
-The first half gives the gradients that travel, the second those of parameters. Zero-bubble
-schedules send the gradient of a stage's input on as soon as it is known and fill
-waiting time with the gradients of its parameters. A closure is split by which of its outputs are
+The early half computes the gradients that are sent to the stage before, the late half those of
+parameters: zero-bubble schedules send the gradient of a stage's input as soon as possible and
+compute gradients of parameters when they would wait. A closure is split by which of its outputs are
 needed early; nothing is computed twice except views. (Qi et al., "Zero Bubble Pipeline
 Parallelism", 2023.)
 """
@@ -35,8 +35,8 @@ class Halves:
     """A closure split by its outputs.
 
     Attributes:
-        early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then one
-            struct with what it carries over. None if no output is early.
+        early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then a
+            struct of values for the late half. None if no output is early.
         late: takes that struct (if there is an early half), then the inputs ``late_inputs`` of the
             whole; returns the other outputs. None if every output is early.
     """
@@ -96,7 +96,7 @@ class _BodySplit:
         self._late_calls.reverse()
         program = self._program
         late_results = [program.outputs[i] for i in self._late_outputs]
-        # Without the unpacking that only the early half needs.
+        # Without the unpacks that only the early half needs.
         late_calls = needed_calls(self._late_calls, late_results)
         wanted = [v for call in late_calls for v in call.args] + late_results
         made = {v for call in self._early_calls for v in call.results}
@@ -111,7 +111,7 @@ class _BodySplit:
 
     def _place(self, call: ir.Call) -> None:
         needed = [i for i, v in enumerate(call.results) if v in self._needed]
-        # Unpacking costs nothing: each half does it for what it needs.
+        # An unpack costs nothing, so each half has its own.
         if isinstance(call.closure, ir.Unpack):
             self._late_calls.append(call)
             if needed:
@@ -129,7 +129,7 @@ class _BodySplit:
 
     def _split_call(self, call: ir.Call, needed: Sequence[int]) -> None:
         halves = self._splitter.split(call.closure, needed)
-        # Some results are early and some are not, so there is something in both halves.
+        # Some results are early and some are late, so neither half is empty.
         assert halves.early is not None and halves.late is not None
         carried = ir.Value(halves.early.output_types[-1], "carried")
         args = tuple(call.args[i] for i in halves.early_inputs)
@@ -182,10 +182,10 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     late_outputs = tuple(i for i in range(len(groups)) if i not in early)
     early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
     late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
-    # Order counts where something is changed in place: all of it runs early.
+    # With in-place operators the order matters: all nodes that they depend on run early.
     changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
     first = _with_picks(leaf, ancestors([*early_results, *changing]))
-    # A view is made again in the late half: carrying it over would keep the same memory.
+    # Views are computed again in the late half: to pass them on would keep the same memory.
     ends = first if changing else {n for n in first if not _is_free(n)}
     second = ancestors(late_results, ends)
     carried = [n for n in leaf.nodes if n in second and n in ends]
@@ -233,18 +233,18 @@ def _half(
 
 
 def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Adds the picks of results of operators that return several: only tensors can be carried."""
+    """Adds the getitem nodes of multi-output operators: only tensors can be passed on."""
     picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
     return nodes | picks
 
 
 def _is_free(node: torch.fx.Node) -> bool:
-    """Whether a node costs nothing to run in both halves: a view of something."""
+    """Whether a node costs nothing to run in both halves: it is a view."""
     return is_view(node) and len(node.all_input_nodes) == 1
 
 
 Chosen = Callable[[Stage, Request], Request]
-"""Gives the request for a stage's backward a choice."""
+"""Returns the request for a stage's backward with a choice of what is saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ class StageDerivative:
     Attributes:
         stage: the stage.
         derivative: None if no gradient flows through it.
-        request: what was asked for, and the choice of what is saved.
+        request: for the derivative, with the choice of what is saved.
         halves: the backward split; None unless asked for.
         gradients_sent: positions, among what it received, of the values whose gradients it sends
             back.
@@ -316,7 +316,7 @@ class StageDerivative:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that one micro-batch keeps for its backward (handed-over values aside)."""
+        """Bytes that one micro-batch saves for its backward, without handed-over values."""
         return 0 if self.derivative is None else self.derivative.saved_type.num_bytes
 
 
@@ -338,13 +338,13 @@ def differentiate_stages(
         stages: all stages of a program, in order.
         differentiator: makes leaf derivatives.
         halves: whether to split each backward.
-        chosen: decides what a stage saves and what it computes again.
+        chosen: decides what a stage saves and what it recomputes.
     """
     active = _active_received(stages, differentiator)
     splitter = Splitter()
     found: list[StageDerivative] = []
     arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
-    # Backwards: which gradients come back to a stage is known once the next one is derived.
+    # From the last stage to the first: a stage's cotangents are what the next stage sends back.
     for stage, flags in zip(reversed(stages), reversed(active), strict=True):
         wanted = tuple(i for i, flag in enumerate(flags) if flag)
         request = Request(ir.Composite(f"stage{stage.index}", stage.program), wanted, arriving)
@@ -353,7 +353,7 @@ def differentiate_stages(
         split = None
         if derivative is not None:
             sent = tuple(i for i in derivative.gradient_inputs if i < stage.num_received)
-            if stage.paths:  # a stage of glue alone has no block to choose for
+            if stage.paths:  # a stage without blocks has nothing to choose
                 request = chosen(stage, request)
                 derivative = differentiator.of(request)
                 assert derivative is not None
@@ -365,7 +365,7 @@ def differentiate_stages(
 
 
 def _active_received(stages: Sequence[Stage], differentiator: Differentiator) -> list[list[bool]]:
-    """For each input of each stage: whether a gradient to some parameter leads through it."""
+    """Says for each input of each stage whether a parameter's gradient flows through it."""
     flags: list[list[bool]] = []
     received: list[bool] = []
     for stage in stages:

@@ -1,10 +1,10 @@
-"""The steps that a schedule asks of a stage, for one micro-batch at a time, and their counts.
+"""The steps of a stage in a schedule, one micro-batch at a time, and their counts.
 
-What runs them is the rank's, with or without a plan of its memory: ``backend/run``.
+``backend/run`` has what runs them, with or without a memory plan.
 
-Random numbers of stages are drawn in the order in which one process draws them. A generator only
-goes forward. So at the start of a step each rank draws, and drops, what all stages draw for all
-micro-batches, and keeps the generator's state before each forward of a stage.
+Stages get the same random numbers as in one process. A generator only goes forward, so at the start
+of a step each rank draws and discards all numbers of all stages and micro-batches, and keeps the
+generator's state before each forward of a stage.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from .plan import RankOrder
 from .stage_derivative import StageDerivative
 
-# How many numbers it draws depends on the sizes of its operand alone.
+# The number of its random numbers depends only on the sizes of its operand.
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class StageDraws:
-    """The draws of the forwards of a pipeline's stages, in order; of this rank's local programs."""
+    """The random draws of the stages' forwards, in order, by this rank's local programs."""
 
     def __init__(self, forwards: Iterable[Program] = ()) -> None:
         self._drawing = [list(_drawing_nodes(program)) for program in forwards]
@@ -42,7 +42,7 @@ class StageDraws:
 
     @contextmanager
     def step(self, num_micro_batches: int) -> Iterator[None]:
-        """Within it forwards may begin; afterwards the generator is where a step leaves it."""
+        """Prepares the states for forwards inside; then leaves the generator as after a step."""
         for micro_batch in range(num_micro_batches if self else 0):
             for stage, nodes in enumerate(self._drawing):
                 self._states[stage, micro_batch] = torch.get_rng_state()
@@ -57,13 +57,13 @@ class StageDraws:
                 torch.set_rng_state(after)
 
     def begin(self, stage: int, micro_batch: int) -> None:
-        """Puts the generator where the forward of a stage finds it in one process."""
+        """Sets the generator to its state before this forward in one process."""
         if self:
             torch.set_rng_state(self._states[stage, micro_batch])
 
 
 def check_draws(forwards: Iterable[Program], backwards: Iterable[Program], device: str) -> None:
-    """Raises PlanError if stages draw what :class:`StageDraws` does not draw."""
+    """Raises PlanError if stages have random operators that :class:`StageDraws` cannot repeat."""
     late = [node for program in backwards for node in _drawing_nodes(program)]
     for node in (*late, *(n for program in forwards for n in _drawing_nodes(program))):
         if late or device != "cpu" or node.target is not _DROPOUT:
@@ -102,7 +102,7 @@ class StageCounts:
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Adds the time inside to a kind of action: how many, and how long together."""
+        """Adds the time inside to a kind of action, which has a count and total seconds."""
         start = time.perf_counter()
         yield
         number, total = self.seconds.get(kind, (0, 0.0))
@@ -110,13 +110,13 @@ class StageCounts:
 
 
 class RankRunner(Protocol):
-    """Runs the parts of this rank's stages, and holds the values that travel between stages.
+    """Runs the parts of this rank's stages, and holds the values that stages send and receive.
 
-    Those have a ``way``: ``"F"`` for activations, ``"B"`` for their gradients.
+    Their ``way`` is ``"F"`` for activations, ``"B"`` for gradients of these.
     """
 
     def begin(self, tensors: Sequence[Tensor], names: Sequence[str] = ()) -> None:
-        """Begins a step with the model's present tensors, and the sums of gradients."""
+        """Begins a step with the model's present tensors and the gradient buffers."""
 
     def run(self, unit: int, part: str, flight: int, given: Sequence[Tensor]) -> list[Tensor]:
         """Runs a part of a stage for a micro-batch; later runs may overwrite what it returns."""
@@ -125,17 +125,17 @@ class RankRunner(Protocol):
         """Returns memory to receive the values of another rank into."""
 
     def outbox(self, unit: int, way: str, flight: int) -> list[Tensor]:
-        """Returns the values for another rank, as they travel."""
+        """Returns the values for another rank, in the form in which they are sent."""
 
     def forget(self) -> None:
         """Drops all micro-batches in flight."""
 
 
 class Progress:
-    """Follows a rank through its order; its plan holds in no other, so a difference is an error.
+    """Checks that a rank's actions run in the planned order, for which alone memory was planned.
 
     Args:
-        order: what was planned for.
+        order: the planned order.
     """
 
     def __init__(self, order: RankOrder) -> None:
@@ -147,14 +147,14 @@ class Progress:
         self._num_done = 0
 
     def begin(self, action: Action) -> None:
-        """Notes that an action runs now, if it is the one that was planned."""
+        """Checks that the action that runs now is the planned one."""
         planned = self._order.actions[self._num_done : self._num_done + 1]
         if planned != (action,):
             self._refuse(f"runs {action}", f"{planned[0] if planned else 'the end'}")
         self._num_done += 1
 
     def check_receive(self, action: Action) -> None:
-        """Checks that memory to receive into is free."""
+        """Checks that the memory to receive into is free."""
         if self._num_done < self._order.posted.get(action, 0):
             self._refuse(
                 f"starts to receive for {action} after {self._num_done} actions",
@@ -175,11 +175,11 @@ class StageSteps:
     Args:
         derived: the stage and its backward.
         runner: runs the parts of all stages of this rank.
-        progress: of the rank through the order that its memory was planned for.
+        progress: checks that the rank keeps to the planned order.
         tensors: the model's tensors, in the order of ``stage.model_tensors``.
         seed: the gradient of one micro-batch's loss.
-        splits: whether backwards of this schedule come in two halves.
-        draws: of all stages.
+        splits: whether backwards of this schedule run in two halves.
+        draws: the random draws of all stages.
     """
 
     derived: StageDerivative
@@ -211,15 +211,15 @@ class StageSteps:
         outputs = self._run(FORWARD, micro_batch)
         present = self.tensors() if self._targets else ()
         first = len(outputs) - len(self._targets)
-        # Running means and their like: the next micro-batch reads them from the model's tensors.
+        # Buffers such as running means: the next micro-batch reads the model's tensors.
         for state, target in zip(outputs[first:], self._targets, strict=True):
             present[target].copy_(state)
-        # Results may lie in an arena, where the next micro-batch writes its own.
+        # Results may be in an arena, where the next micro-batch overwrites them.
         return tuple(t.clone() for t in outputs[:first])
 
     def backward(self, micro_batch: int) -> None:
         """Runs the whole backward."""
-        # Where a schedule splits any backward, all of them were compiled as two halves.
+        # If a schedule splits any backward, all are compiled as two halves.
         if self.splits:
             self.backward_input(micro_batch)
             self.backward_weight(micro_batch)
@@ -229,7 +229,7 @@ class StageSteps:
         del self._given[micro_batch]
 
     def backward_input(self, micro_batch: int) -> None:
-        """Runs the early half of the backward: gradients that travel."""
+        """Runs the early half of the backward: gradients that are sent."""
         self.counts.backward_input += self.derived.halves is not None
         self._run(BACKWARD_INPUT, micro_batch)
 
@@ -252,16 +252,16 @@ class StageSteps:
         return self.runner.inbox(stage, way, micro_batch)
 
     def begin_with(self, seed: Tensor) -> None:
-        """Lets backwards begin with another gradient of the loss."""
+        """Sets the gradient of the loss, with which backwards begin."""
         for own in self._seeds:
             own.copy_(seed)
 
     def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
-        """Returns the values for another rank, as they travel."""
+        """Returns the values for another rank, in the form in which they are sent."""
         return self.runner.outbox(self.derived.stage.index, way, micro_batch)
 
     def clear(self) -> None:
-        """Begins again, without micro-batches in flight."""
+        """Drops the micro-batches in flight, and starts a step again."""
         self._given.clear()
         self.runner.forget()
         self.progress.start()

@@ -1,8 +1,8 @@
-"""A rank: where everything lies, every flight of every unit in the schedule's order, and its runs.
+"""A pipeline rank: the memory plan for all units and flights in the schedule's order, and its runs.
 
-The order is known beforehand, so every region of every run gets its place when the program is
-linked: scratch is shared by all runs, slabs exist as often as flights overlap, and a value on its
-way to or from another rank keeps its place until it has arrived.
+The order is known beforehand, so every region of every run gets an offset at link: scratch is
+shared by all runs, there are as many slabs as flights overlap, and the memory of a sent value is
+not reused until the value has arrived.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rank's runs in order, and when each transferred value arrives and has been delivered.
+    """A rank's runs in order, and when values are received and sent values have arrived.
 
     Attributes:
-        runs: in order. A part that a unit does not have runs nothing.
+        runs: in order. A run of a part that its unit does not have does nothing.
         posted: (unit, way, flight) -> number of the run before which a receive may start.
-        arriving: (unit, way, flight) -> number of the run that has waited for it.
-        delivered: (unit, way, flight) -> number of the run by which a send has arrived.
-        handed: (unit, way, unit): the outbox of one is the inbox of the other.
-        due: what runs after a run, before the next one begins. They are among ``runs``.
+        arriving: (unit, way, flight) -> number of the run that waits for the receive.
+        delivered: (unit, way, flight) -> number of the run by which a sent value has arrived.
+        handed: (unit, way, unit): the outbox of one is the inbox of the other, on the same rank.
+        due: the runs of ``runs`` that start by themselves after a run, before the next one.
     """
 
     runs: Sequence[Run]
@@ -60,12 +60,12 @@ class Schedule:
 Key = tuple[int, int, int]  # unit, region, flight
 _SUMS = -1  # in place of a unit: a sum, by number
 BufferUse: TypeAlias = Literal["part", "flight", "travels"]
-"""Within one run, from one run of a flight to another, or between units."""
+"""Whether a buffer is for one run, for several runs of a flight, or between units."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRow:
-    """A buffer of a run: its life in moments, its place in the arena in bytes, and its use."""
+    """A buffer of a run: its life in moments, its offset and size in bytes, and its use."""
 
     birth: int
     death: int
@@ -80,11 +80,11 @@ class RankPlan:
 
     Args:
         units: by number.
-        schedule: what runs when.
+        schedule: the order of runs.
         plan: places regions.
         tensors_of: for each unit, the numbers of its model tensors and sums among all.
-        sums: types of those that lie in the arena, from the first run that adds to them to the last
-            of a unit that takes them. They are the last of all tensors.
+        sums: types of the sums in the arena, which are live from the first run that adds to them to
+            the last of a unit that uses them. They are the last of all tensors.
     """
 
     units: Mapping[int, UnitLayout]
@@ -100,7 +100,7 @@ class RankPlan:
             for unit, layout in self.units.items()
         }
         self._times = self._run_times()
-        # An outbox that the same rank takes from is the inbox there, so nothing is copied.
+        # Between two units of one rank, the outbox is the inbox: nothing is copied.
         self._joined = self._join()
         last = max(max(own, default=0) for own in self.tensors_of.values())
         first_sum = 1 + last - len(self.sums)
@@ -114,7 +114,7 @@ class RankPlan:
         return self._part_numbers[unit].get(part)
 
     def _join(self) -> dict[Key, Key]:
-        """Says which inboxes are outboxes of a unit of the same rank: (unit, region) by flight."""
+        """Maps each inbox that is the outbox of another unit of this rank to that outbox."""
         joined: dict[Key, Key] = {}
         flights = sorted({run.flight for run in self.schedule.runs})
         for source, way, target in self.schedule.handed:
@@ -132,7 +132,7 @@ class RankPlan:
         return joined
 
     def _run_times(self) -> list[int]:
-        """Returns when runs begin: a moment before each, one per phase; and the end."""
+        """Returns when runs begin, and the end; a run takes one unit more than it has phases."""
         times = [0]
         for run in self.schedule.runs:
             part = self.part_number(run.unit, run.part)
@@ -153,13 +153,13 @@ class RankPlan:
                 for number, region in enumerate(layout.regions):
                     birth = begins[region.first] + region.first_phase
                     death = begins[region.last] + region.last_phase + 1
-                    # The other rank may write from when the receive is posted on.
+                    # The other rank may write as soon as the receive is posted.
                     if number in inboxes:
                         key = (unit, inboxes[number], flight)
                         arriving = schedule.arriving[key]
                         birth = times[schedule.posted.get(key, arriving)]
                         death = max(death, times[arriving] + 2)
-                    # And it may read until it has certainly received.
+                    # It may read until it has certainly received the value.
                     if number in outboxes:
                         key = (unit, outboxes[number], flight)
                         death = max(death, times[schedule.delivered.get(key, 0)] + 1)
@@ -171,7 +171,7 @@ class RankPlan:
         return found
 
     def _is_between(self, unit: int, region: int) -> bool:
-        """Whether something is between units: on its way, or added up for an update."""
+        """Whether a region is between units: a box, or a sum for an update."""
         return unit == _SUMS or self.units[unit].regions[region].is_box
 
     def _first_additions(self, first_sum: int) -> dict[int, tuple[int, int]]:
@@ -204,11 +204,11 @@ class RankPlan:
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Largest sum of live bytes, every buffer counted on its own. No plan needs less."""
+        """Largest sum of live bytes, each buffer counted by itself. No plan needs less."""
         return lower_bound(self.lives())
 
     def lives(self) -> Buffers:
-        """Every buffer for as long as it is certainly live, in moments; see :meth:`moments`."""
+        """Returns every buffer with its shortest possible life, in moments; see :meth:`moments`."""
         starts, phases = self.moments()
         found = []
         for (unit, region, _), (birth, death, num_bytes) in self.region_lives().items():
@@ -221,10 +221,10 @@ class RankPlan:
         return _buffers(dict(enumerate(life for life in found if life[2])))
 
     def moments(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns when each run starts and the last ends; begin and end of each phase.
+        """Returns when each run starts and the last ends, and the begin and end of each phase.
 
-        A moment is a launch; each run has one more, in which its results are taken. Begin and end
-        are equal for the moment before a run.
+        A moment is a launch; each run has one more, in which its results are read. Begin and end
+        are equal for the phase before a run.
         """
         starts, phases = [0], list[tuple[int, int]]()
         for run in self.schedule.runs:
@@ -237,7 +237,7 @@ class RankPlan:
         return starts, phases
 
     def parts(self) -> Iterator[tuple[int, Run, UnitLayout, int]]:
-        """Yields the runs that run something: their number, they, their unit, the part's number."""
+        """Yields the runs that have a part: number, run, unit, number of the part."""
         for index, run in enumerate(self.schedule.runs):
             number = self.part_number(run.unit, run.part)
             if number is not None:
@@ -249,14 +249,14 @@ class RankPlan:
         return self._numbers[Run(run.unit, name, run.flight)]
 
     def _placed(self, starts: Sequence[int]) -> Iterator[tuple[Run, int, PlacedBuffer, int, int]]:
-        """Yields each buffer but boxes: its run, the part's number, it, and its life in moments."""
+        """Yields the buffers without boxes: run, number of part, buffer, birth, death (moments)."""
         for index, run, unit, number in self.parts():
             for buffer in unit.placed(number):
                 death = starts[self._end_of(run, buffer.last)] + buffer.death
                 yield run, number, buffer, starts[index] + buffer.birth, death
 
     def rows(self) -> Iterator[BufferRow]:
-        """Yields every buffer with its place, in moments, for a picture."""
+        """Yields every buffer with its life in moments and its offset, for a picture."""
         starts, phases = self.moments()
         for run, number, buffer, birth, death in self._placed(starts):
             offset = self.start_of((run.unit, buffer.region, run.flight)) + buffer.offset
@@ -274,10 +274,10 @@ class RankPlan:
         return lower_bound(self.foreign_lives())
 
     def foreign_lives(self) -> Buffers:
-        """Returns the buffers outside of the arena, and the runs for which they live."""
+        """Returns the buffers outside the arena, with lives counted in runs."""
         lives = []
         for index, run, layout, number in self.parts():
-            # Between two runs lies a moment in which only what is left for later runs is held.
+            # Between two runs only the buffers for later runs are held.
             lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
             for instance in layout.hand_overs[number].left:
                 _, last, num_bytes = layout.foreign_span(instance)
@@ -286,7 +286,7 @@ class RankPlan:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that a step holds: the arena, and what is outside of it."""
+        """Most bytes that a step holds: in the arena, and outside of it."""
         return self.arena.peak_bytes + self.foreign_peak_bytes
 
     @property
@@ -295,7 +295,7 @@ class RankPlan:
         return sum(layout.num_launches[number] for _, _, layout, number in self.parts())
 
     def set_by(self, unit: int, number: int, flight: int) -> tuple[int, ...]:
-        """Returns which of a unit's tensors a run is the first to add to, among the arena's."""
+        """Returns the unit's sums in the arena that this run is the first to add to."""
         run = self._numbers[Run(unit, self.units[unit].specs[number].name, flight)]
         mine = {tensor for tensor, (first, _) in self._first.items() if first == run}
         return tuple(i for i, tensor in enumerate(self.tensors_of[unit]) if tensor in mine)
@@ -319,11 +319,11 @@ def _buffers(lives: Mapping[Any, tuple[int, int, int]]) -> Buffers:
 class RankProgram:
     """Runs the parts of a rank's units in one planned arena.
 
-    A run binds the code of its part to the places of its regions, once per different set of places.
+    A run binds the code of its part to the offsets of its regions, once per different set of them.
 
     Args:
-        plan: where everything lies.
-        tools: what loads kernels and the native loop.
+        plan: the memory plan.
+        tools: load kernels and the native loop.
     """
 
     def __init__(self, plan: RankPlan, tools: Tools) -> None:
@@ -349,24 +349,24 @@ class RankProgram:
         return 0 if self._arena is None else self._arena.numel()
 
     def begin(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
-        """Binds the model's present tensors and the sums, where that is not done yet.
+        """Binds the model's present tensors and the sums, unless they are bound.
 
         Raises:
-            RuntimeError: if the memory of one is gone; says its name.
+            RuntimeError: if the memory of one was freed; says its name.
         """
         addresses = [t.data_ptr() for t in tensors]
         if self._arena is None:
             self._arena = new_memory(self.plan.arena.peak_bytes, self._tools.place.device)
         if addresses != self._addresses:
             check_memory(tensors, names)
-            # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
+            # Detached: `parameter.data = ...` must not change the memory of a bound tensor.
             self._tensors, self._addresses = [t.detach() for t in tensors], addresses
             self._tensors += self._sums_in(self._arena)
             self._bound.clear()
             self._runners.clear()
 
     def _sums_in(self, arena: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the sums of the plan: they are numbered after the caller's tensors."""
+        """Returns the sums in the arena, which are numbered after the caller's tensors."""
         found = []
         for place, type_ in enumerate(self.plan.sums):
             start = self.plan.start_of((_SUMS, place, 0))
@@ -375,12 +375,12 @@ class RankProgram:
         return found
 
     def forget(self) -> None:
-        """Drops what runs left outside the arena for later runs of their flights."""
+        """Drops the tensors outside the arena that runs have left for later runs."""
         self._foreign.clear()
         self._due = ()
 
     def run_due(self) -> None:
-        """Runs what is due after the last run: not in it, for what that sends goes first."""
+        """Runs what is due after the last run; not within it, since its sends go first."""
         due, self._due = self._due, ()
         for run in due:
             self.run(run.unit, run.part, run.flight, ())
@@ -409,11 +409,11 @@ class RankProgram:
         return found[:num_returned]
 
     def inbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
-        """Returns where values from another rank go, as contiguous runs of elements."""
+        """Returns flat tensors to receive the values of another rank into."""
         return self._views(unit, self.plan.units[unit].inboxes.get(way, ()), flight)
 
     def outbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
-        """Returns values for another rank, as contiguous runs of elements."""
+        """Returns the values for another rank, as flat tensors."""
         return self._views(unit, self.plan.units[unit].outboxes.get(way, ()), flight)
 
     def _views(self, unit: int, boxes: Sequence[Box], flight: int) -> list[torch.Tensor]:
@@ -432,7 +432,7 @@ class RankProgram:
         layout = self.plan.units[unit]
         starts = {r: self.plan.start_of((unit, r, flight)) for r in layout.used_regions[number]}
         sets = self.plan.set_by(unit, number, flight)
-        # Flights whose regions lie at the same places share one bound function.
+        # Flights whose regions have equal offsets share one bound function.
         places = (unit, number, sets, *starts.values())
         if places not in self._bound:
             self._bound[places] = self._bind(unit, number, sets, starts)
@@ -451,6 +451,6 @@ class RankProgram:
         key = (unit, number, sets)
         if key not in self._compiled:
             self._compiled[key] = compile(code.source, "<lazyinline program>", "exec")
-        # Closures may work on several devices: what they return is on the one that it says.
+        # Unplanned closures may return tensors on other devices than the arena's.
         names = {} if layout.results == "planned" else {"as_predicted": as_predicted}
         return memory.runner(code, self._compiled[key], **names)

@@ -1,9 +1,9 @@
-"""A step program folded: each different closure once, with the tensors that its calls share.
+"""Folds a step program: each different closure once, and its tensors grouped into slots.
 
-The plan of a closure is the same for all its calls, so what flows between calls is one *slot*: all
-tensors that one output of a closure gives, and all those that the calls which take them have in
-the same place. A parameter, what the forward and the backward get of it, and its gradient are one
-slot too. The size of what is planned does not depend on the number of layers.
+All calls of a closure have the same plan, so tensors at one input or output of a closure have the
+same layout: they are one *slot*, together with the tensors at each place that they flow to. A
+parameter, the tensors that forward and backward get of it, and its gradient are one slot, too. The
+size of the planning problem does not depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import StructType, TensorType
 
 Kind = Literal["parameter", "batch", "buffer", "result", "saved", "passed"]
-"""Kinds of slots, by what they hold: parameters and their gradients; the batch; further inputs of
-the program, and its results but for gradients, which are whole on each rank; what a forward leaves
-for a backward; or what one call hands to the next."""
+"""Kinds of slots: parameters and their gradients; the batch; further inputs, and results without
+gradients, both replicated; values that a forward saves for a backward; values that one call passes
+to another."""
 
 
 class Port(NamedTuple):
@@ -39,11 +39,11 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """Calls of one closure that get one plan.
+    """The calls of one closure, which have one plan.
 
     Attributes:
         leaf: the closure.
-        count: how often they run in a step.
+        count: how often it runs in a step.
         name: for the printed plan.
     """
 
@@ -54,13 +54,13 @@ class Role:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Tensors that are laid out in the same way.
+    """Tensors that have the same layout.
 
     Attributes:
         type: of each.
         kind: what they are.
-        ports: where closures take and give them.
-        held: how many of them a rank holds at once.
+        ports: the inputs and outputs of closures where they occur.
+        held: how many of them are live at once.
         names: of the parameters.
         inputs: positions among the program's inputs.
     """
@@ -90,7 +90,7 @@ class Folded:
 
 @dataclass
 class _Flat:
-    """The calls of a program's leaves, in order, with the tensors they take and give."""
+    """The calls of a program's leaves, in order, with the tensors that they take and return."""
 
     calls: list[tuple[Call, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     types: list[TensorType] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Flat:
         return made
 
     def run(self, program: Program, operands: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Notes the calls of a program on these tensors; returns those of its outputs."""
+        """Adds the calls of a program on some tensors; returns its output tensors."""
         env = dict(zip(program.inputs, operands, strict=True))
         for call in program.calls:
             args = [env[a] for a in call.args]
@@ -153,7 +153,7 @@ def fold(
     """
     flat = _Flat()
     inputs = [flat.new(value) for value in program.inputs]
-    # Structs that a program is given were not saved by it.
+    # Structs among the inputs were not saved by this program.
     flat.saved.clear()
     outputs = flat.run(program, inputs)
     input_ids = {t: i for i, ids in enumerate(inputs) for t in ids}
@@ -162,7 +162,7 @@ def fold(
     sets = UnionFind(range(len(flat.types)))
     by_port: dict[Port, list[int]] = defaultdict(list)
     for call, taken, given in flat.calls:
-        # What is no role (a sum of gradients) lies as what it takes.
+        # The result of a closure without a role (a sum of gradients) has its operands' layout.
         if call.closure not in number:
             sets.union(*taken, *given)
             continue
@@ -211,15 +211,15 @@ def _roles(flat: _Flat) -> dict[Leaf, Role]:
     counts: Counter[Leaf] = Counter()
     for call, _, _ in flat.calls:
         assert isinstance(call.closure, Leaf)
-        # What adds up gradients of micro-batches is called for many parameters of equal shape,
-        # which need not lie alike: each sum lies as what it adds.
+        # Closures that sum gradients of micro-batches are called for many parameters of one shape,
+        # which need not have one layout: each sum has the layout of its operands.
         if [node.target for node in call.closure.nodes] != [torch.ops.aten.add.Tensor]:
             counts[call.closure] += 1
     return {leaf: Role(leaf, count, leaf.name) for leaf, count in counts.items()}
 
 
 def _held(flat: _Flat, given: set[int]) -> Callable[[Sequence[int]], int]:
-    """Returns what counts how many of some tensors live at once."""
+    """Returns a function that counts how many of some tensors are live at once."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for number, (_, taken, results) in enumerate(flat.calls):

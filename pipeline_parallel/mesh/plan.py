@@ -25,7 +25,7 @@ PIPELINE = ("pipeline", "pp")
 """Names of dimensions of a mesh, by their purpose."""
 
 Placements: TypeAlias = "tuple[Placement, ...]"
-"""How one tensor lies: a placement for each dimension of the mesh."""
+"""The layout of one tensor: a DTensor placement for each dimension of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class NodeLayouts:
     Attributes:
         inputs: of each tensor operand, in the order of ``node.all_input_nodes``; None leaves it to
             DTensor's propagation.
-        outputs: of each tensor that it returns, after which it is brought to it; parts of a sum are
-            as DTensor's rules make them.
+        outputs: of each result, which is redistributed to this layout; a partial one is left as
+            DTensor's rules make it.
     """
 
     inputs: tuple[Placements | None, ...] = ()
@@ -45,11 +45,11 @@ class NodeLayouts:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """The layouts of a leaf's calls, whose tensors are flat.
+    """The layouts of a leaf's calls, by flat tensors.
 
     Attributes:
-        inputs: of each operand; None takes it as it comes.
-        outputs: of each result; None leaves it as it is made.
+        inputs: of each operand; None accepts any layout.
+        outputs: of each result; None keeps the layout that is computed.
         nodes: of operators; those left out follow DTensor's propagation.
     """
 
@@ -64,18 +64,18 @@ class MeshPlan:
 
     Attributes:
         axes: name and size of each dimension of the mesh.
-        parameters: how each parameter and buffer lies between steps, by its name in the model.
-        batch: how each tensor of the batch is split, in the order of the flattened arguments.
-        results: how the result of a module lies, by its path, where that is fixed.
-        gathered: dimensions along which parameters are split for memory alone: they are made whole
-            before a leaf computes with them.
-        leaves: of leaves of the decomposed step; what is left out follows what its operands are.
-        whole: operators that every rank runs on whole tensors, as it turned out.
-        table: of a plan that was found, what was chosen for each operator, as text.
-        moved_bytes: of a plan that was found, what it says the collectives of a step move.
-        held_bytes: of a plan that was found, what it says a rank holds: parameters, gradients,
-            optimizer state, what is saved for backward.
-        recompute: of a plan that was found, what is computed again in each block, so that it fits.
+        parameters: the layout of each parameter and buffer between steps, by its name.
+        batch: the layout of each tensor of the batch, in the order of the flattened arguments.
+        results: the layouts of modules' results that are fixed, by path of the module.
+        gathered: dimensions along which parameters are sharded for memory alone (FSDP): they are
+            all-gathered before a leaf uses them.
+        leaves: plans of leaves of the decomposed step; others follow their operands' layouts.
+        whole: operators that every rank runs on whole tensors, as found when leaves were sharded.
+        table: of a found plan, the choice for each operator, as text.
+        moved_bytes: of a found plan, the predicted bytes of a step's collectives.
+        held_bytes: of a found plan, the predicted bytes on a rank: parameters, gradients, optimizer
+            state, tensors saved for backward.
+        recompute: of a found plan, the recompute policy of each block that makes it fit.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -91,8 +91,8 @@ class MeshPlan:
     recompute: RecomputeMark = ""
 
     def used(self, held: Placements) -> Placements | None:
-        """Returns how a parameter that lies so is computed with; None if as it lies."""
-        # Imported late, and only where there is something to be split.
+        """Returns the layout in which leaves use a parameter; None if it is the one held."""
+        # Imported here, and only if something is sharded.
         from torch.distributed.tensor import Replicate
 
         gathered = tuple(Replicate() if i in self.gathered else p for i, p in enumerate(held))
@@ -100,9 +100,9 @@ class MeshPlan:
 
     @property
     def replicas(self) -> frozenset[int]:
-        """Dimensions along which stages sum gradients once per step, after it.
+        """Dimensions along which stages sum gradients once per step, at its end.
 
-        None where a parameter is split along one of them: then each micro-batch reduces.
+        Empty if a parameter is sharded along one of them: then each micro-batch reduces.
         """
         dims = frozenset(i for i, (name, _) in enumerate(self.axes) if name in REPLICATED)
         layouts = self.parameters.values()
@@ -125,7 +125,7 @@ class MeshPlan:
         return " x ".join(f"{name} {size}" for name, size in self.axes)
 
     def by_layout(self) -> dict[str, list[str]]:
-        """Returns the names of parameters, those of equal layers merged, by how they lie."""
+        """Returns the names of parameters by layout, with those of equal layers merged."""
         groups: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             groups.setdefault(self.layout_text(placements), []).append(name)
