@@ -700,7 +700,7 @@ def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: pathlib.
     model, inputs = FAMILIES[name].build()
     compiled: Any = lazyinline.compile(model.eval(), backend="eager")
     with torch.set_grad_enabled(train):
-        for _ in range(2):  # the first call of some logs something, and runs eagerly
+        for _ in range(2):  # the first call of some notes something, and runs eagerly
             expected = compiled(**inputs)
         if compiled.last_report.ran_eagerly or (name, train) in REFUSED_FAMILIES:
             with pytest.raises(FileError):
