@@ -1,11 +1,10 @@
-"""Derivatives that a forward takes (``torch.autograd.grad`` inside it, series along lines), made.
+"""Replaces derivatives inside a forward: ``torch.autograd.grad`` and Taylor series along lines.
 
-A mark in the captured program names values: outputs, inputs, and cotangents or directions.
-The calls between what is differentiated and with respect to what become forwards that save, as in
-any reversal, and their backwards stand where the gradient was asked for. All of it is again a
-program that can be differentiated: in training it is, and a gradient of a gradient is one more.
-Where a series is asked for, the calls between become calls that compute its coefficients with
-their results; see :mod:`.forward_mode`. Each different closure is differentiated once.
+A mark in the captured program names outputs, inputs, and cotangents or directions. The calls from
+the inputs to the outputs become forwards that save, and their backwards replace the mark. The
+result is again a program that can be differentiated, in training or by another mark. For a series,
+the calls become calls that also compute the coefficients of their results; see
+:mod:`.forward_mode`. Each different closure is differentiated once.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from .training_program import backward_calls, own_derivative
 
 @dataclass(frozen=True)
 class DerivativeMark:
-    """Marks derivatives that a forward takes: a leaf's one operator, which is never run.
+    """The mark of derivatives inside a forward: the only operator of its leaf, never run.
 
-    It takes outputs, inputs and a cotangent of each output, and gives the gradient of each input.
-    With a series it takes outputs, inputs and the directions of each input, and gives the Taylor
+    It takes outputs, inputs and a cotangent of each output, and returns the gradient of each input.
+    With a series it takes outputs, inputs and the directions of each input, and returns the Taylor
     coefficients of each output, order by order.
     """
 
@@ -62,14 +61,14 @@ class DerivativeMark:
 
 @dataclass(frozen=True)
 class DerivativeCall:
-    """Names the derivatives that a marked call has to become.
+    """The derivatives that a marked call requests.
 
     Attributes:
         outputs: the values that are differentiated.
-        inputs: the values with respect to which they are.
+        inputs: the values that they are differentiated with respect to.
         seeds: a cotangent of each output; for a series the directions of each input.
         series: which coefficients; None for gradients.
-        results: the number of the derivative, and the value that it has to become.
+        results: pairs of the number of a derivative and the value that it replaces.
         source: the user's line.
     """
 
@@ -82,13 +81,13 @@ class DerivativeCall:
 
 
 def takes_gradients(program: ir.Program) -> bool:
-    """Returns whether a forward takes a gradient, anywhere in it."""
+    """Returns whether a program has a mark of a derivative, at any depth."""
     leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
 def derivative_call(call: ir.Call) -> DerivativeCall | None:
-    """Returns what a call asks for, if its closure is the mark of a derivative."""
+    """Returns the derivatives that a call requests, if its closure is a mark."""
     node = _derivation(call.closure) if isinstance(call.closure, ir.Leaf) else None
     if node is None:
         return None
@@ -118,7 +117,7 @@ def _returned(leaf: ir.Leaf) -> list[torch.fx.Node]:
 def calls_between(
     calls: Sequence[ir.Call], inputs: Collection[ir.Value], outputs: Collection[ir.Value]
 ) -> list[ir.Call]:
-    """Returns the calls that lead from some values to others, in their order."""
+    """Returns the calls on paths from some values to others, in order."""
     active, reached = set(inputs), []
     for call in calls:
         if not active.isdisjoint(call.args):
@@ -133,7 +132,7 @@ def refuse_hidden_paths(
     asked: DerivativeCall,
     may_depend: Collection[ir.Value],
 ) -> None:
-    """Raises CaptureError where an output may depend on an input in a way that no call shows.
+    """Raises CaptureError if an output may depend on an input in a way that no call shows.
 
     Args:
         calls: those before the gradient.
@@ -182,7 +181,7 @@ Fallbacks: TypeAlias = dict[Fallback, None]
 
 
 class InnerGradients:
-    """Puts gradients in the place of their marks."""
+    """Replaces the marks of a program by derivatives."""
 
     def __init__(self) -> None:
         recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
@@ -193,7 +192,7 @@ class InnerGradients:
         self._originals: dict[ir.Closure, ir.Closure] = {}
 
     def program(self, program: ir.Program) -> tuple[ir.Program, list[Fallback]]:
-        """Returns the entry program with its gradients; the same one if it asks for none.
+        """Returns the entry program with marks replaced; the same program if it has none.
 
         Args:
             program: as captured.
@@ -202,7 +201,7 @@ class InnerGradients:
             The program, and each operator that had no rule in Taylor mode.
 
         Raises:
-            CaptureError: if a gradient is asked for that cannot be followed.
+            CaptureError: if a derivative cannot be made.
         """
         given = zip(program.inputs, program.sources, strict=True)
         may_depend = {v for v, s in given if isinstance(s, ir.UserInput) and s.requires_grad}
@@ -213,12 +212,12 @@ class InnerGradients:
     def _made(
         self, program: ir.Program, may_depend: Collection[ir.Value], fallbacks: Fallbacks
     ) -> ir.Program:
-        """Makes what is asked for; ``may_depend``: inputs that may be functions of other inputs."""
+        """Replaces marks; ``may_depend`` are inputs that may be functions of other inputs."""
         closures = [self._closure(call.closure, fallbacks) for call in program.calls]
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
             pairs = zip(program.calls, closures, strict=True)
             program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
-        # One after another: what one puts in place may be what the next differentiates.
+        # One after another: a mark may differentiate the result of an earlier one.
         while True:
             asked = ((i, a) for i, call in enumerate(program.calls) if (a := derivative_call(call)))
             place, one = next(asked, (0, None))
@@ -247,10 +246,10 @@ class InnerGradients:
         return made
 
     def _derived(self, program: ir.Program, place: int, asked: DerivativeCall) -> ir.Program:
-        """Returns the program with the gradients that one call asks for."""
+        """Returns the program with the gradients that one mark requests."""
         calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
         read = {a for call in calls for a in call.args} | set(asked.outputs)
-        # Forwards that run already, for another gradient: what they saved serves this one as well.
+        # Forwards that another gradient has added: their saved values are used again.
         kept = {c for c in calls if c.closure in self._originals and not self._saved(c) & read}
         while True:
             between = DifferentiatedRange(
@@ -263,8 +262,8 @@ class InnerGradients:
                 return replace(program, calls=remaining)
             assert isinstance(derivative.forward, ir.Composite)
             forwards = dict(zip(calls, derivative.forward.program.calls[:-1], strict=True))
-            # A forward that ran for another gradient may have saved otherwise than this one needs;
-            # then it runs in a form of its own.
+            # Such a forward may have saved other values than this gradient needs; then another form
+            # of it runs for this one.
             others = {c for c in kept if self._flat.closure(forwards[c].closure) is not c.closure}
             if not others:
                 break
@@ -276,20 +275,20 @@ class InnerGradients:
         return between.spliced(place, derivative, replaced)
 
     def _saved(self, call: ir.Call) -> set[ir.Value]:
-        """Returns what a call gives besides what the original does.
+        """Returns the results of a call that its original does not have: saved values.
 
-        Where what is differentiated reads any of it, the gradient comes back through it too.
+        If a differentiated call reads one, its gradient flows through that, too.
         """
         return set(call.results[len(self._originals[call.closure].output_types) :])
 
     def _original(self, call: ir.Call) -> ir.Call:
-        """Returns the call whose forward that saves a call is."""
+        """Returns the original of a call that is a saving forward."""
         original = self._originals[call.closure]
         return replace(call, closure=original, results=call.results[: len(original.output_types)])
 
 
 def _saved_already(call: ir.Call, forward: ir.Call) -> list[ir.Call]:
-    """Returns a forward that has run for another gradient, and what it saved under a new name."""
+    """Returns a forward of another gradient, and a pack of the values that it saved."""
     saved = forward.results[-1]
     num_saved = len(flat_types([saved.type]))
     assert isinstance(saved.type, StructType)
@@ -299,13 +298,13 @@ def _saved_already(call: ir.Call, forward: ir.Call) -> list[ir.Call]:
 
 @dataclass(frozen=True)
 class DifferentiatedRange:
-    """Holds the calls from what a gradient is with respect to, to what it is of.
+    """The calls from the inputs of a gradient to its outputs.
 
     Attributes:
-        program: that they are in.
+        program: the program of the calls.
         asked: the gradient.
-        calls: in their order.
-        originals: for some of the calls, what is differentiated in their place.
+        calls: in order.
+        originals: for some of the calls, the call that is differentiated instead.
     """
 
     program: ir.Program
@@ -315,18 +314,18 @@ class DifferentiatedRange:
 
     @property
     def wanted(self) -> list[ir.Value]:
-        """Returns the values that gradients are wanted of, each once."""
+        """Returns the values whose gradients are wanted, each once."""
         return list(dict.fromkeys(self.asked.inputs))
 
     @property
     def seeded(self) -> list[ir.Value]:
-        """Returns what has a cotangent, and depends on what is wanted."""
+        """Returns the outputs that depend on a wanted value: those get a cotangent."""
         made = {*self.wanted, *(result for call in self.calls for result in call.results)}
         return [v for v in dict.fromkeys(self.asked.outputs) if v in made]
 
     @property
     def request(self) -> Request:
-        """Returns the calls as a closure, and the derivative that is wanted of it."""
+        """Returns the request for the derivative of a closure of the calls."""
         calls = tuple(self.originals.get(call, call) for call in self.calls)
         made = {result for call in calls for result in call.results}
         taken = dict.fromkeys(a for call in calls for a in call.args if a not in made)
@@ -335,8 +334,8 @@ class DifferentiatedRange:
         used |= set(self.program.outputs)
         others = [v for call in calls for v in call.results if v in used and v not in self.seeded]
         body = ir.Program(inputs, calls, (*self.seeded, *others))
-        # A custom backward is Python of the user's: traced, it would be differentiated by what it
-        # happened to compute.
+        # A custom backward is the user's Python: a second derivative would need it, not the
+        # operators that it ran in the trace.
         function = own_derivative(body)
         if function:
             raise CaptureError(
@@ -347,7 +346,7 @@ class DifferentiatedRange:
         return Request(closure, tuple(range(len(self.wanted))), tuple(range(len(self.seeded))))
 
     def check(self, derivative: Derivative | None) -> None:
-        """Raises CaptureError if what is asked for does not exist."""
+        """Raises CaptureError if a requested gradient does not exist."""
         found = () if derivative is None else derivative.gradient_inputs
         if any(self.wanted.index(self.asked.inputs[i]) not in found for i, _ in self.asked.results):
             raise CaptureError(
@@ -358,7 +357,7 @@ class DifferentiatedRange:
     def spliced(
         self, place: int, derivative: Derivative, replaced: dict[ir.Call, list[ir.Call]]
     ) -> ir.Program:
-        """Puts forwards in the place of the calls, and the backward where it was asked for."""
+        """Replaces the calls by forwards that save, and the mark by the backward."""
         assert isinstance(derivative.forward, ir.Composite)
         asked, program, forward = self.asked, self.program, derivative.forward.program
         seed_of = dict(zip(asked.outputs, asked.seeds, strict=True))
@@ -378,19 +377,19 @@ class DifferentiatedRange:
 def expanded(
     program: ir.Program, place: int, asked: DerivativeCall, derivatives: ForwardDerivatives
 ) -> tuple[ir.Program, tuple[Fallback, ...]]:
-    """Returns a program with the series that one of its calls asks for.
+    """Returns a program with the series that one of its marks requests.
 
     Args:
         program: without structs.
-        place: of the call.
-        asked: what it asks for.
-        derivatives: makes them.
+        place: the position of the mark's call.
+        asked: the request.
+        derivatives: makes the closures.
 
     Returns:
-        The program, and which operators had no rule: forward mode was nested for them.
+        The program, and the operators without a rule, for which forward mode was nested.
 
     Raises:
-        CaptureError: if there is none.
+        CaptureError: if the series cannot be made.
     """
     assert asked.series is not None
     before, after = program.calls[:place], program.calls[place + 1 :]
@@ -407,8 +406,8 @@ def expanded(
         assert isinstance(derivative.closure, ir.Composite)
         beside, fallbacks = derivative.closure.program, derivative.fallbacks
         values, later = _dependent(before, between)
-        # Then the calls cannot be replaced: a direction is computed from them, and comes before the
-        # series. They run twice, under names of their own.
+        # If a direction is computed from these calls, they have to come before the series: then
+        # they stay, and run a second time with new values.
         is_fed_back = not values.isdisjoint(asked.seeds)
         if is_fed_back:
             again, renamed = inlined(beside, beside.inputs)
@@ -439,7 +438,7 @@ def _derivative(
             f"@{leaf.name} draws random numbers between what is asked for at {asked.source} and "
             "what it moves with. Call model.eval(), or set its dropout to 0."
         )
-    # Along lines: of the coefficients of what moves only the directions are not zero.
+    # Along a line: of an input's coefficients only the first, its direction, is not zero.
     moving = tuple((1,) if v in asked.inputs else () for v in program.inputs)
     try:
         return derivatives.of(ForwardRequest(ir.Composite("along", program), moving, asked.series))
@@ -454,7 +453,7 @@ def _called(
     outputs: Sequence[ir.Value],
     asked: DerivativeCall,
 ) -> tuple[tuple[ir.Call, ...], dict[tuple[ir.Value, int], ir.Value]]:
-    """Returns the calls of a derivative, and the value of each coefficient that there is."""
+    """Returns the calls of a derivative, and the value of each coefficient that is not zero."""
     direction_of = dict(zip(asked.inputs, asked.seeds, strict=True))
     moving = [v for v, orders in zip(inputs, derivative.inputs, strict=True) for _ in orders]
     entries = body.inputs[len(inputs) :]
@@ -472,7 +471,7 @@ def _called(
 def _dependent(
     before: Sequence[ir.Call], between: Sequence[ir.Call]
 ) -> tuple[set[ir.Value], dict[ir.Call, None]]:
-    """Returns what the calls between make, with all that is computed from it; and these calls."""
+    """Returns the results of calls with all values computed from them, and the later calls."""
     inside = set(between)
     values = {result for call in between for result in call.results}
     later: dict[ir.Call, None] = {}

@@ -1,9 +1,9 @@
 """The derivative without some cotangents: an output that the loss does not use has none.
 
-That is not the same as a cotangent of zeros: zero times an infinite derivative is no number. A
-backward is linear in its cotangents, so that an operator all of whose cotangents are undefined has
-undefined results; one that adds or joins them with others takes zeros for them, as autograd does.
-What the forward saves stays as it is, because who uses its outputs is known only afterwards.
+That differs from a cotangent of zeros: zero times an infinite derivative is nan. A backward is
+linear in its cotangents, so an operator has undefined results if all of its cotangents are
+undefined; if only some are, it takes zeros for them, as in autograd. The forward and what it saves
+stay the same, because which outputs are used is known only afterwards.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 _GIVEN, _COTANGENT, _UNDEFINED = "given", "cotangent", "undefined"
-"""A value is no cotangent, one, or one that is undefined."""
+"""Whether a value is none, a cotangent, or an undefined cotangent."""
 
 
 class _UnknownError(Exception):
-    """Stops at a graph that is not linear in its cotangents by its looks."""
+    """Raised for a graph that may not be linear in its cotangents."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds a closure without its undefined operands and results, and what each result was."""
+    """A closure without its undefined operands and results, and the kind of each result."""
 
     closure: ir.Closure | None
     results: tuple[str, ...]
 
 
 class MissingCotangents:
-    """Makes the derivatives of one forward for fewer cotangents; what they share is made once.
+    """Makes the derivatives of one forward for fewer cotangents; common closures are made once.
 
-    Shapes of one program, whose sizes are symbols, share it.
+    All shapes of a program with symbolic sizes share one.
 
     Args:
         derivative: for a cotangent of every output; its closures are composite.
@@ -61,21 +61,21 @@ class MissingCotangents:
         self._taken: dict[frozenset[int], Derivative] = {}
 
     def take(self, derivative: Derivative) -> None:
-        """Takes one that was made before, as of a file."""
+        """Adds a derivative that was made before, such as one loaded from a file."""
         unused = {*self._full.cotangent_outputs} - {*derivative.cotangent_outputs}
         self._taken.setdefault(frozenset(unused), derivative)
 
     def without(self, unused: Iterable[int], kernels: ir.Kernels = "backend") -> Derivative | None:
-        """Returns the derivative that takes no cotangent of some outputs.
+        """Returns the derivative that takes no cotangents of some outputs.
 
-        Gradients that only they lead to are not among its results.
+        Its results do not include gradients that only those outputs have.
 
         Args:
             unused: positions of the outputs.
             kernels: ``"eager"`` gives the backward PyTorch's own kernels.
 
         Returns:
-            The derivative; None if an operator of the backward hides whether it is linear.
+            The derivative; None if an operator of the backward may not be linear.
         """
         left = frozenset(unused)
         derivative = self._taken.get(left) or (self._without(left) if left else self._full)
@@ -89,10 +89,10 @@ class MissingCotangents:
         return replace(derivative, backward=self._eager[backward])
 
     def reads(self, output: int) -> frozenset[int]:
-        """Returns what the gradients of one output need of what the forward computed.
+        """Returns which forward values the gradients of one output need.
 
         Returns:
-            Positions among what the backward takes before its cotangents, struct by tensor.
+            Positions among the backward's inputs before its cotangents, with structs as tensors.
         """
         if output not in self._reads:
             others = [i for i in self._full.cotangent_outputs if i != output]
@@ -132,8 +132,8 @@ class MissingCotangents:
             return _leaf(closure, flags)
         if isinstance(closure, ir.Composite):
             return self._composite(closure, flags)
-        # Structs hold what the forward saved. One that holds a cotangent is not of our making.
-        raise _UnknownError  # what is packed is saved, and no cotangent
+        # Structs hold what the forward saved: one with a cotangent is not from our autodiff.
+        raise _UnknownError
 
     def _composite(self, closure: ir.Composite, flags: tuple[str, ...]) -> _Found:
         program = closure.program
@@ -143,7 +143,7 @@ class MissingCotangents:
         for call in program.calls:
             given = tuple(kinds[v] for v in call.args)
             args = tuple(same.get(v, v) for v in call.args if kinds[v] != _UNDEFINED)
-            # A sum of a cotangent and nothing is that cotangent: adding zeros would cost a kernel.
+            # A sum with an undefined cotangent is the other one: adding zeros would cost a kernel.
             if _is_sum(call.closure) and given.count(_UNDEFINED) == 1:
                 (total,) = call.results
                 same[total], kinds[total] = args[0], _COTANGENT
@@ -168,21 +168,21 @@ def _reads(derivative: Derivative) -> frozenset[int]:
     flat = FlatStructs().program(derivative.backward.program)
     num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
     num_read = num_saved + num_kept + len(derivative.kept_outputs)
-    # Inputs outlive the backward whoever reads them; only what the forward made is freed.
+    # Inputs outlive the backward anyway; only values of the forward are freed.
     inputs_of_forward = range(num_saved, num_saved + num_kept)
     return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
 
 def _control(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
-    """Takes control flow of cotangents as it is; of none of them, it gives nothing."""
+    """Keeps control flow if all its cotangents are defined; without any, results are undefined."""
     if _COTANGENT in flags and _UNDEFINED in flags:
-        raise _UnknownError  # its bodies would be others
+        raise _UnknownError  # it would need other bodies
     kind = _COTANGENT if _COTANGENT in flags else _UNDEFINED
     return _Found(leaf if kind == _COTANGENT else None, (kind,) * len(leaf.output_types))
 
 
 def _is_sum(closure: ir.Closure) -> bool:
-    """Returns whether a closure adds its two operands, so that without one it is the other."""
+    """Returns whether a closure adds two operands of one type."""
     alike = len({*closure.input_types, *closure.output_types}) == 1
     return isinstance(closure, ir.Leaf) and alike and closure.is_sum
 
@@ -224,17 +224,17 @@ def _leaf(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:
 
 
 def _kind(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> str:
-    """Tells what an operator's result is; gives it zeros where only some operands are undefined."""
+    """Returns the kind of an operator's result; replaces undefined operands by zeros if mixed."""
     operands = [n for n in node.all_input_nodes if kinds[n] != _GIVEN]
     if not operands:
         return _GIVEN
-    # What a write leaves behind is seen under other names, so that no flag tells what it is.
+    # An in-place write shows in aliases, too, whose kinds would be wrong.
     if mutated_args(node):
         raise _UnknownError
     undefined = [n for n in operands if kinds[n] == _UNDEFINED]
     if len(undefined) == len(operands):
         return _UNDEFINED
-    # One operand of several: autograd, too, puts zeros there, as the operator wants a tensor.
+    # Some operands only: autograd, too, passes zeros for those, as the operator needs tensors.
     if undefined and not _becomes_other(node, undefined[0]):
         for operand in undefined:
             node.replace_input_with(operand, _zeros(operand, node, kinds))
@@ -242,7 +242,7 @@ def _kind(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> str:
 
 
 def _becomes_other(node: torch.fx.Node, undefined: torch.fx.Node) -> bool:
-    """Lets who reads a sum read its other operand, where that has the same layout."""
+    """Replaces a sum by its other operand, if that has the same layout; returns whether it did."""
     if node.target is not _ADD or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     (other,) = [n for n in node.all_input_nodes if n is not undefined]
@@ -262,7 +262,7 @@ def _type_of(node: torch.fx.Node) -> TensorType:
 def _zeros(
     operand: torch.fx.Node, user: torch.fx.Node, kinds: dict[torch.fx.Node, str]
 ) -> torch.fx.Node:
-    """Puts zeros of an operand's layout before who reads them."""
+    """Adds zeros in an operand's layout before the node that uses them."""
     type_, val = _type_of(operand), operand.meta["val"]
     options: dict[str, Any] = {"dtype": type_.dtype, "device": type_.device, "pin_memory": False}
     is_contiguous = type_.stride == contiguous_stride(type_.shape)

@@ -4,15 +4,15 @@ The micro-batch is a composite closure, so the step holds three calls per micro-
 number of layers: forward, backward, and the sum of the gradients so far. The loss is the mean of
 the micro-batches' losses.
 
-The gradients of a program are a program, too, to be differentiated like any other. Each different
-closure is differentiated once, into halves whose operators have a derivative in their turn; they
-are taken apart and cut for memory only after the last derivative. So it goes to any order: the
-gradients of this program are again such a program.
+The gradients of a program are a program, too, and can be differentiated like any other. Each
+different closure is differentiated once, into halves whose operators are differentiable again; they
+are decomposed, and split with recompute, only after the last derivative. So gradients of any order
+are such programs.
 
-Parameters are updated by calls at the end of the step's program, and link moves each to the place
-where its gradient is complete. Parameters of one type and rule share the closure of their update.
-Small ones of a group are updated together at the end: their gradients take little memory, and a
-launch costs more than its work.
+Parameters are updated by calls at the end of the step's program, and link moves each to where its
+gradient is complete. Parameters of equal type and update rule share the closure of their update.
+Small parameters of a group are updated together at the end: their gradients take little memory, and
+a launch costs more than its work.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class UpdateGroup:
 
     Attributes:
         operator: an operator of :mod:`torch_updates`.
-        flags: what it takes after its numbers.
-        settings: the type of the tensor of its numbers.
+        flags: its flags, the last arguments.
+        settings: the type of the tensor of its settings (learning rate and others).
         members: ``id`` of the parameters.
         has_state: whether a parameter has state (SGD without momentum has none).
     """
@@ -66,10 +66,10 @@ class Updates:
     """The parameters and state that one step updates.
 
     Attributes:
-        state: (index into the step's ``model``, name) of each tensor of state, as the program takes
-            them; the numbers of the groups follow.
+        state: (index into the step's ``model``, name) of each tensor of optimizer state, in the
+            order of the program's inputs; the settings of the groups follow.
         parameters: which of ``model`` are updated.
-        num_results: how many last outputs of the program are updated tensors.
+        num_results: how many of the program's last outputs are updated tensors.
     """
 
     state: tuple[tuple[int, str], ...] = ()
@@ -79,17 +79,17 @@ class Updates:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Holds a training step as one program, and where its inputs come from.
+    """A training step as one program, and where its inputs come from.
 
     Attributes:
         program: inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the
             cotangent of one micro-batch's loss); outputs are the loss of each micro-batch, the
-            gradients, then the new state of changed buffers.
+            gradients, then the new values of changed buffers.
         batch: for each micro-batch, for each of its inputs, which user input it is.
         model: the tensors of the model, in order.
         gradients: which of ``model`` each gradient belongs to.
-        writes: which of ``model`` each new state belongs to.
-        updates: what the step updates, whose tensors come last among ``model`` and the outputs.
+        writes: which of ``model`` each new value of a buffer belongs to.
+        updates: the optimizer's updates, whose tensors are last in ``model`` and in the outputs.
     """
 
     program: ir.Program
@@ -117,8 +117,8 @@ def step_program(
         differentiator: makes the closures that add gradients.
         micro_batches: how many.
         order: ``"forward_first"`` runs all forwards, then all backwards from the last to the first;
-            ``"one_by_one"`` runs each backward right after its forward and keeps fewer bytes.
-        sums: the precision that gradients of micro-batches are added up in.
+            ``"one_by_one"`` runs each backward right after its forward and needs less memory.
+        sums: the precision in which gradients of micro-batches are summed.
     """
     exact = sums == "float32" and micro_batches > 1
     composer = _Composer(program, derivative, differentiator, exact_sums=exact)
@@ -126,7 +126,7 @@ def step_program(
 
 
 class _Composer:
-    """Strings micro-batches together."""
+    """Builds the program of a step, micro-batch by micro-batch."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Composer:
         operands += [self._seed]
         gradients = tuple(ir.Value(t) for t in d.backward.output_types)
         self._calls.append(ir.Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
-        # The first micro-batch's gradients are the sums so far: nothing is added to zeros.
+        # The first micro-batch's gradients are the first sums: they are not added to zeros.
         if self._totals:
             totals = tuple(map(ir.Value, self._sum_types))
             self._calls.append(ir.Call(self._accumulate, (*self._totals, *gradients), totals))
@@ -199,7 +199,7 @@ class _Composer:
         return _for_each("accumulate", map(self._make.adder, self._sum_types, self._types))
 
     def _cast(self, values: tuple[ir.Value, ...], types: Sequence[Any]) -> tuple[ir.Value, ...]:
-        """Casts values to types, where these are others."""
+        """Casts values to types, if they have others."""
         made = {v: ir.Value(t) for v, t in zip(values, types, strict=True) if v.type != t}
         if made:
             copiers = [self._make.copier(v.type, new.type) for v, new in made.items()]  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def _exact(type_: TensorType) -> TensorType:
 
 
 def _for_each(name: str, leaves: Iterable[ir.Leaf]) -> ir.Composite:
-    """Returns a closure that calls each leaf on operands of its own: one call, however many."""
+    """Returns a closure that calls each leaf on its own operands."""
     calls = [
         ir.Call(x, tuple(map(ir.Value, x.input_types)), (ir.Value(x.output_types[0]),))
         for x in leaves
@@ -253,7 +253,7 @@ def _copy(value: ir.Value) -> ir.Value:
 def training_program(
     program: ir.Program, derivative: Derivative, seeds: Sequence[ir.Source]
 ) -> ir.Program:
-    """Puts the backward of a program behind its forward.
+    """Returns a program that runs a forward, then its backward.
 
     Args:
         program: an entry program.
@@ -283,11 +283,11 @@ def training_program(
 def backward_calls(
     derivative: Derivative, program: ir.Program, cotangents: Sequence[ir.Value]
 ) -> tuple[list[ir.Call], list[ir.Value]]:
-    """Returns the calls of a backward behind its forward, and the gradients that they compute.
+    """Returns the calls of a backward, inlined after its forward, and the gradients.
 
     Args:
         derivative: its closures are composite.
-        program: its inputs and results are the values that the forward takes and gives.
+        program: its inputs and results are the values of the forward.
         cotangents: of ``derivative.cotangent_outputs``.
     """
     assert isinstance(derivative.forward, ir.Composite)
@@ -304,13 +304,13 @@ def backward_calls(
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """Holds the results of a program and gradients of them as a program.
+    """A program that returns the results of another program and gradients of them.
 
     Attributes:
-        program: takes what the program takes, then a cotangent for each of ``outputs``; leaves out
-            results that are written to buffers.
-        outputs: of the program, those that gradients come from.
-        inputs: of the program, those whose gradients are the last results.
+        program: takes the other's inputs, then a cotangent for each of ``outputs``; it does not
+            return results that are written to buffers.
+        outputs: the outputs of the other program that are differentiated.
+        inputs: the inputs of the other program whose gradients are the last results.
     """
 
     program: ir.Program
@@ -320,13 +320,13 @@ class GradientProgram:
     def taken_apart(
         self, results: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns the results of the program, and the gradients."""
+        """Splits results into those of the other program and the gradients."""
         num = len(results) - len(self.inputs)
         return results[:num], results[num:]
 
 
 class GradientPrograms:
-    """Makes programs of gradients; what it makes per closure is kept for the next."""
+    """Makes programs of gradients; derivatives of closures are cached for further ones."""
 
     def __init__(self) -> None:
         recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
@@ -346,9 +346,9 @@ class GradientPrograms:
             program: an entry program.
             inputs: positions of the inputs whose gradients are wanted.
             outputs: positions of the outputs that have a cotangent.
-            sources: of what the program takes, then of a cotangent for each output.
+            sources: of the program's inputs, then of a cotangent for each output.
         """
-        # Sources belong to entry programs; a closure's has none.
+        # Only entry programs have sources, not those of closures.
         closure = ir.Composite("main", replace(program, sources=()))
         request = Request(closure, tuple(inputs), tuple(outputs))
         derivative = self._differentiator.of(request)
@@ -358,11 +358,11 @@ class GradientPrograms:
         own, seeds = sources[: len(program.inputs)], sources[len(program.inputs) :]
         used = [seed for output, seed in zip(outputs, seeds, strict=True) if output in seeded]
         both = training_program(replace(program, sources=tuple(own)), derivative, used)
-        # Whoever reads what they draw: those behind them draw what comes next.
+        # Random operators stay even if unused: else later ones would draw other numbers.
         draws = Draws()
         drawing = [call for call in both.calls if draws.of_closure(call.closure)]
         drawn = [value for call in drawing for value in call.results]
-        # New states of buffers are the forward's alone: this may be a run for its gradients only.
+        # New values of buffers are the forward's: this may be a second run, for gradients only.
         written = {output for output, _ in program.writes}
         results = tuple(v for i, v in enumerate(both.outputs) if i not in written)
         calls = tuple(needed_calls(both.calls, (*results, *drawn)))
@@ -371,9 +371,9 @@ class GradientPrograms:
 
 
 def own_derivative(program: ir.Program) -> str:
-    """Names a function of the user's that has a derivative of its own; "" if there is none.
+    """Names a ``torch.autograd.Function`` in a program; "" if there is none.
 
-    Its operators would be differentiated a second time, and it would not.
+    A second derivative would be that of its operators, and not of its own backward.
     """
     leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
     targets = (node.target for leaf in leaves for node in leaf.nodes)
@@ -389,7 +389,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class NotUpdatedError(PlanError):
-    """Why a parameter cannot be updated in the program."""
+    """A parameter cannot be updated in the program; the message says why."""
 
 
 def with_updates(step: StepProgram, groups: Sequence[UpdateGroup]) -> StepProgram:
@@ -398,13 +398,13 @@ def with_updates(step: StepProgram, groups: Sequence[UpdateGroup]) -> StepProgra
     Gradients of other parameters stay results.
 
     Raises:
-        NotUpdatedError: if a gradient is laid out in another way than its parameter.
+        NotUpdatedError: if a gradient has another layout than its parameter.
     """
     return _Updater(step, groups).updated()
 
 
 def step_of_sums(trained: Sequence[tuple[ir.ModelTensor, TensorType]]) -> StepProgram:
-    """Returns a step whose gradients are there already: its batch is their sums.
+    """Returns a step without forward and backward, whose batch is the summed gradients.
 
     Args:
         trained: parameters, and the types of their gradients.

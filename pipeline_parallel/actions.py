@@ -1,4 +1,4 @@
-"""The action table: what each rank does, in order, as a schedule of PyTorch lays it out."""
+"""The action table: each rank's actions in order, from a schedule of PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTION_TEXT = {
     BACKWARD_WEIGHT: "backward of weights",
 }
 
-# How many stages PyTorch's class of that name takes on one rank.
+# How many stages PyTorch's schedule class of this name takes on one rank.
 _STAGES_PER_RANK = {
     "GPipe": "one",
     "1F1B": "one",
@@ -33,7 +33,7 @@ _STAGES_PER_RANK = {
     "DualPipeV": "two",
 }
 SCHEDULES = tuple(_STAGES_PER_RANK)
-# Here stage s and the one as far from the end share a rank: the rank of the loss begins backwards.
+# Here stages s and num_stages - 1 - s share a rank: the first rank also has the last stage.
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _ALIASES = {"zbv": "ZBVZeroBubble"}
 
@@ -62,7 +62,7 @@ class ActionTable:
         posted: for an action that receives from another rank, how many of its rank's actions are
             done when the receive may start; without an entry it starts right before the action.
         num_actions_sending: after how many further actions PyTorch's runtime has waited for a send;
-            None if it waits when the step ends.
+            None if it waits at the end of the step.
     """
 
     schedule: str
@@ -88,7 +88,7 @@ class ActionTable:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
     def in_flight(self) -> list[int]:
-        """For each stage, the most micro-batches between their forward and their last backward."""
+        """Returns for each stage the most micro-batches between forward and last backward."""
         most = [0] * self.num_stages
         for rank in self.ranks:
             for flights in _flights(rank):
@@ -98,7 +98,7 @@ class ActionTable:
 
     @property
     def num_flights(self) -> int:
-        """Most micro-batches that a rank holds of each of its stages, in the mean of them."""
+        """Most micro-batches in flight per stage of a rank, averaged over the rank's stages."""
         ones = dict.fromkeys(range(self.num_stages), 1)
         return max(-(-self.peak_bytes(r, ones) // len(self.stages_of(r))) for r in self.rank_of)
 
@@ -107,7 +107,7 @@ class ActionTable:
 
         Args:
             rank: which.
-            bytes_per_flight: for each stage, what one micro-batch holds.
+            bytes_per_flight: for each stage, the bytes that one micro-batch holds.
         """
         sums = (
             sum(number * bytes_per_flight[stage] for stage, number in flights.items())
@@ -123,14 +123,14 @@ def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
         if action.kind == FORWARD:
             flights[action.stage] += 1
             yield flights
-        # The early half of a backward ends nothing: the late one reads what the forward saved.
+        # Not after the early half of a backward: the late one still reads what the forward saved.
         elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             flights[action.stage] -= 1
     assert not +flights, f"{flights} end without a backward"
 
 
 def schedule_name(name: str) -> str:
-    """Returns the full name of a schedule, however its letters are written.
+    """Returns the full name of a schedule; ignores case.
 
     Raises:
         PipelineError: if there is no such schedule.

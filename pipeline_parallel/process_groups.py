@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: who they are, that they agree, and what they sum."""
+"""The ranks of a pipeline: process groups, checks that ranks agree, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GradientSums:
     """Sums the gradients of micro-batches, one buffer per parameter.
 
     Two stages of one rank that use the same parameter share its buffer. The buffers of one dtype
-    lie side by side in one tensor, so that replicas sum them in one go.
+    are parts of one flat tensor, so that replicas sum them in one all-reduce.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class GradientSums:
         self._types: dict[str, TensorType] = {}
 
     def add_parameter(self, name: str, type_: TensorType) -> None:
-        """Makes room for the gradient of a parameter, once."""
+        """Adds a parameter, for whose gradient a buffer will be allocated; once."""
         self._types.setdefault(name, type_)
 
     def allocate(self) -> None:
-        """Makes the buffers, those of one kind side by side."""
+        """Allocates the buffers, those of one dtype and device as parts of one tensor."""
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, type_ in self._types.items():
             kinds.setdefault((type_.dtype, type_.device), []).append(name)
@@ -67,16 +67,16 @@ DATA_DIM = "data"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place.
+    """This rank's place in its pipeline, and its process groups.
 
     Attributes:
         rows: for each pipeline its global ranks, in order of their stages.
         group: the ranks of this pipeline.
         data_group: the ranks that hold the same stages in other pipelines; None if there are none.
         rank: this rank's number in its pipeline.
-        device: where it computes.
+        device: the device that it computes on.
         timeout: how long to wait for another rank.
-        num_batches: how many pipelines have a batch of their own, for gradients to be averaged.
+        num_batches: how many pipelines have different batches, over which gradients are averaged.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -93,12 +93,12 @@ class Ranks:
         return len(self.rows[0])
 
     def merged(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns what all ranks of the pipeline hand in, together."""
+        """Gathers the mappings of all ranks of the pipeline into one."""
         everyone = _gathered(dict(own), self.group)
         return {key: value for part in everyone for key, value in part.items()}
 
     def check_same(self, program: Program | None, table: ActionTable, file: str = "") -> None:
-        """Raises PipelineError on every rank if ranks have captured or asked for other things."""
+        """Raises PipelineError on every rank if programs or options of ranks differ."""
         asked = {
             "schedule": table.schedule,
             "num_stages": table.num_stages,
@@ -110,9 +110,9 @@ class Ranks:
     def check_same_program(
         self, program: Program | None, asked: Mapping[str, Any], why: str
     ) -> None:
-        """Raises PipelineError on every rank if ranks have captured or asked for other things.
+        """Raises PipelineError on every rank if programs or options of ranks differ.
 
-        Without a program, what is asked for says which it is.
+        Without a program, the options identify it.
         """
         own = {
             "torch": str(torch.__version__),
@@ -121,23 +121,23 @@ class Ranks:
             **asked,
         }
         if program is not None:
-            # A digest, for the text of a large model is megabytes, and all ranks send it to all.
+            # A digest: the text of a large model is megabytes, and each rank sends it to all.
             digest = hashlib.sha256(text_to_compare(program).encode()).hexdigest()
             own["model (its captured program)"] = digest[:12]
         self._compare(own, f"Ranks do not agree, {why}")
 
     def check_same_values(self, tensors: Mapping[str, Tensor], text: str) -> None:
-        """Raises PipelineError on every rank if tensors of this name differ."""
+        """Raises PipelineError on every rank if tensors of one name differ."""
         self._compare({n: _digest(t) for n, t in tensors.items()}, text)
 
     def check_same_tensors(
         self, shared: Mapping[str, Tensor], replicated: Mapping[str, Tensor]
     ) -> None:
-        """Raises PipelineError if what several ranks hold differs.
+        """Raises PipelineError if tensors that several ranks hold differ.
 
         Args:
-            shared: tensors of this rank that other ranks of its pipeline use too.
-            replicated: all tensors of this rank; replicas must hold the same.
+            shared: tensors of this rank that other ranks of its pipeline use, too.
+            replicated: all tensors of this rank; replicas must have equal ones.
         """
         text = "Ranks start from different values. Seed them alike or load one checkpoint"
         self._compare({n: _digest(t) for n, t in shared.items()}, text)
@@ -165,15 +165,15 @@ class Ranks:
 
     @contextmanager
     def leader_first(self, place: str) -> Iterator[None]:
-        """Lets one rank of the pipeline at each place do something, and then the others.
+        """Runs the body on one rank per place first, then on the other ranks of the pipeline.
 
-        What the first one leaves there, such as compiled kernels, the others find.
+        The others find what the first one left there, such as compiled kernels.
 
         Args:
-            place: the same text for ranks that share what they leave; "" shares nothing.
+            place: equal for ranks that share a cache; "" for a rank that shares none.
         """
         everyone = _gathered(place or f"rank {self.rank}", self.group)
-        # One barrier for all: the leader comes to it after its turn, the others before theirs.
+        # One barrier: the leader enters it after its turn, the others before theirs.
         leads = everyone.index(everyone[self.rank]) == self.rank
         if not leads:
             with _explained("while another rank compiled", self.group):
@@ -185,7 +185,7 @@ class Ranks:
                 dist.barrier(group=self.group)
 
     def broadcast(self, value: Tensor | None, type_: TensorType, rank: int) -> Tensor:
-        """Returns on all ranks of the pipeline what one of them has."""
+        """Returns one rank's tensor on all ranks of the pipeline."""
         if value is None:
             value = torch.empty(type_.shape, dtype=type_.dtype, device=self.device)
         row = next(row for row in self.rows if dist.get_rank() in row)
@@ -243,7 +243,7 @@ class Reduction:
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for name, gradient in gradients:
             norm: Any = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            # Of a DTensor, all its parts count.
+            # For a DTensor, the norm over all its shards.
             square = (norm if type(norm) is Tensor else norm.full_tensor()) ** 2
             shared = self.shared.get(name)
             total += square if shared is None else square / dist.get_world_size(shared)
@@ -253,7 +253,7 @@ class Reduction:
         return total.sqrt().float()
 
     def agree_on_largest(self, flags: dict[Any, Tensor]) -> None:
-        """Sets the number of this rank's device to the largest of all ranks of the pipeline."""
+        """Sets the flag of this rank's device to the largest of all ranks of the pipeline."""
         device, group = self.ranks.device, self.ranks.group
         flag = flags.setdefault(device, torch.zeros((), device=device))
         with _explained("in the agreement on infinite gradients", group):
@@ -262,7 +262,7 @@ class Reduction:
 
 @contextmanager
 def _explained(where: str, group: Any) -> Iterator[None]:
-    """Makes an error of a collective a PipelineError that says where this rank stopped."""
+    """Turns an error of a collective into a PipelineError that says where this rank stopped."""
     try:
         yield
     except RuntimeError as error:
@@ -270,7 +270,7 @@ def _explained(where: str, group: Any) -> Iterator[None]:
 
 
 def stopped(where: str, group: Any, error: BaseException) -> str:
-    """Says in what this rank stopped, with which ranks, and why."""
+    """Returns an error text: what this rank was doing, with which ranks, and the error."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
     text = f"Rank {dist.get_rank()} stopped {where} (ranks {ranks}). {first_line(error)}"
     if isinstance(error, LazyInlineError):  # which says what to look at
@@ -309,16 +309,16 @@ def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
 
 
 def all_ranks(device: torch.device) -> Ranks:
-    """Returns this rank's place among all that there are, in their own group."""
+    """Returns this rank's place among all ranks, as one pipeline in the default group."""
     everyone = tuple(range(dist.get_world_size()))
     return Ranks((everyone,), None, None, dist.get_rank(), device, datetime.timedelta())
 
 
 def ranks_elsewhere(sizes: Mapping[str, int], timeout_s: float) -> Ranks:
-    """Returns the place of the first rank of a pipeline that is not here.
+    """Returns the place of the first rank of a pipeline whose processes do not exist.
 
     Raises:
-        PipelineError: if it has other dimensions, or no such sizes.
+        PipelineError: if it has other dimensions, or a size is not a positive integer.
     """
     _check_names(tuple(sizes))
     if not all(type(size) is int and size > 0 for size in sizes.values()):
@@ -379,7 +379,7 @@ def _place(
 
 
 def _gathered(own: object, group: Any) -> list[Any]:
-    """Returns what each rank of a group hands in."""
+    """Gathers an object from each rank of a group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with _explained("where ranks compare what they have", group):
         dist.all_gather_object(everyone, own, group=group)
@@ -387,9 +387,9 @@ def _gathered(own: object, group: Any) -> list[Any]:
 
 
 def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) -> Any:
-    """Makes a group of each set of ranks; returns the one that this rank is in."""
+    """Makes a process group of each set of ranks; returns the one that this rank is in."""
     own = None
-    # ``new_group`` is a collective: ranks that are not in a group help to make it.
+    # ``new_group`` is a collective of all ranks, also of those that are not in the group.
     for ranks in sets:
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:
@@ -400,7 +400,7 @@ def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) ->
 def users_of(
     derived: Sequence[StageDerivative], table: ActionTable
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Returns, of each parameter with a gradient, the ranks that use it, and its type."""
+    """Returns for each parameter with a gradient the ranks that use it, and its type."""
     ranks: dict[str, set[int]] = {}
     types: dict[str, Any] = {}
     for one in derived:

@@ -1,8 +1,8 @@
 """Adapter: the schedules, the action table and the runtime of ``torch.distributed.pipelining``.
 
-PyTorch lays out the actions, runs them and starts the transfers; a :class:`ClosureStage` says what
-an action computes and which tensors travel. It owns its buffers, so that of PyTorch's stage only
-the calls that a schedule makes are used. Every private name that this needs is used here.
+PyTorch makes the schedule, runs its actions and starts the transfers; a :class:`ClosureStage` says
+what an action computes and which tensors are sent. It owns its buffers, so it overrides all methods
+of PyTorch's stage that a schedule calls. Private names for this are used only here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .steps import StageSteps
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 _RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
-# 1F1B waits for what an action sent before or right after the next one; the others when a step (or
-# GPipe's half of it) ends.
+# 1F1B waits for an action's sends before or right after the next action; the others wait at the end
+# of a step (GPipe: of its forwards, and of its backwards).
 _ACTIONS_SENDING = {"1F1B": 2}
 
 
 def action_table(
     schedule: str, num_stages: int, num_ranks: int, num_micro_batches: int
 ) -> ActionTable:
-    """Returns what each rank does, in order; nothing is started and no process group is needed.
+    """Returns the action table of a schedule; needs no process group.
 
     Raises:
         PipelineError: if PyTorch's schedule refuses these numbers.
@@ -83,7 +83,7 @@ def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
 
 
 def _posted(steps: Sequence[Any], actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
-    """For each action that receives, how many actions are done when its receive starts."""
+    """Yields each receiving action, and how many actions are done when its receive starts."""
     receivers = {
         _RECEIVES[a.kind] + f"{a.stage}.{a.micro_batch}": a for a in actions if a.kind != "W"
     }
@@ -96,9 +96,9 @@ def _posted(steps: Sequence[Any], actions: Sequence[Action]) -> Iterator[tuple[A
 
 
 def _renumbered(actions: Sequence[Action]) -> list[Action]:
-    """Numbers micro-batches as they are run: PyTorch's table of 1F1B starts at 1 on the last rank.
+    """Numbers micro-batches in the order in which they run.
 
-    (Schedules with one stage per rank do not run from their table, so that nobody noticed.)
+    PyTorch's table of 1F1B starts at 1 on the last rank; it does not use it to run the schedule.
     """
     counts: Counter[str] = Counter()
     found = []
@@ -109,7 +109,7 @@ def _renumbered(actions: Sequence[Action]) -> list[Action]:
 
 
 def _make(schedule: str, stages: Sequence[Any], num_micro_batches: int) -> Any:
-    """Makes PyTorch's schedule; the loss is already what the last stage returns."""
+    """Makes PyTorch's schedule, with a loss function that returns the last stage's result."""
     made = getattr(torch_schedules, _CLASSES[schedule])
     options = {"loss_fn": _returned_loss, "scale_grads": False}
     try:
@@ -129,9 +129,9 @@ class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
     Args:
-        steps: the steps, which also hold what travels.
+        steps: the steps, which also hold the values that are sent and received.
         num_stages: stages of the whole pipeline.
-        device: where this rank computes.
+        device: the device of this rank.
         group: the ranks of this pipeline.
     """
 
@@ -139,18 +139,18 @@ class ClosureStage(PipelineStage):
         self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
     ) -> None:
         stage = steps.derived.stage
-        # Of the module nothing is used: each method of PyTorch's that would call it is replaced.
+        # The module is not used: every method of PyTorch's that would call it is overridden.
         super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
         self.steps = steps
         self.doing = ""
         self._user: Sequence[Sequence[Tensor]] = ()
 
     def give(self, user: Sequence[Sequence[Tensor]]) -> None:
-        """Begins a step with the user's tensors of each micro-batch."""
+        """Begins a step with the user's tensors for each micro-batch."""
         self.steps.clear()
         self._user = user
 
-    # ---- set-up: everything about the transfers is known, so nothing is exchanged ------------
+    # ---- set-up: nothing is exchanged, since all about the transfers is known ----------------
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.ones(1, dtype=torch.int32, device="cpu")
@@ -210,14 +210,14 @@ class ClosureStage(PipelineStage):
         return dist.get_process_group_ranks(self.group)[place]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """Returns nothing: the rank's runner hands values over as the part that makes them ends."""
+        """Returns nothing: the rank's runner passes values between stages of one rank."""
         return ()
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    # V-shaped schedules have two neighbours on one rank, whose values the runner hands over.
+    # V-shaped schedules have two neighbouring stages on one rank: the runner passes their values.
     set_local_fwd_input = set_local_bwd_input = _nothing
-    # Asked since torch 2.15: the next step begins with empty inboxes.
+    # Called since torch 2.15; not needed, since a step begins with empty inboxes.
     _clear_unlaunched_fwd_recv = _clear_unlaunched_bwd_recv = _nothing
     # The loss's gradient is scaled instead, and gradients are reduced after the step.
     scale_grads = perform_reduce_grad = _nothing
@@ -276,8 +276,8 @@ class Runner:
             stage.give(user)
         losses: list[Tensor] = []
         options: dict[str, Any] = {"return_outputs": False}
-        # A schedule calls the loss function only where it has targets. The last stage has computed
-        # the loss already, so any targets do.
+        # A schedule calls the loss function only if it has targets. The last stage has computed the
+        # loss already, so these are not used.
         if self._has_last:
             options |= {
                 "target": torch.zeros(self._num_micro_batches, device="cpu"),

@@ -1,9 +1,9 @@
 """The generated function of one part of a layout.
 
-Launches that have a native form are words for the native loop, one call of it for as many as
-follow one another; each of the others is one line of Python on bound names. Tensors in the arena
-and tensors of the model are bound before the first run; user inputs, results and foreign buffers
-are locals of the function.
+Launches with a native form are words for the native loop, which one call runs for a series of
+launches; each other launch is a line of Python on bound names. Tensors in the arena and tensors of
+the model are bound before the first run; user inputs, results and foreign buffers are locals of the
+function.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .placement import Overlay, aligned, loaded_wide
 from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout, view_of
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
-"""The ranges that a profiler sees: none; those of a second function, written if a profiler runs; or
-one for each call of a block and each launch."""
+"""The ranges that a profiler sees: none; those of a second function, generated when a profiler
+runs; or one for each call of a block and each launch."""
 
 
 @dataclass(eq=False)
@@ -35,10 +35,10 @@ class CodeWriter:
         offsets: start of each instance in the arena, in bytes (unused for other kinds).
         part: which part to write.
         fixed: instances whose tensors are bound beforehand (the model's).
-        num_returned: how many leading outputs the function returns; the others stay in place.
-        extra_inputs: foreign instances and hosts that an earlier part made and this one uses.
+        num_returned: how many leading outputs the function returns; the others stay in the arena.
+        extra_inputs: foreign instances and hosts that an earlier part allocated and this one uses.
         extra_outputs: foreign instances and hosts that a later part uses.
-        overlay: hosts, which the first part makes, and the arena instances that lie in them.
+        overlay: hosts, which the first part allocates, and the arena instances placed in them.
         regions: instance -> region of the arena that its offset counts from, if not from the start.
         ranges: what a profiler sees.
     """
@@ -145,14 +145,14 @@ class CodeWriter:
                 self._make_result(instance_index, self._handed_base(instance_index))
 
     def _align_inputs(self, given: Sequence[Placed]) -> None:
-        """Writes what copies inputs that begin where a GPU kernel cannot load them."""
+        """Adds copies of inputs that are not aligned for GPU kernels."""
         if self.layout.runs == "native":
             return
         wide = loaded_wide(self.part.launches)
         for instance in [placed.instance for placed in given if placed.instance in wide]:
             base = self._locals[instance]
             name = self._names[base]
-            for placed in self._returned:  # what is returned of an input is the user's own memory
+            for placed in self._returned:  # a returned input must alias the user's own tensor
                 if placed.instance == instance and placed not in self._handed_back:
                     self._handed_back[placed] = handed = f"h{len(self._handed_back)}"
                     self._lines.append(f"  {handed} = {self._view(name, base, placed)}")
@@ -169,7 +169,7 @@ class CodeWriter:
         raise AssertionError("a foreign buffer that no launch makes")
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """Foreign buffers by the launch after which nobody in this part needs them."""
+        """Returns foreign buffers by the time of their last use in this part."""
         kept = {p.instance for p in self._returned} | set(self.extra_outputs)
         foreign = {i for i, b in enumerate(self.layout.instances) if b.kind == "foreign"} - kept
         last: dict[int, int] = {}
@@ -183,7 +183,7 @@ class CodeWriter:
         return found
 
     def _free(self, instances: Sequence[int]) -> None:
-        """Drops every name of a foreign buffer: a view holds its memory as well."""
+        """Deletes every name of a foreign buffer: views keep its memory alive, too."""
         for instance in instances:
             self._freed += self._local_names.pop(instance, ())
         if not self._num_native:
@@ -219,7 +219,7 @@ class CodeWriter:
             return self._region_slot(index), self.offsets[index] + offset_bytes
         if index in self.fixed:
             return self._bound_slot(index), offset_bytes
-        # Known only in a run: the function writes the address into the table, then calls the loop.
+        # Known only in a run: the function stores the address in the table, then calls the loop.
         base = self._base(placed.place(view))
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
 
@@ -255,8 +255,8 @@ class CodeWriter:
         return self._code.num_slots - 1
 
     def _flush(self) -> None:
-        """Writes the call that runs the native launches collected so far."""
-        # As late as can be: each call of the loop from Python costs as much as a small launch.
+        """Adds the call that runs the native launches collected so far."""
+        # As late as possible: each call of the loop from Python costs as much as a small launch.
         if self._num_native:
             start = self._native_start * self._code.words.itemsize
             call = f"run_native(words + {start}, {self._num_native}, table)"
@@ -284,7 +284,7 @@ class CodeWriter:
                 self._check(target, view, launch.name, device)
 
     def _check(self, target: str, view: View, operator: str, device: torch.device | None) -> None:
-        """Writes what puts a result that a launch allocated into the layout that is read."""
+        """Adds a check of a foreign result, which is copied if its layout is not the traced one."""
         check = self._constant(check_layout)
         dtype = self._constant(view.dtype)
         where = "" if device is None else f", device={self._constant(device)}"
@@ -316,7 +316,7 @@ class CodeWriter:
     def _operand(self, value: Any, placed: PlacedLaunch) -> str:
         if isinstance(value, View):
             place = placed.place(value)
-            # Views that start at one address are one operand to it, so fewer have to be bound.
+            # Only addresses count, so views with equal addresses are bound once.
             if placed.launch.operands == "addresses":
                 return self._address(place)
             return self._name(place)
@@ -326,7 +326,7 @@ class CodeWriter:
         return self._literal(value)
 
     def _address(self, placed: Placed) -> str:
-        """Names any tensor that starts where this one does."""
+        """Returns the name of any tensor with the same address and dtype."""
         key = (placed.instance, placed.dtype, placed.offset_bytes)
         if key not in self._starts:
             start = placed
@@ -375,7 +375,7 @@ class CodeWriter:
         return name
 
     def _view(self, name: str, base: Placed, placed: Placed) -> str:
-        """Returns what makes a view of a tensor of some name; itself, if it is the same."""
+        """Returns the expression for a view of a named tensor; the name if it is the same."""
         if base == placed:
             return name
         offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
@@ -383,14 +383,14 @@ class CodeWriter:
         return f"{view}({name}, {placed.shape}, {placed.stride}, {offset}, {dtype})"
 
     def _base(self, placed: Placed) -> Placed:
-        """Returns the local tensor that a view starts from, made here if the user gets it."""
+        """Returns the local tensor that a view is made from; allocates it if it is a result."""
         if placed.instance not in self._locals:
             base = _result_base(self.layout, self.part, placed)
             self._make_result(placed.instance, base)
         return self._locals[placed.instance]
 
     def _make_result(self, instance: int, base: Placed) -> None:
-        """Allocates a buffer that the user will own; views of it start from here."""
+        """Adds the allocation of a buffer that the user will own, from which views are made."""
         found = self.layout.instances[instance]
         assert found.kind == "result", found
         self._code.num_made_per_run += 1
@@ -411,7 +411,7 @@ def host_base(layout: Layout, instance: int) -> Placed:
 
 
 def _result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
-    """Returns the whole buffer of a result: as a part returns it, if that covers it."""
+    """Returns the whole buffer of a result, as the output that covers all of it if there is one."""
     whole_bytes = layout.instances[placed.instance].num_bytes
     for output in part.outputs:
         num_bytes = math.prod(output.shape) * output.dtype.itemsize

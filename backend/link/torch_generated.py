@@ -1,8 +1,8 @@
-"""Adapter: a generated function, how its names are bound to memory, and what it asks of PyTorch.
+"""Adapter: a generated function, the binding of its names to memory, and its use of PyTorch.
 
-It asks for a profiler's ranges and for the layouts of results. A launch that allocates its result
-is the one thing that no plan can prove: its layout is what the operator's fake kernel said, which
-for an operator of somebody else may be wrong.
+It uses PyTorch for a profiler's ranges and to check the layouts of results. The layout of a result
+that a launch allocates cannot be planned: it is predicted by the operator's fake kernel, which may
+be wrong for a custom operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .placement import Place, Tools
 ARENA_SLOT = 0
 
 Runner: TypeAlias = Callable[[list[Any]], list[Any]]
-"""Runs a part on what it is given, and empties that list."""
+"""Runs a part on a list of tensors, and empties the list."""
 
 
 @dataclass
@@ -42,16 +42,16 @@ class GeneratedCode:
     """Source of one part, and what must be bound before it runs.
 
     Attributes:
-        inputs: which of the part's inputs a run is given, in order; foreign buffers follow.
+        inputs: which of the part's inputs a run takes, in order; foreign buffers follow.
         constants: name -> kernel or constant, the same for every binding.
         arena_views: name -> place in the arena.
         model_views: name -> view of a model tensor.
-        words: what the native loop runs.
-        sizes: words that are to be computed again for other sizes, by their places.
-        slots: instance -> slot of the native address table, for what is bound beforehand.
-        regions: region of the arena -> slot, where a program works in several places at once.
-        arenas: further device -> slot of the arena that is there.
-        num_slots: size of that table; what is known only in a run comes last.
+        words: the operations of the native loop.
+        sizes: positions of words that depend on sizes, each with its size.
+        slots: instance -> slot of the native address table, for tensors that are bound beforehand.
+        regions: region of the arena -> slot, for a program that is bound region by region.
+        arenas: further device -> slot of its arena.
+        num_slots: size of the table; slots of addresses that are known only in a run come last.
     """
 
     source: str = ""
@@ -69,27 +69,27 @@ class GeneratedCode:
 
     @cached_property
     def _views(self) -> list[dict[str, Placed]]:
-        """The views that sizes are in."""
+        """The views that depend on sizes."""
         both = (self.arena_views, self.model_views)
         return [{n: one for n, one in views.items() if one.has_size} for views in both]
 
     @cached_property
     def _places(self) -> IntArray:
-        """Which words are sizes."""
+        """The positions of the words that are sizes."""
         return np.array([place for place, _ in self.sizes])
 
     @cached_property
     def _which(self) -> IntArray:
-        """Which sizes these are."""
+        """The numbers of these sizes, in the same order."""
         return np.array([size.place for _, size in self.sizes])
 
     @cached_property
     def _names(self) -> list[str]:
-        """The sizes that stand in the source."""
+        """The names of sizes in the source."""
         return sorted(set(re.findall(r"\bn\d+\b", self.source)))
 
     def at(self, numbers: Numbers) -> GeneratedCode:
-        """Returns the same with the numbers of other sizes."""
+        """Returns the same code at other sizes."""
         part = self.part_at(numbers)
         arena, model = {**self.arena_views, **part.arena_views}, self.model_views
         return replace(
@@ -101,7 +101,7 @@ class GeneratedCode:
         )
 
     def part_at(self, numbers: Numbers, moved: Collection[int] = ()) -> GeneratedCode:
-        """Returns what differs with the numbers of other sizes, and where tensors have moved."""
+        """Returns the part of the code that differs at other sizes, or where tensors have moved."""
         words = array("q", self.words)
         if self.sizes:
             np.frombuffer(words, np.int64)[self._places] = np.take(numbers.column, self._which)
@@ -123,13 +123,13 @@ class Memory:
     """Binds generated functions to an arena and to the model's tensors.
 
     Attributes:
-        arena: the bytes.
-        offsets: start in it of each instance that a function has a view of.
+        arena: the bytes of the arena.
+        offsets: the offset of each instance that a function has a view of.
         tensors: the model's, by instance.
-        tools: what loads kernels and the native loop.
-        region_starts: where regions of the arena start, for a program that works in several.
+        tools: load kernels and the native loop.
+        region_starts: where regions of the arena start, for a program that is bound by regions.
         others: arenas on further devices.
-        device_of: for each instance, which of them it lies in, if in one.
+        device_of: the further device of each instance that is on one.
     """
 
     arena: torch.Tensor
@@ -141,7 +141,7 @@ class Memory:
     device_of: Mapping[int, torch.device] = field(default_factory=dict)
 
     def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
-        """Returns a part's function over this memory; it sees ``names``, too."""
+        """Returns a part's function bound to this memory, with ``names`` as further globals."""
         load = self.tools.place.load
         scope: dict[str, Any] = {
             name: load(value) if isinstance(value, TritonKernel) else value
@@ -157,19 +157,19 @@ class Memory:
     def runner_like(
         self, like: Runner, part: GeneratedCode, compiled: CodeType, **names: Any
     ) -> Runner:
-        """Returns a part's function like one over the same arena, where only some is bound anew.
+        """Returns a part's function like another one on the same arena, with some names rebound.
 
         Args:
             like: the other function.
-            part: what is bound anew; see :meth:`GeneratedCode.part_at`.
+            part: the names to rebind; see :meth:`GeneratedCode.part_at`.
             compiled: the function's code.
-            names: what it sees besides.
+            names: further globals.
         """
         scope = {**like.__globals__, **part.constants}
         scope.update(self._bind_arenas(part.arena_views))
         scope.update(_bind_model(part.model_views, self.tensors))
         if part.words:
-            # Runs in one arena take turns, but each has the addresses of its own inputs.
+            # Functions on one arena run in turn, but each needs the addresses of its own inputs.
             addresses = type(scope["addresses"]).from_buffer_copy(scope["addresses"])
             for instance, slot in part.slots.items():
                 addresses[slot] = self.tensors[instance].data_ptr()
@@ -179,7 +179,7 @@ class Memory:
         return _defined(compiled, scope, names)
 
     def native_names(self, code: GeneratedCode) -> dict[str, Any]:
-        """Makes the address table of one lease, or of one run in regions of its own."""
+        """Makes the address table of one lease, or of one run with its own regions."""
         library, start = self.tools.native(), self.arena.data_ptr()
         addresses = (ctypes.c_int64 * code.num_slots)()
         addresses[ARENA_SLOT] = start
@@ -189,8 +189,8 @@ class Memory:
             addresses[slot] = self.others[device].data_ptr()
         for instance, slot in code.slots.items():
             addresses[slot] = self.tensors[instance].data_ptr()
-        # What is given by address must be owned: ``parameter.data = ...`` may take the memory of
-        # the model's tensors from them.
+        # Memory that is used by address must be kept alive: after ``parameter.data = ...`` the
+        # parameter no longer does that.
         tensors = [self.tensors[instance].detach() for instance in code.slots]
         return {
             "run_native": library.run,
@@ -203,7 +203,7 @@ class Memory:
         }
 
     def _bind_arenas(self, views: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
-        """Makes every arena view once."""
+        """Makes all views of arenas."""
         typed: dict[tuple[torch.device | None, torch.dtype], torch.Tensor] = {}
         bound = {}
         for name, placed in views.items():
@@ -218,10 +218,10 @@ class Memory:
 
 
 def _defined(compiled: CodeType, scope: dict[str, Any], names: Mapping[str, Any]) -> Runner:
-    """Returns the function that code defines, which sees a scope and further names."""
+    """Returns the function that code defines, with a scope and further names as its globals."""
     scope.update(names)
     exec(compiled, scope)
-    # Popped: a cycle would keep the arena until garbage is collected.
+    # Popped: a reference cycle would keep the arena alive until a garbage collection.
     program: Runner = scope.pop("program")
     return program
 
@@ -229,14 +229,14 @@ def _defined(compiled: CodeType, scope: dict[str, Any], names: Mapping[str, Any]
 def launch_apart(
     layout: Layout, place: Place, numbers: Numbers, launched: set[TritonKernel]
 ) -> None:
-    """Launches each kernel of a GPU once, on memory of its own, if it is not among ``launched``."""
+    """Launches each GPU kernel that is not in ``launched`` once, on memory of its own."""
 
     def operand(value: Any, placed: PlacedLaunch) -> Any:
         if not isinstance(value, View):
             return numbers.of(value)
         at = placed.place(value).at(numbers)
         device = layout.instances[at.instance].device or place.device
-        # Zeros: those that are indices stay within.
+        # Zeros, which are in range if the tensor holds indices.
         zeros = torch.zeros(max(reach(at.shape, at.stride), 1), dtype=at.dtype, device=device)
         return zeros.as_strided(at.shape, at.stride)
 
@@ -248,7 +248,7 @@ def launch_apart(
 
 
 def _bind_device(device: torch.device) -> dict[str, Any]:
-    """Returns what makes tensors in a run, on the device that it runs on."""
+    """Returns the functions that allocate tensors in a run, for its device."""
     new = new_cpu_tensor if device.type == "cpu" else partial(_new_tensor, device)
     return {"new_tensor": new, "as_predicted": partial(as_predicted, device=device)}
 
@@ -262,7 +262,7 @@ def _new_tensor(
 def _bind_model(
     views: Mapping[str, Placed], tensors: Mapping[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Makes every view of a model tensor, by reference to the tensor's memory."""
+    """Makes all views of model tensors, which alias the tensors."""
     bound = {}
     for name, placed in views.items():
         tensor = tensors[placed.instance].detach()
@@ -284,7 +284,7 @@ def view_of(
 ) -> torch.Tensor:
     """Makes a view of a tensor that is known only at run time; ``offset`` counts from its start."""
     start = base.storage_offset()
-    if base.dtype != dtype:  # `view` knows dense ones only: no single number, no transposed ones
+    if base.dtype != dtype:  # `view(dtype)` takes neither 0-d nor transposed tensors
         start = start * base.element_size() // dtype.itemsize
         base = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage())  # type: ignore[call-overload]
     return torch.as_strided(base, shape, stride, start + offset)
@@ -292,9 +292,9 @@ def view_of(
 
 PROFILER: ModuleType = torch.autograd.profiler
 IF_IT_RUNS = "profiler._is_profiler_enabled"
-"""Asks, in a generated function where ``profiler`` is :data:`PROFILER`, whether one runs."""
+"""The check for a running profiler in generated code, where ``profiler`` is :data:`PROFILER`."""
 check_layout = torch._C._dynamo.guards.assert_size_stride
-"""Raises AssertionError if a tensor has another shape, or other strides that matter."""
+"""Raises AssertionError if a tensor has another shape, or other strides in dimensions above 1."""
 
 
 def as_predicted(
@@ -306,10 +306,10 @@ def as_predicted(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Returns a result in the layout in which later launches read it; on any device, or on one.
+    """Copies a result into the layout that later launches read it in.
 
     Raises:
-        PlanError: if it holds something else than was predicted.
+        PlanError: if shape, dtype or device are not as predicted.
     """
     device = device or (result.device if isinstance(result, torch.Tensor) else torch.device("cpu"))
     predicted = TensorType(dtype, tuple(shape), tuple(stride), device)
@@ -317,7 +317,7 @@ def as_predicted(
         found = f"a {type(result).__name__}"
     elif (
         (tuple(result.shape), result.device) != (tuple(shape), device)
-        # Without elements some kernels return another type: native_dropout a mask of floats.
+        # For an empty tensor some kernels return another dtype: native_dropout a float mask.
         or (result.dtype != dtype and result.numel())
     ):
         found = f"{TensorType.of(result)} on {result.device}"
@@ -332,21 +332,21 @@ def as_predicted(
 
 
 def begin_range(name: str) -> Any:
-    """Begins a range that a profiler shows under a name; returns it."""
+    """Begins a named profiler range; returns it."""
     shown = torch.profiler.record_function(name)
     shown.__enter__()
     return shown
 
 
 def end_range(shown: Any) -> None:
-    """Ends a range. One that is dropped, after an error, ends as well."""
+    """Ends a profiler range. One that is dropped, after an error, ends as well."""
     shown.__exit__(None, None, None)
 
 
 def profiled(
     writer: Callable[..., Any], memory: Memory, names: Mapping[str, Any], numbers: Numbers
 ) -> Runner:
-    """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
+    """Returns a part's function with a profiler range for each call of a block and each launch."""
     made: list[Runner] = []
 
     def run(inputs: list[Any]) -> list[Any]:

@@ -1,17 +1,17 @@
 """Constants as inputs: closures that differ only in Python numbers become one closure.
 
-A pass over a captured program, callees first. Leaves whose graphs are equal but for numbers that
-are added, subtracted, multiplied or divided by share one leaf, with the numbers that differ as
-further inputs. A closure that calls such a leaf passes the numbers, so it gets them as inputs
-itself, and two closures that only differ in them become one as well. At the top each different
-number is an input bound to a 0-d tensor.
+A pass over a captured program, callees first. Leaves whose graphs differ only in numbers that are
+added, subtracted, multiplied or divided by share one leaf, with those numbers as further inputs. A
+closure that calls such a leaf takes the numbers as inputs itself, so two closures that differ only
+in them become one as well. In the entry program each different number is an input bound to a 0-d
+tensor.
 
-An operator may take a 0-d tensor for a number where the bits stay the same: in sums, differences,
-products and quotients of a tensor and a number, on the CPU (CUDA kernels read a number in higher
-precision than a tensor). An operator rounds a Python number to the dtype it computes in, and so
-does :class:`Number`: a ``1`` and a ``1.0`` of one dtype may share. In f16 and bf16 some kernels
-compute with the number in f32 and others round it first, so there numbers stay in the closure, and
-blocks that differ by one compile once each.
+A 0-d tensor replaces a number only where the bits stay the same: in sums, differences, products and
+quotients of a tensor and a number, on the CPU (CUDA kernels read a number in higher precision than
+a tensor). An operator rounds a Python number to the dtype it computes in, and so does
+:class:`Number`: a ``1`` and a ``1.0`` of one dtype may share. In f16 and bf16 some kernels compute
+with the number in f32 and others round it first, so there numbers stay in the closure, and blocks
+with different ones are compiled once each.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _FORMS: Mapping[Any, Any] = {
         )
     },
 }
-"""The operators, each with the form that takes a tensor for the number."""
+"""The operators, each with the overload that takes a tensor for the number."""
 _REDUCED = (torch.float16, torch.bfloat16)
 _EXACT_INTEGERS = 2**53  # integers up to here are exact in every step from int to float
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as one operator sees it.
+    """A Python number that an operator computes with.
 
     Attributes:
-        text: the Python number, exactly: ``float.hex`` or decimal digits.
-        kind: ``float`` or ``int``, as it was written.
-        dtype: what it is rounded to.
+        text: the number, exactly: ``float.hex`` or decimal digits.
+        kind: ``float`` or ``int``, its Python type.
+        dtype: the dtype that the operator rounds it to.
     """
 
     text: str
@@ -123,11 +123,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shared:
-    """The closure that took the place of others that differ in numbers only.
+    """The closure that replaces others which differ in numbers only.
 
     Attributes:
         closure: the closure to call instead.
-        numbers: what to pass after the operands of before.
+        numbers: further operands, after the original ones.
         num_members: how many different closures it replaces.
     """
 
@@ -141,10 +141,10 @@ def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]
 
     Returns:
         The program (the same one if nothing could be shared), and for each closure of the old
-        program what took its place.
+        program its replacement.
     """
     found: dict[Closure, Shared] = {}
-    # Leaves first: whether callers are equal depends on what became of their callees.
+    # Callees first: callers are compared with their callees replaced.
     for closures in _by_height(program):
         leaves = {_on_shared(c, found): c for c in closures if isinstance(c, Leaf)}
         for open_leaves in _groups(map(_OpenLeaf, leaves), lambda leaf: leaf.key):

@@ -1,15 +1,14 @@
-"""Moves the boundaries between equal blocks to where kernels could not fuse anyway.
+"""Moves the boundaries between equal blocks to matrix products, across which kernels do not fuse.
 
 Kernels fuse within a closure only, so the last sum of a block and the norm of the next one are two
-kernels that write and read the same values. Here a block's closure is cut into a head (what comes
-before its first product), a body, and a tail (what comes after its last product). The tail of a
-block and the head of the next are one closure, a seam, the same between any two of the blocks::
+kernels that write and read the same values. This pass cuts a block's closure into a head (before
+its first product), a body, and a tail (after its last product). The tail of a block and the head of
+the next become one closure, a seam, the same between any two of the blocks::
 
     Block, Block, Block    becomes    head, (body, seam), (body, seam), body, tail
 
-The first head and the last tail are fused with what is around the blocks, where that is possible.
-All of it is done on a captured program, before autodiff, so that a backward has these boundaries
-too.
+The first head and the last tail are fused with the calls around the blocks, if possible. The pass
+runs on a captured program, before autodiff, so that a backward has these boundaries, too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .operators import is_draw, is_view, mutated_args
 from .program import Call, Closure, Composite, Leaf, Program, Value, count_calls, outputs_of
 
 LEAST_CALLS = 3
-"""Blocks in a row that are worth it: they have two seams, which are one closure."""
+"""The fewest blocks in a row for which it pays: they have two seams, which share one closure."""
 
 _PERIOD = ".period"
 
@@ -38,7 +37,7 @@ Env = dict[Node, Value]
 
 
 def rotate(program: Program) -> Program:
-    """Returns a program whose equal blocks in a row meet in seams; the same if it has none."""
+    """Returns a program with seams between equal blocks in a row; the same if it has none."""
     counts = count_calls(program)
     chains = list(_chains(program.calls))
     blocks = _blocks(chains, counts)
@@ -51,7 +50,7 @@ def rotate(program: Program) -> Program:
         rotated = chain if block is None else block.rotated(chain)
         ends.update(() if block is None else (rotated[0], rotated[-1]))
         calls += rotated
-    # Only what is called once, and is no block itself, may lose its boundary.
+    # Fuse only with closures that are called once and are not blocks themselves.
     glue = {call for call in calls if _is_glue(call) and counts[call.closure] == 1}
     uses = Counter(program.outputs)
     uses.update(value for call in calls for value in call.args)
@@ -84,7 +83,7 @@ def _with_ends_fused(
 
 
 def _chains(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    """Yields the calls in runs of equal blocks that hand one value on; other calls one by one."""
+    """Yields runs of equal blocks that each pass one value to the next; other calls one by one."""
     chain: list[Call] = []
     for call in calls:
         if chain and not _continues(chain, call):
@@ -104,7 +103,7 @@ def _continues(chain: Sequence[Call], call: Call) -> bool:
 
 
 def _handed_on(call: Call, after: Call) -> tuple[int, int] | None:
-    """Returns which result of a call is which operand of the next; None if not just one is."""
+    """Returns which result of a call is which operand of the next; None unless exactly one is."""
     found = [
         (call.results.index(value), position)
         for position, value in enumerate(after.args)
@@ -114,14 +113,14 @@ def _handed_on(call: Call, after: Call) -> tuple[int, int] | None:
 
 
 def _blocks(chains: Iterable[Sequence[Call]], counts: Counter[Closure]) -> dict[Closure, _Block]:
-    """Cuts each closure whose calls all lie in long chains of one kind."""
+    """Cuts each closure whose calls are all in long chains, with equal links."""
     links: dict[Closure, set[tuple[int, int] | None]] = {}
     for chain in chains:
         link = _handed_on(chain[0], chain[1]) if len(chain) >= LEAST_CALLS else None
         links.setdefault(chain[0].closure, set()).add(link)
     found: dict[Closure, _Block] = {}
     for closure, (link, *others) in links.items():
-        # What is called elsewhere too would be held twice: whole, and in pieces.
+        # A closure that is also called elsewhere would be compiled twice: whole, and in pieces.
         in_chains = sum(len(chain) for chain in chains if chain[0].closure is closure)
         if link is None or others or in_chains != counts[closure]:
             continue
@@ -132,7 +131,7 @@ def _blocks(chains: Iterable[Sequence[Call]], counts: Counter[Closure]) -> dict[
 
 
 def _is_glue(call: Call) -> bool:
-    """Whether a call is on what surrounds blocks: a leaf that no mark and no module names."""
+    """Whether a call is glue between blocks: a leaf without module path and recompute mark."""
     leaf = call.closure
     if not isinstance(leaf, Leaf) or leaf.kernels != "backend" or call.path or call.recompute:
         return False
@@ -144,18 +143,18 @@ def _is_glue(call: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A part of a block as a closure, and the nodes of the block that it takes and gives."""
+    """A part of a block as a closure, with the block's nodes that it takes and returns."""
 
     leaf: Leaf
     inputs: Sequence[Node]
     outputs: Sequence[Node]
 
     def values(self) -> Env:
-        """Returns new values for what it gives."""
+        """Returns new values for the results."""
         return {n: Value(node_type(n), n.name) for n in self.outputs}
 
     def call(self, env: Env, path: str = "") -> Call:
-        """Calls it on the values of its inputs; what it gives gets a value where it has none."""
+        """Returns a call on the values of its inputs; adds values for results that have none."""
         env.update({n: value for n, value in self.values().items() if n not in env})
         args = tuple(env[node] for node in self.inputs)
         return Call(self.leaf, args, tuple(env[node] for node in self.outputs), path)

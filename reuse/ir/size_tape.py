@@ -1,8 +1,8 @@
-"""Numbers that remember how they were computed from sizes, to be computed again for other sizes.
+"""Integers that record how they are computed from sizes, to compute them again at other sizes.
 
-What links a program computes with plain numbers. Given a :class:`Size` for each symbol it does just
-the same, and its tape knows afterwards what was computed, and what was compared: for other sizes
-the same program is right where each comparison has the same outcome, with other numbers in it.
+Link computes with plain integers. Given a :class:`Size` for each symbol it does the same, and the
+tape records every result and every comparison. At other sizes the linked program is valid if each
+comparison has the same outcome, with the results computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .torch_symbols import Values
 
 
 class Size(int):
-    """A number that remembers its name on a tape; as text it is that name."""
+    """An integer that is recorded on a tape; its ``repr`` is its name there."""
 
     tape: SizeTape
     place: int
@@ -79,10 +79,10 @@ for _name in (*_REFUSED, *(f"r{name}" for name in _REFUSED), "float", "abs", "in
 
 
 class SizeTape:
-    """Notes what is computed from the sizes of one shape.
+    """Records what is computed from the sizes of one shape.
 
     Args:
-        numbers: of each symbol.
+        numbers: the value of each symbol.
 
     Attributes:
         values: a size for each symbol.
@@ -104,13 +104,13 @@ class SizeTape:
     def computed(
         self, symbol: str, function: Callable[[int, int], int], left: int, right: int
     ) -> int:
-        """Returns a result, and notes how it is made."""
+        """Returns a result, and records how it is computed."""
         neutral = {"+": 0, "*": 1, "//": 1, "-": 0}.get(symbol)
         if type(right) is int and right == neutral:
             return left
         if type(left) is int and left == neutral and symbol in "+*":
             return right
-        if symbol in "+*" and type(left) is int:  # one order, so that equal results are one
+        if symbol in "+*" and type(left) is int:  # a fixed order, so that equal results are one
             left, right = right, left
         text = f"{left!r} {symbol} {right!r}"
         if text not in self._computed:
@@ -121,7 +121,7 @@ class SizeTape:
     def compared(
         self, symbol: str, function: Callable[[int, int], bool], left: int, right: int
     ) -> bool:
-        """Returns an outcome, and notes it unless it is the same for all sizes."""
+        """Returns the outcome of a comparison; records it unless it is the same for all sizes."""
         outcome = function(_plain(left), _plain(right))
         text = f"{left!r} {symbol} {right!r}"
         if left is not right and text not in self._compared:
@@ -130,9 +130,9 @@ class SizeTape:
         return outcome
 
     def function(self) -> Callable[[Values], Numbers | None]:
-        """Returns what computes all of it for other sizes.
+        """Returns a function that computes all results at other sizes.
 
-        What that returns is None where a comparison has another outcome.
+        It returns None if a comparison has another outcome there.
         """
         given = ", ".join(map(repr, self.values.values()))
         made = ", ".join(map(repr, self._sizes))
@@ -158,12 +158,12 @@ def _plain(number: int) -> int:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Holds the numbers that were computed for the sizes of one shape."""
+    """The integers that were computed at the sizes of one shape."""
 
     computed: Sequence[int] = ()
 
     def of(self, size: Any) -> Any:
-        """Returns the number of a size; anything else is itself."""
+        """Returns the integer of a size; returns anything else unchanged."""
         return self.computed[size.place] if type(size) is Size and self.computed else size
 
     @cached_property
@@ -173,4 +173,4 @@ class Numbers:
 
 
 PLAIN = Numbers()
-"""Of a program without symbols, whose numbers are those it has."""
+"""For a program without symbolic sizes."""
