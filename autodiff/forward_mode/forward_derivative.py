@@ -1,14 +1,13 @@
 """``ForwardDerivatives``: a closure with its series, made once per closure.
 
-The derived closure takes the primal's inputs, then for each active input its coefficients, by
-order; it returns the primal's results, then the same for each active result. What coefficients are
-is said in ``jets``. It may be differentiated in its turn, in either mode.
+The derived closure takes the primal's inputs, then the coefficients of each active input, by order;
+it returns the primal's results, then the coefficients of each active result. ``jets`` defines
+coefficients. The closure can be differentiated again, in either mode.
 
-An operator without a rule goes by forward mode inside forward mode. That is wasteful: the value and
-its lower derivatives are computed again at each order. And it is refused where it would be wrong
-without a word: PyTorch's formula of a tangent may read what the operator returns besides its result
-(factors of a matrix, statistics of a norm), which to PyTorch are constants, so that the formula's
-own tangent lacks a part.
+For an operator without a rule forward mode is nested. That is slow: the value and its lower
+derivatives are computed again at each order. And it is refused where it would be silently wrong:
+PyTorch's tangent formula may read further results of the operator (factors of a matrix, statistics
+of a norm), which PyTorch treats as constants, so that the formula's own tangent lacks a term.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ Place: TypeAlias = tuple[int, int]
 
 
 def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Returns the results of any operator that has forward mode, with their series.
+    """Returns an operator's results with their series, by nested forward mode.
 
     Raises:
-        PlanError: with the reason, if PyTorch has none, or a wrong one.
+        PlanError: with the reason, if PyTorch has no forward mode for it, or a wrong one.
     """
     results = operands.call(target)
     flat = _listed(results)
-    # Asked of autograd, since forward mode gives a result that it cannot follow no tangent,
-    # without an error.
+    # By autograd, since forward mode silently gives no tangent to a result that it cannot
+    # differentiate.
     moving = _differentiable(target, operands)
     _refuse_wrong(target, flat, moving, lanes.order)
     if not moving:
@@ -98,7 +97,7 @@ def _derivatives_of(
         given[0, operand] = operands.jets[operand].primal
         for k, coefficient in enumerate(coefficients, start=1):
             if coefficient is not None:
-                # With a memory of its own: PyTorch wants a tangent to lie as its value does.
+                # A new tensor: PyTorch wants a tangent to have the layout of its value.
                 given[k, operand] = coefficient * math.factorial(k)
     return given
 
@@ -108,7 +107,7 @@ def _is_real(result: Any) -> bool:
 
 
 def _differentiable(target: Any, operands: Operands) -> list[int]:
-    """Returns which results PyTorch gives a derivative; where it knows none, a tangent is lost."""
+    """Returns which results PyTorch can differentiate; the tangents of others would be lost."""
     with torch.enable_grad():
         watched = [jet.primal.detach().requires_grad_() for jet in operands.jets]
         results = _listed(operands.call(target, watched))
@@ -121,9 +120,9 @@ def _derivatives(
     width: int,
     order: int,
 ) -> list[tuple[Tensor, ...] | None]:
-    """Returns the results and their derivatives up to an order, by those of all operands.
+    """Returns the results and their derivatives up to an order, given those of all operands.
 
-    None is zero.
+    None stands for zero.
     """
     if order == 0:
         return [values(*(given[0, operand] for operand in range(width)))]
@@ -144,13 +143,13 @@ def _derivatives(
     size = len(primal) // sum(there)
     rest = iter(primal[i : i + size] for i in range(0, len(primal), size))
     found = [next(rest) if row else None for row in there]
-    # The derivative of the highest derivative that there is; one that is zero stays so.
+    # The next derivative is that of the highest one before it; the derivative of zero is zero.
     return [*found, tangent[-size:] if there[-1] else None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Names an operator that had no rule, for which forward mode was nested.
+    """An operator without a rule, for which forward mode was nested.
 
     Attributes:
         operator: its name.
@@ -165,12 +164,12 @@ class Fallback:
 
 
 class JetInterpreter(SizedInterpreter):
-    """Runs a graph of plain operators; those whose operands carry a series by their rules.
+    """Runs a graph of plain operators; uses their rules if an operand has a series.
 
     Args:
         module: has no in-place operators; each ``detach`` in it stops a derivative.
-        lanes: how series are computed.
-        stop: detaches, and says in the trace that this one is to stay.
+        lanes: compute the series.
+        stop: detaches, and marks the detach in the trace, so that it stays.
     """
 
     def __init__(
@@ -235,10 +234,10 @@ class ForwardRequest:
     """Names a forward derivative: of which closure, for which inputs, with which series.
 
     Attributes:
-        closure: the primal, of tensors alone, captured for training: where gradients are off,
-            tangents stop.
-        inputs: which orders flow with each input.
-        series: what flows with active values.
+        closure: the primal, without structs, captured for training: tangents stop where grad mode
+            is off.
+        inputs: the orders whose coefficients each input has.
+        series: which coefficients active values have.
     """
 
     closure: Closure
@@ -248,13 +247,13 @@ class ForwardRequest:
 
 @dataclass(frozen=True, eq=False)
 class ForwardDerivative:
-    """Holds a closure with its series.
+    """A closure that also computes the coefficients of its results.
 
     Attributes:
-        closure: takes and returns the primal's values, then the coefficients that there are.
-        inputs: which orders it takes with each input of the primal.
-        outputs: which orders it returns with each result; the others are zero.
-        fallbacks: operators that had no rule.
+        closure: takes and returns the primal's values, then the nonzero coefficients.
+        inputs: the orders that it takes for each input of the primal.
+        outputs: the orders that it returns for each result; the others are zero.
+        fallbacks: operators without a rule.
     """
 
     closure: Closure
@@ -264,14 +263,14 @@ class ForwardDerivative:
 
 
 class ForwardDerivatives:
-    """Makes forward derivatives, each once per closure, series and what is known to be zero."""
+    """Makes forward derivatives, once per closure, series and pattern of zero coefficients."""
 
     def __init__(self) -> None:
         self._derivatives: dict[ForwardRequest, ForwardDerivative] = {}
         self._plain: dict[Leaf, torch.fx.GraphModule] = {}
 
     def of(self, request: ForwardRequest) -> ForwardDerivative:
-        """Returns a closure with its series, whatever of it is zero.
+        """Returns the forward derivative for a request.
 
         Raises:
             PlanError: if an operator has no forward derivative.
@@ -282,7 +281,7 @@ class ForwardDerivatives:
 
     def _made(self, request: ForwardRequest) -> ForwardDerivative:
         closure = request.closure
-        # Not on the way from what moves: the closure itself serves, and is not compiled twice.
+        # No input is active: the closure itself is used, and not compiled a second time.
         if not any(request.inputs):
             return ForwardDerivative(closure, request.inputs, ((),) * len(closure.output_types))
         if isinstance(closure, Composite):
@@ -299,7 +298,8 @@ class ForwardDerivatives:
             flowing[value] = _beside(value, orders, series)
         calls, fallbacks = [], dict[Fallback, None]()
         for call in program.calls:
-            # Which orders are zero is part of the request: equal blocks agree from the second on.
+            # The pattern of zero orders is part of the request; from the second block on it is
+            # equal.
             inner = tuple(tuple(flowing.get(v, ())) for v in call.args)
             derivative = self.of(ForwardRequest(call.closure, inner, series))
             fallbacks.update(dict.fromkeys(derivative.fallbacks))
@@ -308,7 +308,7 @@ class ForwardDerivatives:
             args = (*call.args, *_coefficients(flowing, call.args))
             results = (*call.results, *_coefficients(flowing, call.results))
             calls.append(Call(derivative.closure, args, results, call.path, call.recompute))
-        written = {output for output, _ in program.writes}  # buffers carry no series on
+        written = {output for output, _ in program.writes}  # buffers have no series
         outputs = tuple(
             () if i in written else tuple(flowing.get(v, ())) for i, v in enumerate(program.outputs)
         )
@@ -337,7 +337,7 @@ class ForwardDerivatives:
         _refuse_own_derivatives(leaf)
         plain, series = self._taken_apart(leaf), request.series
         lanes = Lanes(series)
-        # One run while it is traced: what it computes on fake tensors is the derived graph.
+        # One traced run on fake tensors gives the derived graph.
         interpreter = JetInterpreter(plain, lanes, stop_in_trace)
         types = [_tensor_type(t) for t in leaf.input_types]
         given = [
@@ -406,7 +406,7 @@ def _orders(result: Any) -> Orders:
 
 
 def _laid_out(lanes: Lanes, results: Sequence[Any], types: Sequence[Any]) -> Iterator[Tensor]:
-    """Yields the values, then their coefficients, as their types say."""
+    """Yields the values, then their coefficients, in the layouts of their types."""
     for result, type_ in zip(results, types, strict=True):
         yield laid_out_as(result.primal if isinstance(result, Jet) else result, type_)
     for result, type_ in zip(results, types, strict=True):

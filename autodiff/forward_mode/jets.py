@@ -1,15 +1,16 @@
 """Values with their series, operands that hold them, and how operators act on them.
 
-Beside an active value ``x`` flow *Taylor coefficients*: along direction ``k`` the value is
-``x(t) = x + x_1[k] t + x_2[k] t^2 + ...``, so the n-th derivative at 0 is ``n!`` times the n-th
-coefficient. The coefficients of one order are one tensor, one row per direction; those of the top
-order may be kept as their sum over all directions alone (Dangel et al., arXiv 2505.13644: the
-forward Laplacian is twice the collapsed second coefficient).
+An active value ``x`` has *Taylor coefficients*: along direction ``k`` the value is ``x(t) = x +
+x_1[k] t + x_2[k] t^2 + ...``, so the n-th derivative at 0 is ``n!`` times the n-th coefficient. The
+coefficients of one order are one tensor, with a row per direction; those of the top order may be
+*collapsed* into their sum over all directions (Dangel et al., arXiv 2505.13644: the forward
+Laplacian is twice the collapsed second coefficient).
 
-A *lane* is what is computed at once: one direction where they are few, and all of them, as a
-leading dimension, where they are many. A rule is written for one direction; many go through
-``torch.vmap``. What is collapsed is linear in its top coefficient: the lanes are pushed without it,
-their top results are summed, and the sum of the operands' top ones is pushed once, as a tangent.
+A *lane* is the part that is computed at once: one direction if there are few, or all of them, as a
+leading dimension, if there are many. A rule is written for one direction; ``torch.vmap`` applies it
+to many. A series is linear in its top coefficient. So, if that is collapsed, the rule is applied to
+each lane without it and the top results are summed, and once more to the sum of the operands' top
+coefficients, as a tangent.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from ...reuse.ir.types import TensorType, contiguous_stride
 from .polynomials import Coefficient, plus
 
 Orders: TypeAlias = tuple[int, ...]
-"""The orders whose coefficients flow with a value; the others are zero. () is inactive."""
+"""The orders whose coefficients a value has; the others are zero. () is inactive."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Says which coefficients flow with each active value.
+    """Says which coefficients each active value has.
 
     Attributes:
         order: of the highest derivative; 1 is a tangent, as of ``jvp``.
         directions: how many directions there are at once.
-        collapsed: whether only the sum over the directions is kept of the top coefficient.
+        collapsed: whether the top coefficient is kept only as its sum over the directions.
     """
 
     order: int
@@ -57,12 +58,12 @@ class Series:
 
     @property
     def num_coefficients(self) -> int:
-        """Returns how many tensors of its shape flow with a value."""
+        """Returns how many tensors of a value's shape its coefficients are."""
         lower = (self.order - 1) * self.directions
         return lower + (1 if self.collapsed else self.directions)
 
     def is_sum(self, order: int) -> bool:
-        """Returns whether of this order only the sum over the directions is kept."""
+        """Returns whether this order is kept only as its sum over the directions."""
         return self.collapsed and order == self.order
 
     def coefficient_type(self, type_: TensorType, order: int) -> TensorType:
@@ -70,17 +71,17 @@ class Series:
         like = type_.cotangent()
         if self.is_sum(order):
             return like
-        step = contiguous_stride((2, *like.shape))[0]  # of one direction, however it lies
+        step = contiguous_stride((2, *like.shape))[0]  # elements of one direction, in any layout
         return TensorType(
             like.dtype, (self.directions, *like.shape), (step, *like.stride), like.device
         )
 
 
 UNROLLED = 4
-"""As many directions as are written out one by one, to be fused with the value itself."""
+"""Up to so many directions are computed one by one, so that they fuse with the value."""
 
 Coefficients: TypeAlias = Mapping[int, tuple[Tensor, ...]]
-"""By order: a tensor for each lane, or the sum of all. What is missing is zero."""
+"""For each order a tensor for each lane, or the sum of all. Missing orders are zero."""
 
 Push: TypeAlias = Callable[..., Sequence[Sequence[Coefficient]]]
 """From the coefficients of each operand, from order 1 on, to those of each result."""
@@ -88,7 +89,7 @@ Push: TypeAlias = Callable[..., Sequence[Sequence[Coefficient]]]
 
 @dataclass(frozen=True, eq=False)
 class Jet:
-    """Holds a value and the coefficients that flow with it."""
+    """A value and its coefficients."""
 
     primal: Tensor
     coefficients: Coefficients
@@ -114,7 +115,7 @@ class Lanes:
     # ---- from and to the boundary --------------------------------------------------------
 
     def taken(self, primal: Tensor, given: Mapping[int, Tensor]) -> Tensor | Jet:
-        """Returns a value with the coefficients that a closure is given for it."""
+        """Returns a value with the coefficients that a closure takes for it."""
         if not given:
             return primal
         return Jet(primal, {order: self._split(t, order) for order, t in given.items()})
@@ -142,7 +143,7 @@ class Lanes:
         pushed = [self._pushed(push, [self._of(j, n) for j in jets]) for n in range(self.count)]
         found = [self._gathered([lane[i] for lane in pushed]) for i in range(len(pushed[0]))]
         sums = [self._sum_of(jet) for jet in jets]
-        # Linear in the top coefficient: the sum over directions goes through once, as a tangent.
+        # Linear in the top coefficient: its sum over directions is pushed once, as a tangent.
         if self.series.collapsed and any(s is not None for s in sums):
             for coefficients, (top,) in zip(found, push(*([s] for s in sums)), strict=True):
                 before = coefficients.get(self.order)

@@ -1,12 +1,12 @@
-"""Adapter: what PyTorch, Inductor and Triton ask of a GPU, answered for one that is not here.
+"""Adapter: a GPU that is not here, as PyTorch, Inductor and Triton see it.
 
-Inductor writes Triton kernels from a few facts of the device. Within :func:`gpu_described` those
-come from the table of targets, and a kernel that Inductor would have compiled becomes text.
+Inductor generates Triton kernels from a few facts of the device. Within :func:`gpu_described` these
+come from the table of targets, and a kernel that Inductor would compile is kept as text.
 
-PyTorch differentiates on a device only where it is there, so a program for a GPU that is not is
-traced and differentiated for the CPU, and its leaves are moved. Below autograd an operator is the
-same on any device, and Inductor asks each for its layout there. Composite operators that depend on
-the device were decided before (attention, dropout).
+PyTorch's autograd needs the device, so a program for an absent GPU is traced and differentiated for
+the CPU, and its leaves are then moved. Below autograd an operator is the same on any device, and
+Inductor asks for its layout on the GPU. Composite operators that depend on the device (attention,
+dropout) were replaced before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .torch_triton import TritonKernel
 
 @contextmanager
 def gpu_described(target: Target) -> Iterator[None]:
-    """Answers for a GPU within it; nothing can run on that.
+    """Describes a GPU to PyTorch inside; nothing can run on it.
 
     Raises:
         PlanError: if Triton is not installed.
@@ -53,13 +53,13 @@ def gpu_described(target: Target) -> Iterator[None]:
     facts = _device_properties(target)
     _forget_gpus()
     with ExitStack() as stack:
-        # Also at the end: what was asked within is remembered, and there is no such GPU.
+        # Again at the end: the facts of this GPU must not stay in PyTorch's caches.
         stack.callback(_forget_gpus)
         for name, answer in _answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         described = classmethod(lambda cls, device: facts)
         stack.enter_context(mock.patch.object(DeviceProperties, "create", described))
-        # Inductor puts into each kernel what would compile it; there is no driver to ask.
+        # Inductor puts the hash of Triton's backend into each kernel; that needs a driver.
         hashed = mock.patch.object(_triton, "triton_hash_with_backend", lambda: target.name)
         stack.enter_context(hashed)
         # Generated code imports it; a PyTorch without CUDA does not have it.
@@ -70,7 +70,7 @@ def gpu_described(target: Target) -> Iterator[None]:
 
 @contextmanager
 def kernels_as_text() -> Iterator[None]:
-    """Lets Inductor's generated code hold the texts of its Triton kernels in place of kernels."""
+    """Makes Inductor's generated code hold its Triton kernels as text."""
     from torch._inductor.async_compile import AsyncCompile
 
     def text(
@@ -83,7 +83,7 @@ def kernels_as_text() -> Iterator[None]:
 
 
 def _forget_gpus() -> None:
-    """Lets PyTorch ask again what it remembers: whether there is a GPU, and which."""
+    """Clears PyTorch's caches of whether there is a GPU, and which."""
     from torch._inductor import utils
 
     for module in (_triton, utils):
@@ -94,15 +94,15 @@ def _forget_gpus() -> None:
 
 @functools.cache
 def _fake_tensors_on_cuda() -> None:
-    """Lets a PyTorch without CUDA run every operator on fake tensors of it, for good."""
-    # Fake tensors ask for a guard of their device, which such a PyTorch does not have.
+    """Enables fake CUDA tensors in a PyTorch without CUDA, once and for all."""
+    # Fake tensors need a device guard, which such a PyTorch does not have for CUDA.
     if torch.version.cuda is None:
         file = Path(__file__).with_name("native_device_guard.cpp")
         built_library(file.read_text(), [file], ["c10"])
 
 
 def _properties(target: Target) -> types.SimpleNamespace:
-    """Returns what PyTorch says of a GPU."""
+    """Returns the properties of a GPU, as PyTorch names them."""
     return types.SimpleNamespace(
         name=target.board,
         major=target.capability[0],
@@ -122,7 +122,7 @@ def _properties(target: Target) -> types.SimpleNamespace:
 
 
 def _answers(target: Target) -> dict[str, Callable[..., Any]]:
-    """Returns answers in place of functions of ``torch.cuda``."""
+    """Returns replacements of functions of ``torch.cuda``."""
     properties = _properties(target)
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")
     return {
@@ -150,12 +150,12 @@ def _device_properties(target: Target) -> Any:
 
 
 def no_stream(device: int) -> int:
-    """Stands for the stream of a launch, which is known when it is run."""
+    """Returns a placeholder for the stream of a launch, which is known only when it runs."""
     return 0
 
 
 def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
-    """Returns the leaf at the ATen level, on a device (the same leaf, if it is there)."""
+    """Returns a leaf of the ATen level moved to a device; the same leaf if it is there."""
     types = flat_types((*leaf.input_types, *leaf.output_types))
     if all(type_.device.type == device.type for type_ in types):
         return leaf
@@ -163,7 +163,7 @@ def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
     mode = new_fake_mode(module)
 
     def moved(value: Any) -> Any:
-        """Returns a value on the device: a device's name, or the stand-in of a tensor."""
+        """Returns a device or a fake tensor, moved to the device."""
         if isinstance(value, torch.device):
             return value if value == HOST else device
         if isinstance(value, torch.Tensor):

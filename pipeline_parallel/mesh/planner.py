@@ -1,6 +1,6 @@
-"""Finds the plan of a step over a mesh: a layout for every tensor, without a mark of the user's.
+"""Finds the plan of a step over a mesh: a layout for every tensor, without the user's help.
 
-A solution is read by operator and by slot: as the plan that shards a program, and as text.
+Turns a solution of the linear program into a plan that shards a program, and into text.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taken:
-    """Answers by operator and by slot what was chosen.
+    """A solution, read by operator and by slot.
 
     Attributes:
-        choices: what there was to choose.
-        moves: costs of bringing tensors to other layouts.
-        solution: what was chosen.
+        choices: the options.
+        moves: costs of redistributing tensors.
+        solution: the chosen options.
     """
 
     choices: Choices
@@ -60,12 +60,12 @@ class Taken:
         return self.ways(self.choices.slots[number])[1][0]
 
     def parameters(self) -> dict[str, Placements]:
-        """Returns how each parameter lies."""
+        """Returns the layout of each parameter."""
         slots = enumerate(self.choices.folded.slots)
         return {name: self._placements(self.slot(i)) for i, slot in slots for name in slot.names}
 
     def batch(self, step: StepProgram) -> tuple[Placements, ...]:
-        """Returns how each input of the user's is split."""
+        """Returns the layout of each user input."""
         by_input = {i: n for n, slot in enumerate(self.choices.folded.slots) for i in slot.inputs}
         inputs = [user for micro_batch in step.batch for user in micro_batch]
         lies = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
@@ -98,21 +98,21 @@ class Taken:
         )
 
     def _asked(self, layouts: Layouts) -> Placements | None:
-        """Returns what is asked for; parts of a sum are as DTensor's rules make them."""
+        """Returns a layout to request; None for a partial one, which DTensor's rules make."""
         return None if any(one.is_partial for one in layouts) else self._placements(layouts)
 
     def _placements(self, layouts: Layouts) -> Placements:
         return placements(layouts, self.moves.sizes)
 
     def moved(self, edge: Edge) -> list[Step]:
-        """Returns the steps that an edge takes."""
+        """Returns the steps that redistribute an edge's tensor."""
         before, after = layouts_at(edge, self.solution.options)
         return [] if before == after else self.moves.steps(before, after, edge.num_bytes)
 
     def collectives(self) -> list[tuple[str, Step, int]]:
-        """Returns the collectives of a step: the closure each is in, it, and how many there are.
+        """Returns the collectives of a step: the name of the closure, the collective, its count.
 
-        What several operators share is there once.
+        One that several operators share is listed once.
         """
         found = []
         for edges in sharing(self.choices.edges):
@@ -124,7 +124,7 @@ class Taken:
         return found
 
     def more_s(self, group: Group, option: int) -> float:
-        """Returns the seconds that another option of a group adds, all else unchanged."""
+        """Returns the seconds that another option of a group adds, if all others stay."""
         before = self.solution.options
         near = [e for e in self.choices.edges if group in (e.source.group, e.target.group)]
         own = float(group.seconds[option] - group.seconds[before[group]])
@@ -140,10 +140,10 @@ _HEAD = ("operator", "operands -> results", "moved before", "next best")
 
 
 def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
-    """Returns the table of each role: products, and what moves or is not split.
+    """Returns a table per role: matrix products, and operators with collectives before them.
 
-    Layouts have one word for each axis: ``R`` is whole, ``S0`` split along dimension 0, ``S0/3``
-    split in each third of it, ``P`` a part of a sum.
+    Layouts have a word for each axis: ``R`` is replicated, ``S0`` sharded along dimension 0,
+    ``S0/3`` sharded in each third of it, ``P`` partial.
     """
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
     solution, folded = taken.solution, taken.choices.folded
@@ -167,7 +167,7 @@ def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | No
     assert item.node is not None
     into = [e for e in taken.choices.edges if e.target is item]
     steps = [step for edge in into for step in taken.moved(edge) if step.is_collective]
-    # Elementwise operators that move nothing lie as their operands: pages of them say nothing.
+    # Elementwise operators without collectives have their operands' layout: they are left out.
     if not steps and not is_heavy(item.node):
         return None
     moves = " + ".join(step_text(step, axes) for step in steps)
@@ -176,7 +176,7 @@ def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | No
 
 
 def _next_best(taken: Taken, item: Item) -> str:
-    """Returns the option that costs least among the others, all else unchanged, and why it lost."""
+    """Returns the cheapest other option, if all else stays, and why it costs more."""
     group = item.group
     chosen = taken.solution.options[group]
     others = [i for i in range(len(group)) if i != chosen]
@@ -185,7 +185,7 @@ def _next_best(taken: Taken, item: Item) -> str:
     more = [taken.more_s(group, i) for i in others]
     best = int(np.argmin(more))
     own = float(group.seconds[others[best]] - group.seconds[chosen])
-    # A layout loses by what is computed in it, or by what has to be brought to it and from it.
+    # A layout costs more by computation in it, or by redistribution to it and from it.
     reason = "computing" if own > 0 else "moving"
     found = _layouts(taken, item, others[best])
     if not np.isfinite(more[best]):
@@ -216,17 +216,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 RANKS_OF_A_HOST = 8
 STATES_PER_PARAMETER = 4
-"""Tensors of a parameter's size that a rank holds: itself, its gradient, two of the optimizer."""
+"""Tensors per parameter that a rank holds: the parameter, its gradient, two of the optimizer."""
 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan with what it costs.
+    """A plan and its cost.
 
     Attributes:
         plan: the layouts.
-        seconds: of a step, by the costs that it was chosen by, or judged by others.
-        taken: what was chosen, of what.
+        seconds: of a step, by the costs that it was chosen by, or by other costs.
+        taken: the solution, with all options.
     """
 
     plan: MeshPlan
@@ -237,9 +237,9 @@ class FoundPlan:
 def axes_of_mesh(
     names: Sequence[str], sizes: Sequence[int], device: str, links: Links | None = None
 ) -> tuple[Axis, ...]:
-    """Returns the axes of a mesh with rates: as measured, or of rows.
+    """Returns the axes of a mesh with their rates, measured or from the table of links.
 
-    Rows tell axes within a host, the inner ones, from those between hosts.
+    The table has different rates for axes within a host, the inner ones, and between hosts.
     """
     measured = {} if links is None else links_from(links, names, sizes)
     # Ranks are numbered from the inner dimension outwards, and those of a host one after another.
@@ -269,8 +269,8 @@ def find_plan(
         step: after ``decompose``, of global shapes; its tensors may be on the meta device.
         axes: of the mesh.
         rates: of a rank's device.
-        memory_bytes_per_rank: what parameters, gradients, optimizer state and what is saved for
-            backward may take; activations within one closure are not counted.
+        memory_bytes_per_rank: the most bytes of parameters, gradients, optimizer state and tensors
+            saved for backward; activations within one closure are not counted.
         pinned: position of an axis, and the placement along it, of parameters by their names.
 
     Raises:
@@ -300,15 +300,15 @@ def cheapest_plan(
 ) -> FoundPlan:
     """Returns the plan that takes the least time, with recompute or without.
 
-    Where memory is not scarce without, no other is looked at.
+    If the plan without recompute is not limited by memory, no policy is tried.
 
     Args:
         found: finds the plan of a step in which each block is recomputed by a policy; ``""`` is
             none.
-        policies: that may be taken instead of none.
+        policies: the policies to try.
 
     Raises:
-        OverMemoryError: if nothing fits; of what holds least.
+        OverMemoryError: if nothing fits; that of the policy with the least memory.
     """
     plans: dict[RecomputeMark, FoundPlan] = {}
     lines, refused = list[str](), list[OverMemoryError]()

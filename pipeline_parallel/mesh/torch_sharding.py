@@ -1,8 +1,8 @@
-"""Adapter: a leaf of global shapes becomes a graph of local shapes, by PyTorch's DTensor.
+"""Adapter: turns a leaf of global shapes into a graph of local shapes, by PyTorch's DTensor.
 
 The leaf's graph runs once on DTensors over fake local tensors, under a trace. DTensor's own rules
-say how each operator's results lie and what is moved first, so the trace holds local operators and
-functional collectives, and no DTensor is left.
+give the layouts of each operator's results and redistribute operands, so the trace has local
+operators and functional collectives, and no DTensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .torch_sharding_rules import (
 )
 
 _ATEN = torch.ops.aten
-# A sum that is still to be taken may go through these first.
+# Views through which a partial value can pass before it is summed.
 _VIEWS = frozenset(
     {
         *RESHAPES,
@@ -82,10 +82,10 @@ class LocalGraph:
 
     Attributes:
         module: takes and returns local tensors.
-        input_types: of what it takes.
-        output_layouts: how the results lie.
+        input_types: of the local inputs.
+        output_layouts: the layouts of the results.
         whole: the operators that every rank runs on whole tensors, since no rule splits them.
-        is_even: whether what operators take and give is split into parts of equal sizes.
+        is_even: whether all shards of operands and results have equal sizes.
     """
 
     module: torch.fx.GraphModule
@@ -96,7 +96,7 @@ class LocalGraph:
 
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
-    """Returns the type of this rank's part of a tensor; it keeps the order of axes."""
+    """Returns the type of this rank's shard of a tensor; the order of strides stays."""
     if not any(isinstance(p, SPLIT) for p in layout):
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
@@ -106,7 +106,7 @@ def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> Tenso
 
 
 def replicated(mesh: DeviceMesh) -> Placements:
-    """Returns the layout of what is whole on each rank."""
+    """Returns the layout of a replicated tensor."""
     return (Replicate(),) * mesh.ndim
 
 
@@ -124,11 +124,11 @@ def local_graph(
 
     Args:
         leaf: of global shapes.
-        mesh: where it runs.
-        input_types: of this rank's parts of the inputs.
-        layouts: how the inputs lie.
-        plan: what is planned for it.
-        partial_outputs: results whose sums over ranks somebody else takes.
+        mesh: the mesh that it runs on.
+        input_types: of this rank's shards of the inputs.
+        layouts: of the inputs.
+        plan: of the leaf.
+        partial_outputs: results that are returned as partial ones, to be summed later.
         decompositions: of the local operators.
     """
     mode = new_fake_mode(leaf.module)
@@ -137,7 +137,7 @@ def local_graph(
     types = zip(flat_types(leaf.input_types), layouts, strict=True)
     lying = ((t, p) for t, lies in types for p in lies if isinstance(p, _StridedShard))
     parts = tuple({(t.shape[p.dim], int(p.split_factor)): None for t, p in lying})
-    rules = [Rules(size, parts) for size in mesh.shape if parts]  # which a trace would hold
+    rules = [Rules(size, parts) for size in mesh.shape if parts]  # made outside of the trace
 
     def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         parts = zip(flat, flat_types(leaf.input_types), layouts, strict=True)
@@ -166,10 +166,10 @@ def local_graph(
 
 
 class _Sharding(torch.fx.Interpreter):
-    """Runs a graph on DTensors: brings operands to the layouts of the plan, and sums when needed.
+    """Runs a graph on DTensors: redistributes operands to the plan's layouts, sums if needed.
 
-    A sum over ranks is taken where a value is first used by what is not linear, once: all later
-    readers find the sum.
+    A partial value is summed over ranks at its first use by a nonlinear operator; all later readers
+    use the sum.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class _Sharding(torch.fx.Interpreter):
         self._known: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
-        """Runs the graph; returns this rank's parts of the results."""
+        """Runs the graph; returns this rank's shards of the results."""
         planned = self._plan.inputs or (None,) * len(given)
         for node, tensor, layout in zip(input_nodes(self.module), given, planned, strict=True):  # type: ignore[arg-type]
             self.env[node] = self._at(tensor, layout)
@@ -225,12 +225,12 @@ class _Sharding(torch.fx.Interpreter):
                     as_made[operand] = self.env[operand]
                     self.env[operand] = self._moved(operand, layout)
         result = self._computed(node, layouts)
-        # Other readers may want it in another layout, which begins where it was made.
+        # Other readers may need other layouts: each is made from the original one.
         self.env.update(as_made)
         return result
 
     def _moved(self, node: torch.fx.Node, layout: Placements) -> DTensor:
-        """Returns a value in a layout; brings it there once for all its readers."""
+        """Returns a value in a layout; redistributes it once for all its readers."""
         key = (node, layout)
         if key not in self._known:
             self._known[key] = self._at(self._wrapped(self.env[node]), layout)
@@ -238,15 +238,15 @@ class _Sharding(torch.fx.Interpreter):
 
     def _computed(self, node: torch.fx.Node, layouts: NodeLayouts | None) -> Any:
         self._sum_operands(node)
-        # Results that PyTorch remembers may lie on an equal mesh of other process groups.
+        # Results from PyTorch's caches may be on an equal mesh with other process groups.
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
         if layouts is None or not layouts.outputs:
             return result
-        # Parts of a sum stay as they were made.
+        # Partial results stay as they are.
         wanted = [o if o and not any(p.is_partial() for p in o) else None for o in layouts.outputs]
         if isinstance(result, torch.Tensor):
             return self._at(self._wrapped(result), wanted[0])
-        planned = iter(wanted)  # of the tensors: attention on a GPU gives numbers as well
+        planned = iter(wanted)  # of tensors only: attention on a GPU also returns numbers
         return tuple(
             self._at(self._wrapped(t), next(planned)) if isinstance(t, torch.Tensor) else t
             for t in result
@@ -260,7 +260,7 @@ class _Sharding(torch.fx.Interpreter):
         return distributed(tensor.to_local(), self._mesh, layout, without_data(tensor))
 
     def _note_parts(self, tensor: DTensor, layout: Placements) -> None:
-        """Notes if a tensor has parts of different sizes where it lies so."""
+        """Notes if a tensor has shards of different sizes in a layout."""
         left = list(tensor.shape)
         for p, size in zip(layout, self._mesh.shape, strict=True):
             if isinstance(p, SPLIT):
@@ -269,7 +269,7 @@ class _Sharding(torch.fx.Interpreter):
                 left[p.dim] //= size
 
     def _sum_operands(self, node: torch.fx.Node) -> None:
-        """Sums over ranks what the operator cannot take in parts."""
+        """Sums the partial operands that an operator cannot take."""
         held = [self.env[n] for n in node.all_input_nodes]
         if not any(map(_is_partial, held)):
             return
@@ -283,9 +283,9 @@ class _Sharding(torch.fx.Interpreter):
             self._summed(operand)
 
     def _takes_parts(self, node: torch.fx.Node) -> bool:
-        """Whether a sum may be taken after an operator: of a view, or in a type of more digits.
+        """Whether a sum may be taken after an operator: a view, or a cast to more precision.
 
-        What is handed out is summed in its own type: a gradient in that of its parameter.
+        A result of the leaf is summed in its own dtype: a gradient in that of its parameter.
         """
         if node.target in CASTS:
             asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
@@ -296,7 +296,7 @@ class _Sharding(torch.fx.Interpreter):
         return node.target in _VIEWS
 
     def _summed(self, node: torch.fx.Node) -> None:
-        """Takes the sum of a value over ranks: of what it is a view of, so that all views share."""
+        """Sums a value over ranks; for a view, sums its base, so that all views share the sum."""
         tensor = self.env[node]
         if not isinstance(tensor, DTensor) or not _is_partial(tensor):
             return
@@ -318,7 +318,7 @@ class _Sharding(torch.fx.Interpreter):
         flat = [self.env[n] for n in node.all_input_nodes]
         target: Any = node.target
         if not any(isinstance(t, DTensor) for t in flat):
-            return target(*args, **kwargs)  # made of nothing: the same on each rank
+            return target(*args, **kwargs)  # no operands: the same on each rank
         if not isinstance(target, torch._ops.OpOverload):
             return target(*args, **kwargs)  # an item of a tuple
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._wrapped)  # type: ignore[misc]
@@ -348,12 +348,12 @@ class _Sharding(torch.fx.Interpreter):
             return self._reshaped(args, kwargs, planned or NodeLayouts())
         if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
             return made
-        if target is _CONVERT:  # whose rule sums first
+        if target is _CONVERT:  # DTensor's rule for it sums first
             return _ATEN._to_copy.default(args[0], dtype=args[1])
         return target(*args, **kwargs)
 
     def _in_parts(self, node: torch.fx.Node) -> NodeLayouts | None:
-        """Returns how an operator lies by rules for parts, which few of DTensor's own know."""
+        """Returns an operator's layouts by our rules for sharded parts; DTensor has few of them."""
         held = {n: t for n in node.all_input_nodes if isinstance(t := self.env[n], torch.Tensor)}
         lies = [tuple(self._wrapped(t).placements) for t in held.values()]
         ways = []
@@ -368,28 +368,28 @@ class _Sharding(torch.fx.Interpreter):
         return NodeLayouts(tuple(lies), made) if in_parts else None
 
     def _joined(self, value: Any) -> Any:
-        """Gathers what is split in parts: no rule says how to go on with it."""
+        """Gathers a tensor that is sharded in parts, for an operator without a rule for that."""
         if not isinstance(value, DTensor):
             return value
         lies = (Replicate() if isinstance(p, _StridedShard) else p for p in value.placements)
         return self._at(value, tuple(lies))
 
     def _asked(self, node: torch.fx.Node) -> Placements | None:
-        """Returns how the plan wants the first result of an operator."""
+        """Returns the planned layout of an operator's first result."""
         planned = self._plan.nodes.get(node)
         return planned.outputs[0] if planned is not None and planned.outputs else None
 
     def _reshaped(self, args: Any, kwargs: Any, planned: NodeLayouts) -> DTensor:
-        """Reshapes; gathers first what would be split in strides, which few rules can take."""
+        """Reshapes; gathers first if the result would be a strided shard, which few rules take."""
         lies: Placements = tuple(args[0].placements)
         asked = planned.outputs[0] if planned.outputs else None
         in_parts = any(isinstance(p, _StridedShard) for p in (*lies, *(asked or ())))
         sums, asked_sums = ([p.is_partial() for p in one] for one in (lies, asked or ()))
         as_planned = in_parts or planned.inputs[:1] == (lies,)
         if asked and as_planned and sums == asked_sums:
-            # Planned so, a rank's part of the result is its part of the operand. DTensor has no
-            # rule where several dimensions of the mesh split one in parts, and takes a view of the
-            # whole for one of each part, which a collective may have laid out in another order.
+            # As planned, a rank's shard of the result is its shard of the operand. DTensor has no
+            # rule if several mesh dimensions shard one dimension in parts, and treats a view of the
+            # whole as a view of each shard, which a collective may have laid out in another order.
             return reshaped_in_parts(args[0], args[1], asked)
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
@@ -402,14 +402,14 @@ class _Sharding(torch.fx.Interpreter):
         return _ATEN.reshape.default(self._at(args[0], layout), *args[1:], **kwargs)
 
     def _call_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on whole tensors on each rank, which draw the same numbers."""
+        """Runs an operator on whole tensors on each rank; all ranks draw the same numbers."""
         self.whole[str(node.target).removesuffix(".default")] = None
 
         def whole(value: Any) -> Any:
             if not isinstance(value, DTensor):
                 return value
             made = self._at(value, self._replicated).to_local()
-            # Some read memory, or draw in its order: it is laid out as in one process.
+            # Some operators depend on the memory layout, so it is that of one process.
             return laid_out(made, value.stride())
 
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), whole)  # type: ignore[misc]
@@ -417,7 +417,7 @@ class _Sharding(torch.fx.Interpreter):
         return torch.utils._pytree.tree_map_only(torch.Tensor, self._wrapped, result)
 
     def _dropout(self, args: Any) -> Any:
-        """Drops by the mask of the whole tensor, of which each rank takes its part."""
+        """Applies dropout by its shard of a mask that is drawn for the whole tensor."""
         tensor, p, train = args
         if not any(placement.is_shard() for placement in tensor.placements) or not train:
             return None if train else (tensor, torch.ones_like(tensor, dtype=torch.bool))
@@ -425,7 +425,7 @@ class _Sharding(torch.fx.Interpreter):
             return None
         if not is_dense(tuple(tensor.shape), tuple(tensor.stride())):
             return None
-        # Numbers are drawn in the order of memory.
+        # Random numbers are drawn in the order of memory.
         order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
         shape = [tensor.shape[d] for d in order]
         ones = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
@@ -434,7 +434,7 @@ class _Sharding(torch.fx.Interpreter):
         return tensor * mask * (1.0 / (1.0 - p)), mask
 
     def _looked_up(self, target: Any, args: Any) -> Any:
-        """Looks ids up in this rank's part of a table: a part of the sum; None if it has all."""
+        """Looks up ids in its rows of a table, for a partial result; None if it has all rows."""
         table, ids, dim = (*args[:2], 0) if target is _EMBEDDING else (args[0], args[2], args[1])
         dim %= table.dim()
         split = [p.is_shard(dim) for p in table.placements]
@@ -463,9 +463,9 @@ class _Sharding(torch.fx.Interpreter):
     def _in_own_part(
         self, ids: torch.Tensor, num_rows: int, split: Sequence[bool], num_all: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns ids counted from where this rank's rows begin, 0 for others, and which they are.
+        """Returns ids relative to this rank's rows (0 if outside), and which are inside.
 
-        None where rows are not split evenly.
+        None if rows are not sharded evenly.
         """
         coordinate = self._mesh.get_coordinate()
         assert coordinate is not None
@@ -476,16 +476,16 @@ class _Sharding(torch.fx.Interpreter):
         if num_rows * num_parts != num_all:
             return None
         rows = ids - place * num_rows
-        # An id of no rank's stays where it is, on the first or the last one: that is an error.
+        # An id out of range stays so on the first or the last rank, and raises an error there.
         inside = rows >= 0 if place else torch.ones_like(rows, dtype=torch.bool)
         if place + 1 < num_parts:
             inside = inside & (rows < num_rows)
         return rows * inside, inside
 
     def _loss(self, target: Any, args: Any) -> Any:
-        """Divides the sum of all ranks' losses by what counts on all: ranks may ignore targets.
+        """Divides the sum of losses over ranks by that of counted targets (some are ignored).
 
-        None where it is no mean of rows; rules of PyTorch 2.13 take the mean of ranks' means.
+        None if it is not a mean over rows; rules of PyTorch 2.13 take the mean of ranks' means.
         """
         is_forward = target is _LOSSES[0]
         scores, targets, weight, reduction, *others = args if is_forward else args[1:]
@@ -507,7 +507,7 @@ class _Sharding(torch.fx.Interpreter):
         return distributed(made, self._mesh, lead, without_data(scores))
 
     def _rows_added(self, node: torch.fx.Node, args: Any) -> Any:
-        """Adds this rank's rows to zeros: a part of the sum; None where it is not that."""
+        """Adds this rank's rows to zeros, a partial result; None for another operation."""
         zeros, mask, indices, values = args
         base: Any = node.args[0]
         is_zero = base.target is _ATEN.full.default and base.args[1] == 0
@@ -524,14 +524,14 @@ class _Sharding(torch.fx.Interpreter):
         return distributed(made, self._mesh, layout, zeros)
 
     def _attention(self, args: Any, kwargs: Any, target: Any) -> Any:
-        """Runs attention on this rank's rows and heads; None where they are not split so."""
+        """Runs attention on this rank's rows and heads; None if they are not sharded so."""
         mask = kwargs.get("attn_mask")
         tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
         alone = (*map(Shard, range(ROWS_AND_HEADS)), Replicate())
         splits = [lies for lies in (t.placements for t in tensors) if all(p in alone for p in lies)]
         if not splits:
             return None
-        # Of a backward, that of the forward: a gradient comes as who computed it had it.
+        # In a backward, the layout of the forward's tensors: the gradient may have another one.
         lead = max(splits, key=lambda lies: sum(p.is_shard() for p in lies))
         if not all(self._splits_alike(tensors, dim) for dim in map(_split_dim, lead)):
             return None
@@ -543,7 +543,7 @@ class _Sharding(torch.fx.Interpreter):
                 return value
             if not has_rows(value) and value is not mask:
                 return self._at(value, self._replicated).to_local()
-            own = value is mask  # which says the same of all rows or heads, where it has one
+            own = value is mask  # of size 1, a dimension of the mask is for all rows or heads
             layout = (
                 Replicate() if own and p.is_shard() and _is_single(value, _split_dim(p)) else p
                 for p in lead
@@ -552,19 +552,19 @@ class _Sharding(torch.fx.Interpreter):
 
         own_args, own_kwargs = torch.fx.node.map_aggregate((args, kwargs), local)  # type: ignore[misc]
         made = target(*own_args, **own_kwargs)
-        # What one process would get says how large the whole results are.
+        # A run on whole meta tensors gives the types of the whole results.
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), without_data)  # type: ignore[misc]
         with disable_proxy_modes_tracing():  # on a GPU it would stay in the graph: it may draw
             whole = target(*args, **kwargs)
-        # On a GPU results lie as operands do, and with them are numbers and a generator's state.
+        # On a GPU results have the operands' layout; others are numbers and a generator's state.
         return tuple(
             distributed(in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
             for t, w in zip(made, whole, strict=True)
         )
 
     def _splits_alike(self, tensors: Sequence[DTensor], dim: int) -> bool:
-        """Whether each rank's part of a dimension belongs to the same part of the others'."""
-        # Heads of keys may be fewer: each serves as many heads of queries, one after another.
+        """Whether each rank's shards of a dimension belong together in all tensors."""
+        # There may be fewer heads of keys: each is for several consecutive heads of queries.
         sizes = {t.shape[dim] for t in tensors} if dim >= 0 else {1}
         pairs = zip(tensors[0].placements, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, size in pairs if _split_dim(p) == dim)
@@ -590,14 +590,14 @@ class _Sharding(torch.fx.Interpreter):
         made = moved(tensor, whole)
         if whole == layout:
             return made
-        # What is whole on each rank is a sum of equal parts.
+        # A replicated value becomes a partial one of equal parts.
         sizes = zip(whole, layout, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, q, size in sizes if p != q)
         return distributed(made.to_local() / num_parts, self._mesh, layout, made)
 
 
 def _split_dim(placement: Any) -> int:
-    # -1 where it splits none.
+    # -1 if it is no shard.
     return placement.dim if isinstance(placement, Shard) else -1
 
 

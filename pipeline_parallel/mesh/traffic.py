@@ -1,4 +1,4 @@
-"""Counts what one rank moves and holds: the collectives of a local program, and its memory."""
+"""Counts the collectives of one rank's program, their bytes, and the rank's memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Collective:
     """One collective of a step.
 
     Attributes:
-        path: the call that it is in, such as ``micro_batch_0.blocks.1``.
-        part: the closure there, such as ``Block.forward``.
+        path: of the call that it is in, such as ``micro_batch_0.blocks.1``.
+        part: the name of the closure, such as ``Block.forward``.
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, or
             ``"send"`` from a stage to its neighbour.
         axis: the dimension of the mesh.
-        num_bytes: of the larger of what this rank has before and after it.
-        num_beside: launches between its start and the wait for it; None where it is not linked.
+        num_bytes: of this rank's input or output, whichever is larger.
+        num_beside: launches between its start and the wait for it; None if it is not linked.
     """
 
     path: str
@@ -48,11 +48,11 @@ def collectives_of(
 
     Args:
         program: of a step, or a part of a stage.
-        launches: what it was linked to: launches that know their places.
+        launches: the placed launches that it was linked to.
         part: its name.
 
     Raises:
-        VerifyError: if not each is waited for once.
+        VerifyError: unless there is one wait for each.
     """
     found, beside = list(collectives_in(program, part=part)), list[int]()
     begun: dict[int, int] = {}
@@ -73,12 +73,12 @@ def collectives_of(
 
 
 def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator[Collective]:
-    """Yields the collectives of a program that is not linked, by the order of its calls.
+    """Yields the collectives of a program that is not linked, in the order of its calls.
 
     Args:
         program: of local shapes.
-        path: where it is called.
-        part: the closure that it is of.
+        path: the module path of its call.
+        part: the name of its closure.
     """
     for call in program.calls:
         closure = call.closure
@@ -102,7 +102,7 @@ class MeshCosts(OperatorCosts):
     axes: Sequence[Axis] = ()
 
     def of(self, node: torch.fx.Node) -> Cost:
-        """Returns what an operator or a collective costs by itself."""
+        """Returns the cost of an operator or a collective by itself."""
         if node.target not in COLLECTIVES:
             return super().of(node)
         place = [axis.name for axis in self.axes].index(str(node.args[-1]))
@@ -113,16 +113,16 @@ class MeshCosts(OperatorCosts):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Holds the bytes of one rank while a step runs, by what they are for.
+    """The bytes of one rank while a step runs, by purpose.
 
     Attributes:
-        parameters: its parts of parameters and buffers.
-        gradients: its parts of gradients, for which the arena has a place until the next step.
+        parameters: its shards of parameters and buffers.
+        gradients: its shards of gradients, which stay in the arena until the next step.
         batch: its rows of the batch.
-        arena: what else is planned: activations, what collectives make, scratch.
-        launches: most at one time that launches allocate themselves.
-        optimizer: the optimizer's tensors, where they are known.
-        outside: what PyTorch does not count, where it is known.
+        arena: the rest of the arena: activations, results of collectives, scratch.
+        launches: most bytes at one time that launches allocate themselves.
+        optimizer: the optimizer's tensors, if known.
+        outside: memory that PyTorch does not count, if known.
     """
 
     parameters: int
@@ -145,10 +145,10 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """Shows the plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it.
+    """The plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it.
 
     Attributes:
-        layouts: what lies where.
+        layouts: the layouts of its tensors.
         collectives: in the order in which they run.
         memory: of one rank.
     """
@@ -204,7 +204,7 @@ class TrafficRow:
 
 
 def traffic_rows(collectives: Iterable[Collective]) -> Iterator[TrafficRow]:
-    """Yields a row for each kind of collective in each part, whatever the number of its calls."""
+    """Yields a row for each kind of collective in each part, for all calls of the part."""
     paths: dict[str, set[str]] = defaultdict(set)
     rows: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in collectives:
@@ -218,7 +218,7 @@ def traffic_rows(collectives: Iterable[Collective]) -> Iterator[TrafficRow]:
 
 
 def traffic_text(collectives: Sequence[Collective]) -> str:
-    """Returns a table: of each kind of place, how many collectives there are, and their bytes."""
+    """Returns a table of collectives and their bytes, by part and kind."""
     total = sum(c.num_bytes for c in collectives)
     end = f"in all: {len(collectives)} collectives, {total:,} bytes per step"
     return "\n".join([*map(str, traffic_rows(collectives)), end])

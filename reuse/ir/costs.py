@@ -2,9 +2,9 @@
 
 An operator takes the longer of two times (the roofline): that of its FLOPs at the rate of the
 device's matrix products, and that of the bytes that it reads and writes at the rate of its memory.
-Only the ratios of such seconds are relied on: to choose what is computed again, where a model is
-cut into stages. FLOPs are those of matrix products, convolutions and
-attention, by PyTorch's own table; of causal attention those that a fused kernel computes.
+Only the ratios of such seconds are relied on: to choose what is recomputed, and where a model is
+cut into stages. FLOPs are those of matrix products, convolutions and attention, by PyTorch's own
+table; for causal attention, those that a fused kernel computes.
 
 Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 """
@@ -33,8 +33,8 @@ class Rates:
     Attributes:
         flops_per_s: of matrix products.
         bytes_per_s: of memory traffic.
-        half_flops_per_s: of matrix products in half precision, where they are faster.
-        tf32_flops_per_s: of those in float32 where the user allows TF32.
+        half_flops_per_s: of matrix products in half precision, if they are faster.
+        tf32_flops_per_s: of matrix products in float32, if the user allows TF32.
         transfer_bytes_per_s: between two ranks.
         transfer_latency_s: of one transfer.
         host_bytes_per_s: between the device and pinned memory of its host, one way; 0 without one.
@@ -49,7 +49,7 @@ class Rates:
     host_bytes_per_s: float = 0.0
 
     def seconds(self, flops: int, num_bytes: int, dtype: torch.dtype = torch.float32) -> float:
-        """Returns how long it takes to compute so much, and to move so many bytes meanwhile."""
+        """Returns the longer of the times for FLOPs and for memory traffic, which overlap."""
         return max(flops / self._products_per_s(dtype), num_bytes / self.bytes_per_s)
 
     def _products_per_s(self, dtype: torch.dtype) -> float:
@@ -60,9 +60,9 @@ class Rates:
 
 
 CPU = Rates(4e10, 8e9, transfer_bytes_per_s=2e9, transfer_latency_s=1e-4)
-"""One core, about: what matters is that a byte costs as much as five FLOPs."""
+"""About one core: what matters is that a byte costs as much as five FLOPs."""
 CUDA = Rates(3e14, 2e12)
-"""A GPU of which nothing else is known, with products in half precision."""
+"""A GPU that is not in the table of targets, with products in half precision."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Cost:
         )
 
     def times(self, factor: float) -> Cost:
-        """Returns that of a multiple."""
+        """Returns the cost of several runs."""
         flops, moved = round(self.flops * factor), round(self.moved_bytes * factor)
         return Cost(flops, moved, self.seconds * factor)
 
@@ -106,7 +106,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
         share, args = _share_of_pairs(operator, args, kwargs), _of_all_heads(operator, args)
     formula = flop_registry.get(packet or operator)
     if formula is None and packet and _is_attention(packet):
-        # PyTorch's table lacks the attention of a CPU, which multiplies what a GPU's does.
+        # PyTorch's table lacks the CPU's attention, which has the same products as the GPU's.
         is_backward = "backward" in str(packet)
         like = "dot_product_flash_attention" + ("_backward" if is_backward else "")
         formula = next(f for op, f in flop_registry.items() if str(op).endswith(like))
@@ -116,12 +116,12 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     if not packet or is_mutable(operator) or not operator.has_kernel_for_dispatch_key(_COMPOSITE):
         return 0
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        operator(*args, **kwargs)  # linear, einsum: what it consists of is counted
+        operator(*args, **kwargs)  # linear, einsum: counts the operators that it decomposes into
     return int(counter.get_total_flops())
 
 
 def _share_of_pairs(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """Returns which part of all queries with all keys an attention computes: causal, about half."""
+    """Returns the share of query-key pairs that attention computes: causal, about half."""
     names = [argument.name for argument in schema_of(operator).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not given.get("is_causal"):
@@ -133,7 +133,7 @@ def _share_of_pairs(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _of_all_heads(operator: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Returns operands with keys and values for each head: older tables know no shared ones."""
+    """Returns operands with keys and values repeated for each head, as older tables need them."""
     names = [argument.name for argument in schema_of(operator).arguments]
     query = args[names.index("query")]
 
@@ -162,7 +162,7 @@ def is_heavy(node: torch.fx.Node) -> bool:
 
 
 def is_free(node: torch.fx.Node) -> bool:
-    """Whether a node computes nothing: views, and picks of results."""
+    """Whether a node computes nothing: a view, or a getitem of an operator's results."""
     return node.op != "call_function" or is_view(node) or operator_schema(node) is None
 
 
@@ -184,22 +184,22 @@ class OperatorCosts:
 
     Attributes:
         rates: of the device.
-        fused: whether elementwise operators are fused into what reads them, and then move no
-            bytes of their own.
+        fused: whether elementwise operators are fused into their readers, and then move no bytes of
+            their own.
     """
 
     rates: Rates = CPU
     fused: bool = True
 
     def of(self, node: torch.fx.Node) -> Cost:
-        """Returns what an operator costs by itself: it reads its operands and writes its result."""
+        """Returns the cost of an operator by itself: it reads operands and writes its result."""
         moved = sum(map(value_bytes, (node, *node.all_input_nodes)))
         done = flops(node)
         dtype = next((t.dtype for t in tensors_of(node)), torch.float32)
         return Cost(done, moved, self.rates.seconds(done, moved, dtype))
 
     def redo_s(self, node: torch.fx.Node) -> float:
-        """Returns the seconds to compute a node's value again, in a kernel that reads it."""
+        """Returns the seconds to recompute a node's value, if fused in the kernel that reads it."""
         if is_free(node):
             return 0.0
         if self.fused and is_elementwise(node):
@@ -212,14 +212,14 @@ class OperatorCosts:
         return 2 * value_bytes(node) / rate if rate else math.inf
 
     def save_s(self, node: torch.fx.Node) -> float:
-        """Returns the seconds to write a value and read it back, where it would not be written."""
+        """Returns the seconds to write and read back a value that fusion would not write."""
         if self.fused and is_elementwise(node):
             return 2 * value_bytes(node) / self.rates.bytes_per_s
         return 0.0
 
 
 class ProgramCosts:
-    """Counts what programs cost; looks at each different closure once.
+    """Computes the costs of programs, each different closure once.
 
     Args:
         costs: of operators.

@@ -1,13 +1,14 @@
 """Adapter: an optimizer's update as an operator of a program, by PyTorch's fused kernels.
 
-A program is pure, so the operators return new tensors. What a planned program launches is the same
-kernel on the tensors themselves: each result takes over the memory of an operand, as donated
-buffers do in JAX. ``results_in_place`` says which; link lets nothing read those operands later.
+A program is pure, so the operators return new tensors. A planned program launches the same kernel
+in place: each result reuses the memory of an operand, as with donated buffers in JAX.
+``results_in_place`` says which; link lets nothing read those operands later.
 
-A schedule changes a learning rate from step to step, so numbers of an optimizer are an operand too:
-one tensor, whose entries are named by ``ADAM_SETTINGS`` and ``SGD_SETTINGS``. On a GPU, where it
-would be read back, it is the learning rate alone, which PyTorch's kernels read there: a CUDA graph
-replays them with what is in it then. The other numbers are part of the closure.
+A schedule changes the learning rate from step to step, so the settings of an optimizer are an
+operand, too: one tensor, whose entries are named by ``ADAM_SETTINGS`` and ``SGD_SETTINGS``. On a
+GPU, where reading it back would synchronize, it holds the learning rate alone, which PyTorch's
+kernels read on the device: a CUDA graph replays them with its present value. The other settings are
+part of the closure there.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ def sgd_(
         dampening=0.0,
         nesterov=nesterov,
         maximize=maximize,
-        # The buffer of zeros is what PyTorch's has before the first step, where nothing is
-        # dampened.
+        # Without dampening, a buffer of zeros gives the same first step as PyTorch's.
         is_first_step=False,
     )
 
@@ -132,7 +132,7 @@ ADAM = torch.ops.lazyinline.adam.default
 SGD = torch.ops.lazyinline.sgd.default
 IN_PLACE: dict[Any, Callable[..., None]] = {ADAM: adam_, SGD: sgd_}
 STATE = {ADAM: ADAM_STATE, SGD: SGD_STATE}
-_OPTIONS = ("flag", "maximize", "fixed")  # what follows the tensors of either
+_OPTIONS = ("flag", "maximize", "fixed")  # the arguments after the tensors, of both operators
 
 
 def update_leaf(
@@ -143,8 +143,8 @@ def update_leaf(
     Args:
         target: ``ADAM`` or ``SGD``.
         types: of the parameters, their gradients, then each kind of state, a row each.
-        settings: type of the tensor of numbers.
-        flags: what the operator takes after the numbers.
+        settings: type of the settings tensor.
+        flags: the operator's arguments after the settings.
     """
     graph = torch.fx.Graph()
     rows = [
@@ -173,7 +173,7 @@ def is_update(leaf: Leaf) -> bool:
 
 
 def results_in_place(leaf: Leaf) -> list[int]:
-    """Returns, for each result of an update, the operand whose memory it takes over."""
+    """Returns, for each result of an update, the operand whose memory it reuses."""
     if not is_update(leaf):
         return []
     position = {entry: i for i, entry in enumerate(leaf.entries)}
