@@ -130,7 +130,8 @@ def test_noticing_takes_no_call_of_python_and_few_facts_per_block(
     """Of a Hugging Face Llama block: 13 modules, 9 tensors, 16 attributes read (and room for more).
 
     Loops in C compare the facts, or the native library, in some ten nanoseconds each. A module has
-    16: its class, dictionary, mode and forward, seven tables, and what five of these hold.
+    16: its class, dictionary, mode and forward, seven tables, and what five of these hold. Each of
+    the 28 names read in a table (12 modules inside, 9 weights, 7 biases) has one: none hides it.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -160,7 +161,7 @@ def test_noticing_takes_no_call_of_python_and_few_facts_per_block(
     assert few > 0 and many - few < 32, (few, many)
     monkeypatch.setattr(Runtime, "hold", staticmethod(hold))
     few, many = (guard(layers)() and num_facts[-1] for layers in (2, 34))
-    assert 13 + 9 + 16 <= (many - few) / 32 <= 13 * 16 + 9 + 2 * 16, (few, many)
+    assert 13 + 9 + 16 <= (many - few) / 32 <= 13 * 16 + 9 + 2 * 16 + 28, (few, many)
 
 
 def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
