@@ -1,8 +1,8 @@
 """Cached leaf closures, derivatives and kernel lists as JSON.
 
-Encoding is exact or it fails: whatever is not known here (an operator of the user's own, a symbolic
-size, a tensor) raises :class:`NotCacheableError`, and the closure is compiled as if there were no
-cache. Decoding builds known constructs only, so that no entry can make anything else happen.
+Encoding is exact or it fails: anything unknown (a custom operator, a symbolic size, a tensor)
+raises :class:`NotCacheableError`, and the closure is compiled as if there were no cache. Decoding
+builds only known objects, so that an entry cannot run code.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ Coded = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class NotCacheableError(Exception):
-    """Says what a closure holds that the cache cannot."""
+    """A closure holds something that the cache cannot; the message says what."""
 
 
 class MalformedError(Exception):
-    """An entry does not say what it should."""
+    """An entry has an unexpected form."""
 
 
 # ---- values --------------------------------------------------------------------------------
 
 
 def _one_of_few(kind: type) -> Coded:
-    """Says how to code what PyTorch has one object of each of."""
+    """Returns the coding of a class whose objects are all attributes of ``torch``, as dtypes."""
     known = {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
     return kind.__name__, str, known.__getitem__
 
 
 def _record(kind: type) -> Coded:
-    """Says how to code what is no more than its fields."""
+    """Returns the coding of a dataclass by its fields."""
     names = [field.name for field in fields(kind)]
     return kind.__name__, lambda x: map(partial(getattr, x), names), lambda made: kind(*made)
 
 
-# As JSON has them; a list of JSON is a tuple.
+# Written as in JSON; a list in JSON is a tuple.
 _PLAIN = frozenset((type(None), bool, int, str))
-# How a value of a kind is named, written and read: what is whole, and what has parts.
+# The name, the writer and the reader of each class: of single values, and of values with parts.
 _WHOLE: dict[type, Coded] = {
     # Hexadecimal is exact, and has infinities and NaN, which JSON lacks.
     float: ("float", float.hex, float.fromhex),
@@ -89,9 +89,9 @@ _READ_PARTS = {name: read for name, _, read in _PARTS.values()}
 
 
 def encode_value(value: Any, own: Encode = lambda value: None) -> Any:
-    """Writes a value with its type; ``own`` writes what only a caller knows, else None."""
+    """Writes a value with its type; ``own`` writes values that only the caller knows, else None."""
     kind: type = type(value)
-    if isinstance(value, (list, dict)):  # torch.fx has classes of its own of them
+    if isinstance(value, (list, dict)):  # torch.fx has its own subclasses of them
         kind = list if isinstance(value, list) else dict
     if kind in _PLAIN:
         return value
@@ -115,7 +115,7 @@ def encode_value(value: Any, own: Encode = lambda value: None) -> Any:
 
 
 def decode_value(data: Any, own: Decode | None = None) -> Any:
-    """Reads what :func:`encode_value` wrote; ``own`` reads what only the caller knows."""
+    """Reads a value of :func:`encode_value`; ``own`` reads values that only the caller knows."""
     if type(data) in _PLAIN:
         return data
     if isinstance(data, list):

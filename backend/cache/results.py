@@ -1,13 +1,13 @@
 """Results that a compile takes from the cache: derivatives, decompositions, kernels, memory plans.
 
-Each is kept per closure (a plan: per set of live ranges), under a key made of everything that
-decides it: the graph with its constants, layouts and modes, what was asked of it, and the facts
-about PyTorch, this package, the CPU and the settings. So a deeper model, another batch order or a
-pipeline rank finds what any earlier process made of the same blocks.
+Each is kept per closure (a plan: per set of live ranges), under a key of everything that it depends
+on: the graph with its constants, layouts and modes, the request, and the facts about PyTorch, this
+package, the CPU and the settings. So a deeper model, another batch order or a pipeline rank finds
+the results of any earlier process for the same blocks.
 
-Neither the name of an operator that a rule takes apart nor the text of its rule says what it
-computes, nor what its derivative does. In a key stands what both are traced to, without a backend:
-that costs little compared with kernels.
+What an operator with a user's rule computes, and what its derivative does, is not known from its
+name or from the text of the rule. So the key has the graphs that both are traced to, without a
+backend: to trace them costs little compared with kernels.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from . import codec
 T = TypeVar("T")
 Trace = Callable[[], tuple[Leaf, Any]]
 
-# What decoding an entry raises if it does not say what it should. An entry is data from a disk: no
-# content of it may end a compile.
+# The errors of decoding a malformed entry. An entry is data from a disk: no content of it may end a
+# compile.
 _BAD_ENTRY = (
     codec.MalformedError,
     LookupError,
@@ -57,13 +57,13 @@ _BAD_ENTRY = (
 
 @dataclass
 class CacheUse:
-    """Counts what one compile took from the cache.
+    """Counts the results that one compile took from the cache.
 
     Attributes:
-        directory: where the cache is; empty if there is none.
-        num_loaded: results of passes (derivatives, kernel lists, plans) taken from it.
+        directory: of the cache; empty if there is none.
+        num_loaded: results of passes (derivatives, kernel lists, plans) taken from the cache.
         num_made: results that were not there, and were made.
-        not_kept: why closures cannot be kept, if any.
+        not_kept: the reasons why closures could not be kept.
     """
 
     directory: str = ""
@@ -99,7 +99,7 @@ class CompileCache:
 
     @classmethod
     def of_user(cls, backend: str, target: str = "") -> CompileCache:
-        """Opens the user's cache; the eager backend has nothing that is worth keeping."""
+        """Opens the user's cache; the eager backend has no results worth keeping."""
         return cls(open_cache() if backend == "inductor" else None, backend, target)
 
     @property
@@ -108,14 +108,14 @@ class CompileCache:
         return self._use.directory
 
     def begin(self) -> None:
-        """Starts a compile: reads the settings anew."""
+        """Starts a compile: reads the settings again."""
         self._use = CacheUse(self._use.directory)
         self._known = None
 
     @property
     def _facts(self) -> str | None:
-        """Digest of what decides, besides a graph, what is made of it; None keeps nothing."""
-        # Found where something asks: Inductor's settings take longer to import than a file to load.
+        """Digest of all facts besides the graph that results depend on; None keeps nothing."""
+        # Computed when first needed: Inductor's settings take longer to import than a file to load.
         if self._known is None:
             facts = torch_facts.facts() if self._disk is not None else None
             self._known = (None if facts is None else self._with_own(facts),)
@@ -127,14 +127,14 @@ class CompileCache:
         return self._known[0]
 
     def _with_own(self, facts: Mapping[str, Any]) -> str:
-        # An object is bound to one version of Python: our native library is an extension module.
+        # Objects depend on the version of Python: our native library is an extension module.
         own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
         if self._target or torch.cuda.is_initialized():
             own["target"] = [self._target, triton_version()]
         return _digest({**facts, **own, "backend": self._backend})
 
     def finish(self) -> CacheUse:
-        """Ends a compile; returns what was taken from the cache."""
+        """Ends a compile; returns the counts of its use of the cache."""
         if self._disk is not None and self._use.num_made:
             self._disk.trim()
         return self._use
@@ -149,7 +149,7 @@ class CompileCache:
         assert isinstance(leaf, Leaf)
         asked = [list(request.inputs), list(request.outputs)]
         trace = partial(_derivative_traced, leaf, request)
-        # Only what the backend's recipe saves is kept: a key says nothing of another choice.
+        # Only derivatives by the backend's recipe are kept: the key does not describe a choice.
         key = self._key("derivative", leaf, asked, trace) if request.choice is None else None
 
         def decode(data: Any) -> Derivative | None:
@@ -161,7 +161,7 @@ class CompileCache:
         return self._of(key, decode, make, encode)
 
     def decomposed(self, leaf: Leaf, make: Callable[[], Leaf]) -> Leaf:
-        """Returns a leaf taken apart, without a derivative."""
+        """Returns a leaf decomposed, without a derivative."""
         if leaf.level == "aten":  # costs nothing to make
             return make()
 
@@ -172,11 +172,11 @@ class CompileCache:
         return self._of(key, decode, make, codec.encode_leaf)
 
     def kernels(self, leaf: Leaf, unaligned: Collection[int] = ()) -> KernelList | None:
-        """Returns the launches of an ATen leaf, if they are there.
+        """Returns the launches of an ATen leaf, if they are in the cache.
 
         Args:
             leaf: at the ATen level.
-            unaligned: inputs that begin where a GPU kernel cannot load several elements at once.
+            unaligned: inputs that are not aligned for GPU kernels.
         """
         key = self._key("kernels", leaf, sorted(unaligned))
         devices = {t.device.type for t in flat_types((*leaf.input_types, *leaf.output_types))}
@@ -210,18 +210,18 @@ class CompileCache:
         key = self._key("kernels", leaf, sorted(unaligned))
         self._store(key, partial(codec.encode_kernels, kernels, self._object))
 
-    # ---- what a file holds of them -------------------------------------------------------
+    # ---- results in files of compiled programs -------------------------------------------
 
     @property
     def facts(self) -> str:
-        """Digest of what decides whether something made elsewhere is right; "" without a cache."""
+        """Digest of the facts that results of another machine depend on; "" without a cache."""
         return "" if self._disk is None else self._with_own(torch_facts.machine_facts())
 
     def packed(self, kernels: KernelList) -> tuple[Any, dict[str, bytes]]:
-        """Returns the launches of a leaf as JSON holds them, and the objects they need.
+        """Returns the launches of a leaf as JSON, and the shared objects that they need.
 
         Raises:
-            NotCacheableError: if that cannot be written.
+            NotCacheableError: if the launches cannot be written.
         """
         objects: dict[str, bytes] = {}
 
@@ -236,7 +236,7 @@ class CompileCache:
         return codec.encode_kernels(kernels, object_of), objects
 
     def unpacked(self, data: Any, name: str, size_of: Callable[[str], Any]) -> KernelList:
-        """Returns launches whose objects are kept here by now; ``size_of`` reads their sizes."""
+        """Returns launches whose objects are in the cache; ``size_of`` reads symbolic sizes."""
         runs: Literal["native", "python"] = "python" if self._target else "native"
         return codec.decode_kernels(data, name, self._kernel, runs, size_of)
 
@@ -248,7 +248,7 @@ class CompileCache:
         if self._disk is not None:
             arrays = (buffers.birth, buffers.death, buffers.size)
             ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
-            # No other facts: where buffers lie depends on their lives and on our planner alone.
+            # No other facts: a plan depends only on the buffers and on our planner.
             key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
 
         return self._of(key, plan_of, make, plan_data)
@@ -259,7 +259,7 @@ class CompileCache:
             num_made = self._use.num_made
             self._native = self._found_native()
             if self._disk is not None and self._use.num_made > num_made:
-                self._disk.trim()  # it is asked for when a program is bound, after its compile
+                self._disk.trim()  # the loop is built when a program is bound, after its compile
         return self._native
 
     def _found_native(self) -> torch_native.NativeLibrary:
@@ -286,7 +286,7 @@ class CompileCache:
     def _key(
         self, kind: str, leaf: Leaf, asked: Any = None, trace: Trace | None = None
     ) -> str | None:
-        """Returns what a result is kept under, or None; ``trace``: for operators with rules."""
+        """Returns the key of a result, or None; ``trace`` is for leaves with users' rules."""
         if self._disk is None or self._facts is None:
             return None
         content = self._content(leaf, trace if rules_in(leaf.nodes) else None)
@@ -315,7 +315,7 @@ class CompileCache:
         make: Callable[[], Any],
         encode: Callable[[Any], Any],
     ) -> Any:
-        """Returns what is stored, or makes and stores it."""
+        """Returns the stored result, or makes and stores it."""
         found = self._load(key, decode)
         if found:
             return found[0]
@@ -324,7 +324,7 @@ class CompileCache:
         return made
 
     def _load(self, key: str | None, decode: Callable[[Any], Any]) -> tuple[Any] | None:
-        """Returns what is stored, in a tuple of its own since None may be stored."""
+        """Returns the stored result in a tuple, since the result may be None."""
         if key is None:
             return None
         assert self._disk is not None
@@ -367,7 +367,7 @@ class CompileCache:
 
 
 def plan_data(made: ArenaPlan) -> Any:
-    """Returns the places of buffers as JSON holds them."""
+    """Returns a plan as JSON."""
     return [
         (made.offsets // ALIGNMENT).tolist(),
         int(made.peak_bytes),
@@ -377,20 +377,20 @@ def plan_data(made: ArenaPlan) -> Any:
 
 
 def plan_of(data: Any) -> ArenaPlan:
-    """Returns what :func:`plan_data` wrote."""
+    """Returns the plan of :func:`plan_data`."""
     offsets, peak, bound, method = data
     return ArenaPlan(np.array(offsets, np.int64) * ALIGNMENT, peak, bound, method)
 
 
 def _forward_traced(leaf: Leaf) -> tuple[Leaf, Any]:
-    """Returns what a leaf computes as PyTorch's operators alone."""
+    """Returns a leaf as PyTorch's own operators, without users' ones."""
     return replace(
         leaf, module=trace_forward(leaf.module, flat_types(leaf.input_types), {}), level="aten"
     ), "forward"
 
 
 def _derivative_traced(leaf: Leaf, request: Request) -> tuple[Leaf, Any]:
-    """Returns a leaf with its gradients as PyTorch's operators alone, and where gradients flow."""
+    """Returns a leaf with its gradients as PyTorch's own operators, and where gradients flow."""
     types = flat_types(leaf.input_types)
     joint = JointTrace(leaf.module, types, request.inputs, request.outputs, {})
     if not joint.tangent_outputs:

@@ -1,7 +1,7 @@
-"""Layouts of a tensor on one axis of a mesh, and what it costs to bring one to another.
+"""Layouts of a tensor on the axes of a mesh, and the cost of redistribution between them.
 
-A tensor has one :class:`Layout` per axis. Bringing it to others takes steps, each on one axis, in
-the order that PyTorch's ``redistribute`` takes.
+A tensor has one :class:`Layout` per axis. A redistribution takes steps, each on one axis, in the
+order of PyTorch's ``redistribute``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on one axis of a mesh.
+    """The layout of a tensor on one axis of a mesh.
 
     Attributes:
-        kind: ``"whole"`` on each rank; ``"split"``; ``"sum"`` and ``"max"`` are parts that have to
-            be reduced; ``"masked"`` is a sum in which each rank has other elements.
-        dim: the dimension that is split.
-        factor: the dimension counts as ``factor`` equal parts, each of which is split by itself: so
-            lie three projections in one weight.
+        kind: ``"whole"`` (replicated); ``"split"`` (sharded); ``"sum"`` and ``"max"`` are partial;
+            ``"masked"`` is a partial sum in which each rank has other elements.
+        dim: the dimension that is sharded.
+        factor: the dimension consists of ``factor`` equal parts, each of which is sharded by
+            itself, as three projections in one weight.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the tensor is a reduction of what the ranks hold."""
+        """Whether the tensor is a reduction of the ranks' tensors, not yet done."""
         return self.kind in ("sum", "max", "masked")
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ def text(layouts: Sequence[Layout | None]) -> str:
 
 @dataclass(frozen=True)
 class AxisRates:
-    """Rates that an axis of a mesh sustains between its ranks.
+    """Rates between the ranks of an axis.
 
     Attributes:
-        bytes_per_s: that a rank sends while it receives as many.
+        bytes_per_s: bytes that a rank sends per second while it receives as many.
         latency_s: of one collective.
     """
 
@@ -77,7 +77,7 @@ LINKS: Mapping[str, AxisRates] = {
     "h100-nvlink": AxisRates(3.6e11, 1e-5),
     "h100-network": AxisRates(5e10, 2e-5),
 }
-"""Rows for axes: between ranks of one host, and of several (eight network cards each)."""
+"""Rates of axes within a host, and between hosts (with eight network cards each)."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Step(NamedTuple):
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, or
-            ``"slice"``, which moves nothing between ranks (a part of a sum is a fraction).
+            ``"slice"``, which needs no communication (for a partial sum, a division).
         axis: position of the axis.
-        num_bytes: of the larger of what one rank has before and after it; of a slice, after it.
+        num_bytes: of one rank's tensor before or after it, the larger one; of a slice, after it.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Step(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks exchange something."""
+        """Whether ranks communicate."""
         return self.kind != "slice"
 
 
@@ -125,7 +125,7 @@ _KINDS = {
     ("whole", "split"): "slice",
     ("whole", "sum"): "slice",
 }
-# Slices are copies; the number only has to be small next to a collective's rate.
+# Slices are copies: their cost only has to be small next to a collective's.
 _COPY_BYTES_PER_S = 5e12
 _SLICE_S = 1e-9
 
@@ -134,8 +134,8 @@ class Move(NamedTuple):
     """A redistribution of tensors of any size.
 
     Attributes:
-        steps: kind, axis, and the share of the tensor that is moved.
-        fixed_s: seconds of an empty tensor.
+        steps: kind, axis, and the share of the tensor's bytes.
+        fixed_s: seconds for an empty tensor.
         byte_s: further seconds for each byte of the whole tensor.
     """
 
@@ -148,13 +148,13 @@ _NONE = Move((), math.inf, 0.0)
 
 
 class Moves:
-    """Knows the steps from any layout of a tensor to another, and their seconds.
+    """Finds the steps from any layout of a tensor to another, and their seconds.
 
     Args:
-        axes: of the mesh.
+        axes: the axes of the mesh.
 
     Attributes:
-        sizes: of the axes.
+        sizes: the sizes of the axes.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -163,12 +163,12 @@ class Moves:
         self._known: dict[tuple[Layouts, Layouts], Move] = {}
 
     def steps(self, before: Layouts, after: Layouts, num_bytes: int) -> list[Step]:
-        """Returns the steps for a tensor of so many bytes."""
+        """Returns the steps for a tensor of this size."""
         steps = self._move(before, after).steps
         return [Step(kind, axis, round(share * num_bytes)) for kind, axis, share in steps]
 
     def seconds(self, before: Layouts, after: Layouts, num_bytes: int) -> float:
-        """Returns what these steps take; infinite if it cannot be brought there."""
+        """Returns the seconds of these steps; infinite if there are no such steps."""
         move = self._move(before, after)
         return move.fixed_s + move.byte_s * num_bytes
 
@@ -185,7 +185,7 @@ class Moves:
         return known
 
     def taken_s(self, kind: str, axis: int, num_bytes: float) -> tuple[float, float]:
-        """Returns what a step takes: seconds of an empty one, and those that its bytes add."""
+        """Returns the seconds of a step: of an empty one, and those that its bytes add."""
         if kind == "slice":
             return _SLICE_S, num_bytes / _COPY_BYTES_PER_S
         size, rates = self._axes[axis].size, self._axes[axis].rates
@@ -200,20 +200,20 @@ class Moves:
             for kind, reached in _ways(present[axis], target, self.sizes[axis]):
                 if kind == "":
                     return None
-                # A gather moves what it makes and a scatter what it takes: the larger of both.
+                # A gather moves its output's bytes, a scatter its input's: the larger of both.
                 share = 0.0 if kind == "slice" else self.share(present)
                 present[axis] = reached
                 steps.append((kind, axis, max(share, self.share(present))))
         return tuple(steps)
 
     def share(self, layouts: Sequence[Layout]) -> float:
-        """Returns the part of a tensor that a rank has."""
+        """Returns the share of a tensor that a rank has."""
         sizes = [a.size for a, one in zip(self._axes, layouts, strict=True) if one.is_split]
         return 1 / math.prod(sizes)
 
 
 def _targets(before: Layouts, after: Layouts) -> Iterator[tuple[int, Layout]]:
-    """Yields axes and what each is brought to, in the order of DTensor's ``redistribute``."""
+    """Yields axes and their target layouts, in the order of DTensor's ``redistribute``."""
     axes = range(len(before))
     present = list(before)
     if any(one.is_split for one in before):
@@ -224,7 +224,7 @@ def _targets(before: Layouts, after: Layouts) -> Iterator[tuple[int, Layout]]:
                 _splits(present[i], target) != _splits(after[i], target) for i in outer
             ):
                 target = WHOLE
-            # What is partial or split may become whole; whole stays until its turn.
+            # Partial or split layouts may become whole here; whole ones change in the second loop.
             present[axis] = target
             yield axis, target
     for axis in axes:
@@ -236,11 +236,11 @@ def _splits(one: Layout, like: Layout) -> bool:
 
 
 def _ways(before: Layout, after: Layout, size: int) -> list[tuple[str, Layout]]:
-    """Returns the steps on one axis, each with what it leads to; one without a kind if none do."""
+    """Returns the steps on one axis, each with its result; one with an empty kind if none exist."""
     if before == after:
         return []
     if before.is_split and after.is_split:
-        # Parts are a dimension meanwhile: of one tensor, those of one dimension can be.
+        # For the exchange, the parts are a dimension of their own: only one of both can have parts.
         factor = max(before.factor, after.factor)
         if 1 in (before.factor, after.factor) and (before.dim != after.dim or factor % size == 0):
             return [("all_to_all", after)]

@@ -1,4 +1,4 @@
-"""Measures what the links of a mesh sustain, and keeps it in a file that plans are found by."""
+"""Measures the rates of a mesh's links, and keeps them in a file for finding plans."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...reuse.errors import PlanError, door
 from .layouts import AxisRates
 
 Links: TypeAlias = "Mapping[str, AxisRates] | str | os.PathLike[str]"
-"""Rates by the name of a dimension, or the file that they are in."""
+"""Rates by the name of a dimension, or the path of a file with them."""
 
-# A small gather takes as long as a collective takes at least; a large one shows the bandwidth.
+# A small gather shows the latency of a collective, a large one the bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**25
 _TIMES = 5
 
@@ -46,7 +46,7 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
         ...     model, (ids, targets), mesh=mesh, plan="auto", links="links.json"
         ... )
     """
-    # Imported late: DTensor takes as long to import as all of lazyinline.
+    # Imported here: DTensor takes as long to import as all of lazyinline.
     from .given import check_mesh
     from .torch_collectives import collectives_over, groups_of
 
@@ -70,7 +70,7 @@ def _measured(device: str, name: str, size: int) -> AxisRates:
 
 
 def _gather_s(device: str, name: str, size: int, num_bytes: int) -> float:
-    """Returns the seconds of a gather that makes so many bytes, on the slowest rank."""
+    """Returns the seconds of a gather with this many bytes of output, on the slowest rank."""
     from .torch_collectives import WAIT
 
     own = torch.ones(num_bytes // size, dtype=torch.uint8, device=device)
