@@ -1,12 +1,12 @@
 """Splits a program over pipeline stages and runs them under ``torch.distributed``.
 
-actions           the action table, as a schedule of PyTorch lays it out
+actions           the action table of a schedule of PyTorch
 cut               one program per stage; composites that span stages are cut inside
 coloring          the stage of each call: by marks, by order, or balanced by what calls cost
 stage_derivative  one stage's forward and backward as programs; a backward in two halves
 plan              the plan of a pipeline: stages, costs, memory, a step in time; a rank's order
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
-steps             the steps that a schedule asks of a stage, their counts and random numbers
+steps             the steps of a stage in a schedule, their counts and random numbers
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 mesh              a step over a device mesh, data and tensor parallel
 

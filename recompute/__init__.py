@@ -1,7 +1,7 @@
-"""Chooses, per call, which tensors are saved for backward and which are computed again.
+"""Chooses, per call, which tensors are saved for backward and which are recomputed.
 
-solver      what saving values of a leaf means; exact cuts of it; exact spread over any calls
-planner     what a user asks for, the choice of that, each closure's frontier; what is saved, listed
+solver      exact integer programs: what a leaf saves, and how many calls take which variant
+planner     policies, the variants of each closure, the choice of calls; reports of what is saved
 fit_budget  a budget that the linked program keeps
 
 It imports ``reuse`` and ``autodiff`` only.

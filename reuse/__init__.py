@@ -3,8 +3,8 @@
 ir            programs: closures, calls on them, values, types; printed, verified, rewritten
 evidence      what Python read, and whether another instance agrees or the same one still does
 errors        the exceptions a user can meet
-freeze        what Python code read, to compare it later: as a value, or in the same objects
-kinds         what an object holds, read past any code of its class: one table of kinds of objects
+freeze        what Python code read, to compare it later: frozen values, snapshots of objects
+kinds         how the contents of an object are read, by one table of kinds of objects
 process       which PyTorch and Python run; the files of lazyinline; a lock that a fork finds open
 torch_names   adapter: the few private PyTorch names that the core needs, of graphs too
 torch_pytree  adapter: nested arguments, results and caches of transformers, flattened

@@ -1,8 +1,8 @@
-"""Leaves traced: a forward taken apart, or forward and backward as one graph, and cuts of that.
+"""Traces of leaves: a forward decomposed, or forward and backward as one joint graph; its splits.
 
-joint_trace         a leaf traced as a graph that only computes: its forward, or with its backward
+joint_trace         a leaf traced as a functional graph: its forward, or with its backward
 torch_partition     adapter: a joint graph split in two, by PyTorch's partitioners or our cuts
-torch_interpreters  adapter: what runs a leaf while it is traced, and notes origins and stops
-torch_make_fx       adapter: a function traced on fake tensors; graphs with numbers for sizes
-torch_user_rules    adapter: rules of users that take an operator of theirs apart
+torch_interpreters  adapter: interpreters that run a leaf in a trace, and record origins and stops
+torch_make_fx       adapter: a function traced on fake tensors; graphs at given sizes
+torch_user_rules    adapter: users' decomposition rules for operators of theirs
 """

@@ -1,8 +1,8 @@
 """GPU programs, made with or without a GPU at hand.
 
-targets       what is known of each GPU
+targets       the facts of each GPU
 torch_graph   adapter: a program as one CUDA graph
-torch_gpu     adapter: what Inductor asks of a GPU, answered for one that is not here
-torch_triton  adapter: Triton kernels as machine code, and as something to launch
-roofline      how long a GPU will need at least
+torch_gpu     adapter: a GPU that is not here, as PyTorch, Inductor and Triton see it
+torch_triton  adapter: Triton kernels as machine code, and loaded for launches
+roofline      the least time that a GPU needs
 """

@@ -1,6 +1,6 @@
 """Linked programs, run.
 
-planned         a planned program: every buffer has an address; its forward and backward, run
-leases          who works in which arena of it, and which are kept while nobody does
-rank_program    what a pipeline rank runs, and where everything lies
+planned         a planned program: every buffer has an address; runs its forward and backward
+leases          its arenas: which are in use, and how many idle ones are kept
+rank_program    a pipeline rank: the memory plan for all its runs, and what runs them
 """
