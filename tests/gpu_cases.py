@@ -55,17 +55,28 @@ def llama_in_autocast() -> Made:
 
 
 def llama() -> Made:
-    from hugging_face import build  # which takes seconds
+    from transformers import LlamaConfig, LlamaForCausalLM  # which takes seconds
 
-    return build("llama"), tokens()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config), tokens()
 
 
 def gpt2(dropout: float) -> Callable[[], Made]:
     def make() -> Made:
-        from hugging_face import build
+        from transformers import GPT2Config, GPT2LMHeadModel
 
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-        model = build("gpt2", hidden_size=64, **rates)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=32, **rates
+        )
+        model = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # or its first forward warns, which is printing
         return model, tokens()
 
