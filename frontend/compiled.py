@@ -222,11 +222,11 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledGradients:
-    """The compiled gradients of a program, the meaning of their inputs and results, input types."""
+    """The compiled gradients of a program, meaning of inputs and results, types of cotangents."""
 
     compiled: CompiledProgram
     gradients: GradientProgram
-    input_types: tuple[Type, ...]
+    cotangent_types: tuple[Type, ...]
 
 
 @dataclass(frozen=True)

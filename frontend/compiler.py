@@ -9,6 +9,7 @@ inspect TARGET --after PASS --diff`` shows what one did.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -294,7 +295,8 @@ class Linker:
                 "Compiling a backward for fewer outputs fixed a size that varies, so this program "
                 "is right for no further sizes."
             )
-        report = replace(self._described, passes=[])
+        report = copy.copy(self._described)
+        report.passes = []
         state = _linked(replace(self.whole, values=values, report=report))
         note_recompute(state)
         return self.result(state), report
@@ -447,12 +449,14 @@ class Linker:
         assert program is not None
         assert isinstance(compiled, CompiledProgram)
         further = partial(self.compile_gradients, values, counted)
-        types_ = tuple(self._input_types.at(values or Values()))
+        types_ = tuple(self._cotangent_types.at(values or Values()))
         return CompiledGradients(replace(compiled, gradients=further), program, types_)
 
     @cached_property
-    def _input_types(self) -> TypesAt:
-        return TypesAt(value.type for value in self.lowered.captured.program.inputs)
+    def _cotangent_types(self) -> TypesAt:
+        inputs, program = self.lowered.captured.program.inputs, self.lowered.gradients
+        assert program is not None
+        return TypesAt(value.type for value in inputs[-len(program.outputs) :])
 
 
 def _linked(lowered: Compilation) -> Compilation:

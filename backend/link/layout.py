@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import TensorType, contiguous_stride, reach
-from ..arena.live_ranges import Buffers, lower_bound
+from ..arena.live_ranges import Buffers
 from ..gpu.roofline import is_product
 from ..gpu.targets import Target
 from ..kernels.torch_attention import scratch_bytes
@@ -80,12 +81,12 @@ class Instance:
     device: torch.device | None = None
 
 
-def buffers_of(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> Buffers:
+def buffers_of(instances: Sequence[Instance]) -> Buffers:
     """Returns the columns of buffers that a planner places."""
     return Buffers(
         np.array([b.birth for b in instances], np.int64),
         np.array([b.death for b in instances], np.int64),
-        np.array([numbers.of(b.num_bytes) for b in instances], np.int64),
+        np.array([b.num_bytes for b in instances], np.int64),
     )
 
 
@@ -344,7 +345,8 @@ def outside(layout: Layout) -> list[Instance]:
 
 def most_bytes(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> int:
     """Returns the most bytes of buffers that are live at one time."""
-    return lower_bound(buffers_of(instances, numbers)) if instances else 0
+    both = [((b.birth, n := int(numbers.of(b.num_bytes))), (b.death, -n)) for b in instances]
+    return max(accumulate((n for _, n in sorted(chain.from_iterable(both))), initial=0))
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:

@@ -84,9 +84,9 @@ class GeneratedCode:
         return np.array([size.place for _, size in self.sizes])
 
     @cached_property
-    def _names(self) -> list[str]:
-        """The names of sizes in the source."""
-        return sorted(set(re.findall(r"\bn\d+\b", self.source)))
+    def _names(self) -> dict[str, int]:
+        """The names of sizes in the source, and their places."""
+        return {f"n{n}": int(n) for n in re.findall(r"\bn(\d+)\b", self.source)}
 
     def at(self, numbers: Numbers) -> GeneratedCode:
         """Returns the same code at other sizes."""
@@ -110,7 +110,7 @@ class GeneratedCode:
             views = self.model_views.items()
             model.update((n, p.at(numbers)) for n, p in views if p.instance in moved)
         return GeneratedCode(
-            constants={name: numbers.computed[int(name[1:])] for name in self._names},
+            constants={name: numbers.computed[place] for name, place in self._names.items()},
             arena_views=arena,
             model_views=model,
             words=words,

@@ -308,11 +308,10 @@ class FirstBackward:
             return None
         self.gradients.habit.note(None if moving else request)
         program = made.gradients
-        types = made.input_types[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
         with torch.enable_grad(), drawing(self.drawn_from):
-            laid = list(map(cotangent_like, types, used))
+            laid = list(map(cotangent_like, made.cotangent_types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
 
@@ -450,8 +449,7 @@ class Ahead:
         self.habit, self.request, self.wanted = forward.facts.habit, request, wanted
         self._forward, self._program = forward, made.gradients
         self._run, self._again = run, again
-        types = made.input_types[len(made.input_types) - len(request.outputs) :]
-        self._ones = [cotangent_like(type_).fill_(1) for type_ in types]
+        self._ones = [cotangent_like(type_).fill_(1) for type_ in made.cotangent_types]
         self._draws = made.compiled.facts.draws
 
     def run(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Again] | None:

@@ -347,14 +347,14 @@ class SavedTensors:
         """
         if self._known is not None and self._known.same(tensors):
             return tensors
-        found = [_as_saved(t, type_) for t, type_ in zip(tensors, self._types, strict=True)]
+        watching, pairs = why_watched(tensors), zip(tensors, self._types, strict=True)
+        found = [_as_saved(t, type_, watching and why_watched((t,))) for t, type_ in pairs]
         if all(map(operator.is_, found, tensors)):
             self._known = TensorLayouts(tensors)
         return found
 
 
-def _as_saved(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    watching = why_watched((tensor,))
+def _as_saved(tensor: torch.Tensor, type_: TensorType, watching: str) -> torch.Tensor:
     same = (tensor.dtype, tensor.shape, tensor.device) == (type_.dtype, type_.shape, type_.device)
     if watching or not same:
         given = f"a {type(tensor).__name__}" if watching else f"{TensorType.of(tensor)}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -116,8 +117,8 @@ def run_by(state: State, planned: PlannedProgram | Unplanned) -> State:
     return noted(state, runs_of(state, planned))
 
 
-def noted(state: State, runs: PlannedProgram | Runtime) -> State:
-    """Returns the state with a planned runtime, and notes its memory in the report."""
+def noted(state: State, runs: PlannedProgram | Runtime, **changes: Any) -> State:
+    """Returns the changed state with a planned runtime, and notes its memory in the report."""
     report, planned = state.report, runs.program if isinstance(runs, Runtime) else runs
     report.peak_bytes = planned.plan.peak_bytes
     report.arena_bytes, report.why_no_graph = planned.arena_bytes, planned.why_no_graph
@@ -125,7 +126,7 @@ def noted(state: State, runs: PlannedProgram | Runtime) -> State:
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     _note_devices(state, planned)
     report.num_launches = runs.num_launches
-    return replace(state, runs=runs)
+    return replace(state, runs=runs, **changes)
 
 
 def _note_devices(state: Compilation, planned: PlannedProgram) -> None:

@@ -77,12 +77,10 @@ class ManyShapes:
         for pattern in reversed(self._patterns):
             numbers = pattern.at(values)
             if numbers is not None:
-                state = replace(state, values=values)
-                if pattern.backward is not None and state.derivative is not None:
-                    signature = pattern.backward.at(values)
-                    derivative = replace(state.derivative, backward=signature)
-                    state = replace(state, derivative=derivative)
-                return noted(state, pattern.runs.at(numbers))
+                derivative, runs = state.derivative, pattern.runs.at(numbers)
+                if pattern.backward is not None and derivative is not None:
+                    derivative = replace(derivative, backward=pattern.backward.at(values))
+                return noted(state, runs, values=values, derivative=derivative)
         return None
 
     def _room_for(self, state: Compilation, values: Values) -> Values:

@@ -59,6 +59,8 @@ def results_at(program: Program, values: Values) -> Program:
     if tree is None:  # a program of gradients
         return program
     leaves = tuple((kind, _at(values, value)) for kind, value in tree.leaves)
+    if all(new[1] is old[1] for new, old in zip(leaves, tree.leaves, strict=True)):
+        return program
     return replace(program, output_tree=replace(tree, leaves=leaves))
 
 
