@@ -43,12 +43,12 @@ from link_tree import ROOT
 # (frontend +86), names of libraries, of a module's __dict__ and of the
 # class of a class (frontend +66, reuse +77).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (30_266, 106),
+    "frontend": (30_269, 106),
     "reuse": (10_032, 34),
     "autodiff": (6_432, 21),
     "recompute": (1_178, 4),
     "pipeline_parallel": (7_873, 25),
-    "backend": (12_738, 45),
+    "backend": (12_740, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
