@@ -45,6 +45,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     quicker_writing,
     quotients_checked,
     values_as_traced,
+    values_kept_apart,
 )
 from lazyinline.backend.kernels.torch_inductor import (
     NotCompiled,
@@ -723,3 +724,17 @@ def test_a_pad_of_a_reshaped_pad_reads_memory(reshapes: bool, realized: int) -> 
     assert (
         targets(pads_realized(module)).count(torch.ops._inductor_test.realize.default) == realized
     )
+
+
+@contract(f"{INDUCTOR}.fx_passes.post_grad.noop_registry")
+def test_what_index_put_reads_of_its_own_operand_is_copied() -> None:
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    def put(x: Tensor) -> tuple[Tensor]:
+        y, index = x.sin(), torch.arange(4).flip(0)
+        return (aten.index_put.default(y, [index], aten.clone.default(y)),)
+
+    assert aten.clone.default in noop_registry and aten.sin.default not in noop_registry
+    module = traced_on_fakes(put, torch.randn(4, 8))
+    (realize,) = (n for n in values_kept_apart(module).graph.nodes if "realize" in str(n.target))
+    assert [user.target for user in realize.users] == [aten.index_put.default]

@@ -32,6 +32,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ import torch.fx
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 
 from ...autodiff.traces.joint_trace import draw_mask
 from ...reuse.ir.operators import is_view, may_draw
@@ -481,10 +483,57 @@ def _is_read_through(node: torch.fx.Node) -> bool:
     return is_view(node) or by_element or node.target in _PADDED
 
 
+_WRITTEN_OVER = (aten.index_put.default, aten._unsafe_index_put.default)
+
+
+def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Copies what ``index_put`` reads if it may be a view of the tensor that it changes.
+
+    Inductor turns ``index_put`` into ``index_put_`` if nobody reads its operand afterwards, and
+    does not look at the operator's own values: ``x.index_put((i,), x[:2])`` read them while it
+    wrote over them. A copy of a view is one too, since Inductor takes ``clone`` out. ``index_add``,
+    ``index_copy`` and ``put`` are made of it. Seen on torch 2.14, in ``torch.compile``, too.
+    """
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    graph = module.graph
+    puts = [n for o in _WRITTEN_OVER for n in graph.find_nodes(op="call_function", target=o)]
+    shown: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # whose memory a node may show
+    for node in graph.nodes if puts else ():
+        is_call = isinstance(node.target, torch._ops.OpOverload)
+        is_through = is_call and (is_view(node) or node.target in noop_registry)
+        inputs = node.all_input_nodes if is_through else ()
+        shown[node] = set().union(*(shown[x] for x in inputs)) or {node}
+    for node in puts:
+        changed, *others = node.args
+        for read in [x for x in _nodes_in(others) if shown[x] & shown[changed]]:
+            with graph.inserting_before(node):
+                copied = _written(graph, read)
+            others = map_arg(others, partial(_replaced, {read: copied}))
+        node.args = (changed, *others)
+    return module
+
+
+def _replaced(by: Mapping[torch.fx.Node, torch.fx.Node], node: torch.fx.Node) -> torch.fx.Node:
+    return by.get(node, node)
+
+
+def _nodes_in(args: Any) -> list[torch.fx.Node]:
+    found: dict[torch.fx.Node, None] = {}
+    map_arg(args, found.setdefault)
+    return list(found)
+
+
 def _realize(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    with graph.inserting_after(node):
+        written = _written(graph, node)
+    node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
+
+
+def _written(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    """Adds an operator that makes Inductor write a tensor to memory, and returns a copy of it."""
     import torch._inductor.test_operators
 
-    with graph.inserting_after(node):
-        written = graph.call_function(torch.ops._inductor_test.realize.default, (node,))
+    written = graph.call_function(torch.ops._inductor_test.realize.default, (node,))
     written.meta = dict(node.meta)
-    node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
+    return written

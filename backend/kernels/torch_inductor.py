@@ -45,6 +45,7 @@ from .torch_corrections import (
     quicker_writing,
     quotients_checked,
     settings,
+    values_kept_apart,
 )
 
 aten = torch.ops.aten
@@ -204,9 +205,8 @@ def compile_leaves(
 def _changeable(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns a copy for Inductor, whose passes change graphs; symbolic sizes are inputs first."""
     symbols = symbols_of(module)
-    return pads_realized(
-        with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
-    )
+    copied = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+    return values_kept_apart(pads_realized(copied))
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
