@@ -314,6 +314,7 @@ PYTHON: dict[str, Callable[[Tensor], Any]] = {
     "masked": masked,
     "arithmetic": arithmetic,
     "halves": halves,
+    "strided": lambda h: h.tanh().as_strided((2, 2), (2, 1)),
 }
 
 
@@ -342,7 +343,7 @@ def test_quotients_of_sizes_and_their_roundings_can_be_computed_by_a_graph(of: A
 
 @pytest.mark.parametrize("door", ["compile", "step"])
 @pytest.mark.parametrize("name", PYTHON)
-@pytest.mark.sweep(keep=["branch-compile", "arithmetic"])
+@pytest.mark.sweep(keep=["branch-compile", "arithmetic", "strided-compile"])
 def test_python_on_sizes_is_right_at_each_shape(name: str, door: Door) -> None:
     def loss(h: Tensor) -> Any:
         result = PYTHON[name](h)

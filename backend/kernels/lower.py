@@ -28,6 +28,7 @@ from ...reuse.ir.torch_symbols import (
     SizeTrace,
     SymbolTrace,
     Values,
+    as_literal,
     module_at,
     symbols_of,
     type_at,
@@ -367,7 +368,7 @@ def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]
     if kernel.convention == "boxed":
         symbols = symbols_of(leaf.module)
         return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
-    made = replace(made, module=module_at(leaf.module, values))
+    made = replace(made, module=module_at(_of_any_layout(leaf.module), values))
     return made, _eager_kernel(made)
 
 
@@ -417,30 +418,33 @@ def _eager_kernel(leaf: Leaf) -> Kernel:
 
 def _eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """Returns a function that runs a leaf's operators, correct for any layout of their results."""
-    graph = module.graph
-    # A trace has the strides of fake tensors, and a few kernels return others, such as
-    # ``softplus_backward`` of operands with different strides. Values do not depend on that, but
-    # then a view may be impossible, and ``as_strided`` would read other elements.
-    if any(node.target in (*RESHAPES, _STRIDED) for node in graph.nodes):
-        graph = _of_any_layout(graph)
+    made = _of_any_layout(module)
     # Not a lazy module, which would check in each call whether its code was generated.
-    forward: Callable[..., Any] = torch.fx.GraphModule(module, graph).forward
+    made = torch.fx.GraphModule(module, module.graph) if made is module else made
+    forward: Callable[..., Any] = made.forward
     return forward
 
 
-def _of_any_layout(graph: torch.fx.Graph) -> torch.fx.Graph:
+def _of_any_layout(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Returns a leaf's body, correct for any layout of its operators' results."""
+    # A trace has the strides of fake tensors, and a few kernels return others, such as
+    # ``softplus_backward`` of operands with different strides. Values do not depend on that, but
+    # then a view may be impossible, and ``as_strided`` would read other elements.
+    if not any(node.target in (*RESHAPES, _STRIDED) for node in module.graph.nodes):
+        return module
     copied = torch.fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
+    copied.output(copied.graph_copy(module.graph, {}))
     for node in copied.nodes:
         if node.target in RESHAPES:
             node.target = torch.ops.aten.reshape.default
         elif node.target is _STRIDED:
             base = node.args[0]
             if isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor):
+                stride = tuple(map(as_literal, base.meta["val"].stride()))
                 with copied.inserting_before(node):
-                    placed = copied.call_function(_in_layout, (base, base.meta["val"].stride()))
+                    placed = copied.call_function(_in_layout, (base, stride))
                 node.args = (placed, *node.args[1:])
-    return copied
+    return torch.fx.GraphModule(module, copied)
 
 
 def _in_layout(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
