@@ -48,7 +48,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_432, 21),
     "recompute": (1_178, 4),
     "pipeline_parallel": (7_873, 25),
-    "backend": (12_789, 45),
+    "backend": (12_793, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
