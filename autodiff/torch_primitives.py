@@ -1,6 +1,6 @@
 """Adapter: programs reduced to primitives, to be looked at, checked and counted.
 
-The rules are PyTorch's to core ATen (``torch.export.default_decompositions``), and a few more.
+Rules are PyTorch's decompositions to core ATen (``default_decompositions``), and a few more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .traces.torch_interpreters import origin_of
 from .traces.torch_make_fx import Decompositions
 
 _ATEN = torch.ops.aten
-# PyTorch has a rule for these that leads to core ATen, and does not count it among those.
+# PyTorch can decompose these to core ATen, but its default decompositions leave them out.
 _FURTHER = ("addmv", "dist", "native_batch_norm", "polar", "unfold")
 
 
@@ -65,7 +65,7 @@ def _attention_as_products() -> AbstractContextManager[None]:
 
 
 def _rules() -> Decompositions:
-    """Returns how each operator that is no primitive is made of others, where a rule is known.
+    """Returns the known decompositions of operators that are not primitives.
 
     Random operators stay whole: another way to draw would give other numbers under one seed.
     """
@@ -81,8 +81,8 @@ def _is_taken_apart(operator: Any) -> bool:
 def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     """Reduces a leaf: the same results in the same layouts, by primitives.
 
-    What no rule takes apart stays, for a verifier to name. Each operator is stamped with the user's
-    line that it comes from.
+    An operator without a rule stays, and a verifier names it. Each operator is stamped with the
+    user's line that it comes from.
     """
     types = flat_types(leaf.input_types)
     module = leaf.module
@@ -101,7 +101,7 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
 
 
 def _drop_unused(graph: torch.fx.Graph) -> None:
-    """Removes what nobody reads: also memory that only gave a layout. Draws and writes stay."""
+    """Removes unused nodes, also memory that only gave a layout; draws and writes stay."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not (node.users or is_draw(node) or mutated_args(node)):
             graph.erase_node(node)
@@ -170,7 +170,7 @@ def _grouped_mm(
 
 
 def _in_group(offsets: torch.Tensor, group: int, length: int) -> torch.Tensor:
-    """Says of each of so many places whether it belongs to a group; offsets are their ends."""
+    """Returns a mask of the places that are in a group; offsets are the ends of the groups."""
     places = torch.arange(length, device=offsets.device)
     before = places < offsets[group]
     return before & (places >= offsets[group - 1]) if group else before
@@ -193,4 +193,4 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
     _ATEN.lift_fresh_copy.default: torch.clone,
     _ATEN.put.default: _put,
 }
-"""Beside PyTorch's to core ATen: of more operators, and of draws that keep their numbers."""
+"""Rules besides PyTorch's: for more operators, and for draws that keep their numbers."""

@@ -1,4 +1,4 @@
-"""Which stage each call belongs to: by the user's marks, by cutting the order, or balanced by cost.
+"""Assigns each call to a stage: by the user's marks, evenly by layers, or balanced by cost.
 
 Balanced stages are the exact contiguous partition of layers within memory that minimises
 ``sum(T) + (M - 1) * max(T)``, the time of M micro-batches through stages that take T each, where T
@@ -26,17 +26,17 @@ from .actions import ActionTable
 from .cut import Colors, Stage, cut_program, stages_in
 
 TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
-"""Returns bytes that one call may save and seconds that it then computes again, fewest first."""
+"""Returns numbers of bytes that a call may save, each with its recompute seconds, fewest first."""
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Of one call.
+    """Holds what one call costs.
 
     Attributes:
         seconds: predicted, of forward and backward.
-        kept_bytes: what the call is handed and its backward needs, per micro-batch in flight.
-        variants: what else it may save per micro-batch, and the seconds computed again for it;
+        kept_bytes: other calls' results that its backward needs, per micro-batch in flight.
+        variants: bytes that it may save per micro-batch, each with the seconds of recomputation;
             fewest bytes first.
     """
 
@@ -52,7 +52,7 @@ class CallCosts:
     Args:
         differentiator: whose derivatives the calls will run with.
         costs: of programs, on the device.
-        trade_offs: what calls may compute again; without it they save what they save.
+        trade_offs: what calls may recompute; None for no recomputation.
     """
 
     differentiator: Differentiator
@@ -79,7 +79,7 @@ class CallCosts:
         return [costs_in(path[:-1])[path[-1]] for path, _ in units_of(program, opened)]
 
     def _body(self, program: Program, active: set[Value]) -> list[CallCost]:
-        """Costs of a body's calls; ``active`` are values with a gradient, and grows."""
+        """Returns the costs of a body's calls; adds to ``active``, the values with a gradient."""
         costs = []
         made: set[Value] = set()
         for call in program.calls:
@@ -98,7 +98,7 @@ class CallCosts:
         if derivative is None:
             return CallCost(self.costs.closure(call.closure).seconds)
         both = (derivative.forward, derivative.backward)
-        # Parameters are there in any case; what another call made is kept alive for this one.
+        # Parameters exist in any case; only other calls' results are kept alive for this one.
         kept = {call.args[i] for i in derivative.kept_inputs} & made
         variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
         if self.trade_offs is not None:
@@ -135,12 +135,12 @@ def color_evenly(program: Program, num_stages: int) -> Colors:
 
 
 def _layers(program: Program, num_stages: int) -> list[Path]:
-    """Places of the layers; composites are looked into only where there are too few."""
+    """Returns the paths of the layers; looks into composites only if there are too few."""
     counts = count_calls(program)
     opened: set[Path] = set()
     while True:
         units = units_of(program, opened)
-        # What is called once is no layer, however large it is: an embedding, a head.
+        # A closure that is called once is no layer, however large: an embedding, a head.
         layers = [p for p, c in units if counts[c.closure] > 1 and _size(c.closure) >= _GLUE_NODES]
         if len(layers) >= num_stages:
             return layers
@@ -173,11 +173,11 @@ def units_of(program: Program, opened: set[Path]) -> list[tuple[Path, Call]]:
 
 
 def color_by_bounds(program: Program, bounds: Sequence[Path]) -> Colors:
-    """Colours a program cut at places.
+    """Assigns the calls of a program that is cut at given calls to stages.
 
     Args:
         program: the program.
-        bounds: for each stage but the first, where it begins, in order.
+        bounds: the first call of each stage but the first, in order.
     """
     return _color_body(program, (), sorted(bounds))
 
@@ -270,7 +270,7 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
     Args:
         times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1, infinite if it
             cannot; empty stages are not allowed.
-        num_micro_batches: M above.
+        num_micro_batches: M in the module's docstring.
     """
     # The longest stage takes one of the times that occur, so no other bound needs a look.
     bounds = np.unique(times[np.isfinite(times)])
@@ -282,7 +282,7 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
     def time_s(number: int, total: float) -> float:
         return total + (num_micro_batches - 1) * float(bounds[number])
 
-    # A larger bound never has a larger sum: below that of the last one there is none.
+    # A larger bound never gives a larger sum, so no sum is below the last bound's.
     best, chosen = time_s(last, sums(last)), last
     first = bisect.bisect_left(range(last), True, key=lambda i: bool(np.isfinite(sums(i))))
     for number in range(first, last):
@@ -298,11 +298,11 @@ def _within(times: FloatArray, bound: Any) -> FloatArray:
 
 
 def _tables(stages: FloatArray, joined: np.ufunc = np.add) -> list[FloatArray]:
-    """For each number of stages, the smallest sum for each number of units; or what is ``joined``.
+    """Returns, by number of stages, the smallest total for each number of units.
 
     Args:
-        stages: ``stages[s, i, j]`` is what stage s has if it runs units i to j - 1.
-        joined: puts that of one more stage to that of those before.
+        stages: ``stages[s, i, j]`` is the number of stage s if it runs units i to j - 1.
+        joined: combines the total of the stages before with one more stage; by default a sum.
     """
     tables = [np.where(np.arange(stages.shape[1]) == 0, 0.0, np.inf)]
     for stage in stages:
@@ -318,7 +318,7 @@ def _traced(times: FloatArray) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-# A call is looked into only if it alone takes more than this part of an even share.
+# A call is cut inside only if it alone takes more than this multiple of an even share.
 _SHARE = 1.05
 
 
@@ -336,7 +336,7 @@ class NoSplitError(PipelineError):
 
 
 Pieces = Callable[[Sequence[Stage]], "tuple[list[CallCost], list[dict[int, int]]]"]
-"""Says what pieces of a program, each a stage, cost, and the bytes of the tensors they own."""
+"""Returns the costs of pieces of a program, and the bytes of the tensors that each one owns."""
 
 
 def color_balanced(
@@ -348,14 +348,14 @@ def color_balanced(
 ) -> tuple[Colors, float]:
     """Returns the stages with the least predicted time that fit into memory, and the time.
 
-    What has to be computed again so that a stage fits counts as its time.
+    Recomputation that a stage needs to fit counts as its time.
 
     Args:
         program: the program.
         model: what its calls cost.
         table: what each rank does.
-        memory_bytes_per_rank: that a rank may hold.
-        pieces: says what they cost over a mesh instead.
+        memory_bytes_per_rank: what a rank may hold; None for no limit.
+        pieces: gives the costs of pieces over a mesh; None takes those of ``model``.
 
     Raises:
         PipelineError: if there are fewer calls than stages, or no split fits.
@@ -378,8 +378,8 @@ def color_balanced(
     owned = _owned_bytes(tensors)
     flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
-        # Which stages meet on a rank does not depend on the cut, but what each needs does: so they
-        # share the rank's memory evenly.
+        # Which stages share a rank does not depend on the cut, but what each needs does: so each
+        # gets an even part of the rank's memory.
         room = memory_bytes_per_rank / stages_per_rank(table) - owned
         times += extra_seconds([c.variants for c in costs], room[None] / flights - _kept(costs))
     found = partition(times, table.num_micro_batches)
@@ -393,7 +393,7 @@ def color_balanced(
 
 
 def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
-    """Composites to look into: those that no even share could hold, or all if units are few."""
+    """Returns the composites to cut inside: those above an even share, or all if units are few."""
     opened: set[Path] = set()
     while True:
         units = units_of(program, opened)
@@ -412,7 +412,7 @@ def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
 
 
 def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
-    """Times of every run of units; the same on every stage."""
+    """Returns the times of every run of units, the same for every stage."""
     size = len(costs) + 1
     times = _run_sums([c.seconds for c in costs])
     times = np.broadcast_to(times, (num_stages, size, size)).copy()
@@ -422,7 +422,7 @@ def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
 
 
 def _run_sums(numbers: Sequence[float]) -> np.ndarray:
-    """Sums over every run of units."""
+    """Returns the sum over every run of units."""
     total = np.concatenate([[0.0], np.cumsum(numbers)])
     return total[None, :] - total[:, None]
 
@@ -450,10 +450,10 @@ def _owned_bytes(tensors: Sequence[Mapping[int, int]]) -> np.ndarray:
 def extra_seconds(
     variants: Sequence[Sequence[tuple[int, float]]], room_bytes: np.ndarray
 ) -> np.ndarray:
-    """Returns what every run of units computes again so that what it saves fits.
+    """Returns the recompute seconds of every run of units, so that its saved tensors fit.
 
-    Saved bytes are bought where they spare most seconds each; a unit that would fit in part only
-    is left out. So the seconds are reached, and at most one unit's above the least there are.
+    Memory goes first to the units where a byte spares most seconds; no unit saves only in part. So
+    the seconds can be reached, and exceed the minimum by at most one unit's.
 
     Args:
         variants: for each unit, bytes saved and seconds computed again, fewest bytes first.
@@ -512,7 +512,7 @@ def _tensors(program: Program, path: Path) -> dict[int, int]:
     for value in program.calls[path[0]].args:
         source = sources.get(value)
         if isinstance(source, ModelTensor):
-            # Beside a parameter lies the sum of its gradients.
+            # A parameter's gradients are summed in a second tensor of its size.
             copies = 2 if source.tensor.requires_grad else 1
             found[id(source)] = copies * value.type.num_bytes
     return found

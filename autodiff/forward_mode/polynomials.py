@@ -1,9 +1,9 @@
-"""Truncated power series whose zeros are known: nothing is computed with them.
+"""Truncated power series with known zeros, with which nothing is computed.
 
 A series is a list of coefficients; None is zero. One *without a constant* begins at order 1. The
 Taylor coefficients of functions of one variable follow, ``f(x + h) = f_0 + f_1 h + f_2 h^2 + ...``:
-each function is given a point, the function's value there and an order, and returns the
-coefficients up to that order, by the differential equation that the function solves.
+each takes a point, the function's value there and an order, and returns the coefficients up to that
+order, mostly from the differential equation that the function solves.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def powers(series: Sequence[Coefficient], highest: int) -> list[list[Coefficient
     plain = [None, *series]
     found = [plain]
     for exponent in range(2, highest + 1):
-        # Even powers are squares of half of them, which cost half the products.
+        # An even power is the square of a lower one, which takes half the products.
         half = found[exponent // 2 - 1]
         one = half if exponent % 2 == 0 else found[exponent - 2]
         found.append(
@@ -92,7 +92,7 @@ def composed(outer: Sequence[Coefficient], inner: Sequence[Coefficient]) -> list
     """Returns the coefficients from order 1 on of ``outer(inner)``.
 
     Args:
-        outer: a series with a constant, in its variable less the constant of ``inner``.
+        outer: a series with a constant, expanded at the constant of ``inner``.
         inner: a series without a constant.
     """
     return combined(outer, powers(inner, len(inner)))
@@ -121,7 +121,7 @@ def exponential(series: Sequence[Coefficient]) -> list[Coefficient]:
 
 
 def logarithm(series: Sequence[Coefficient]) -> list[Coefficient]:
-    """Returns from order 1 on the logarithm of 1 plus a series without a constant."""
+    """Returns the logarithm of 1 plus a series without a constant, from order 1 on."""
     found: list[Coefficient] = []
     for k in range(1, len(series) + 1):
         total = None
@@ -179,7 +179,7 @@ def log(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
 
 
 def _integrated(slopes: list[Coefficient]) -> list[Coefficient]:
-    """Returns the coefficients from order 1 on of what has these for its derivative."""
+    """Returns the coefficients of an integral, from order 1 on, given those of the derivative."""
     return [scaled(slope, 1 / (k + 1)) for k, slope in enumerate(slopes)]
 
 
@@ -208,7 +208,7 @@ def power(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient
 
 
 def _root(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
-    """Expands a power, by products with ``1 / x``: no further root."""
+    """Expands a power by products with ``1 / x``, which need no further root."""
     inverse = torch.reciprocal(x)
     found: list[Coefficient] = [y]
     for k in range(1, order + 1):

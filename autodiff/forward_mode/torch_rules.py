@@ -1,8 +1,8 @@
-"""Adapter: rules of operators that carry series, and which one each has, by PyTorch's name.
+"""Adapter: rules that compute operators on series, and a table of them by PyTorch's names.
 
-Rules are of functions of one variable, of softmax and its kin, of products, of what is linear.
+Rules are for functions of one variable, softmax and its kin, products, and linear operators.
 
-Names, not attributes: a release of PyTorch that lacks an operator has no graph that holds it.
+The table has names, not attributes of ``torch.ops``: some releases of PyTorch lack an operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
     """Returns the rule of a function that acts on each element by itself.
 
     Args:
-        taylor: of a point, the value there, an order, and what else the operator is given.
+        taylor: takes a point, the value there, an order, and the operator's further operands.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -46,7 +46,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
         if jet.primal.is_complex() or not jet.primal.is_floating_point():
             return NotImplemented
         value = operands.call(target)
-        # The factors are of the point alone, and shared by all directions.
+        # The factors depend on the point alone, so all directions share them.
         factors = taylor(jet.primal, value, lanes.order, *operands.args[1:], **operands.kwargs)
         highest = max((k for k, factor in enumerate(factors) if factor is not None), default=1)
         parts = lanes.along(lambda series: powers(series, max(highest, 1)), jet)
@@ -67,7 +67,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
 
 
 def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates a function made of lines: each coefficient times PyTorch's slope."""
+    """Differentiates a piecewise linear function: each coefficient times PyTorch's slope."""
     if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
         return NotImplemented
     jet = operands.jets[0]
@@ -81,7 +81,7 @@ def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates softmax: what grows is weighed by the value, and its sum divided out."""
+    """Differentiates softmax: weighs the series' exponential by the value, divides by its sum."""
     value = operands.call(target)
     weigh = _weighed(value, operands.args[1])
 
@@ -128,7 +128,7 @@ Weighed = Callable[[Sequence[Coefficient]], tuple[list[Coefficient], list[Coeffi
 
 
 def _weighed(weights: Tensor, dims: Any, *, keepdim: bool = True) -> Weighed:
-    """Returns what weighs the exponential of a series, and sums it over some dimensions."""
+    """Returns a function that weighs the exponential of a series, and sums it over dimensions."""
 
     def weigh(series: Sequence[Coefficient]) -> tuple[list[Coefficient], list[Coefficient]]:
         grown = [times(weights, e) for e in exponential(series)[1:]]
@@ -139,7 +139,7 @@ def _weighed(weights: Tensor, dims: Any, *, keepdim: bool = True) -> Weighed:
 
 
 def of_constant(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Runs what has no derivative, or a zero one: signs, comparisons, draws, fresh memory."""
+    """Runs an operator with no or a zero derivative: signs, comparisons, draws, fresh memory."""
     return operands.call(target)
 
 
@@ -160,7 +160,7 @@ def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
     a, b = operands.args[:2]
     if operands.kwargs or len(operands.args) > 2:
         return NotImplemented
-    # Linear in the one that moves: its value and all coefficients are rows of one matrix.
+    # Linear in the only operand with a series: value and coefficients are rows of one matrix.
     if not isinstance(b, Jet):
         return lanes.at_once(lambda rows: target(rows, b), a, -2)
     if not isinstance(a, Jet):
@@ -238,7 +238,7 @@ def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Differentiates dropout: one mask is drawn, for the value and its coefficients."""
-    # Drawn once: a tangent through another mask is one of another function.
+    # Drawn once: a tangent through another mask would be that of another function.
     value, mask = operands.call(target)
     p, train = operands.args[1:3]
     if train is False or p == 0:
@@ -273,7 +273,7 @@ def jointly(*places: int) -> Rule:
     """Returns the rule of an operator that is linear in some operands at once (``cat``, ``where``).
 
     Args:
-        places: of these operands; where one has a coefficient, those of the others may be zero.
+        places: positions of these operands; a coefficient that only some have is zero in others.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -449,13 +449,13 @@ def _variance_and_mean(
 
 
 def _product_plus(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    # Nothing is multiplied by one: it would be a kernel of its own for value and coefficients.
+    # No product with one: it would be one more kernel for the value and the coefficients.
     product = a @ b if alpha == 1 else (a @ b) * alpha
     return product + (c if beta == 1 else c * beta)
 
 
 def taken_apart() -> dict[Any, Callable[..., Any]]:
-    """Returns how operators are made of those that have rules, with the same derivatives."""
+    """Returns decompositions into operators that have rules, with the same derivatives."""
     table = torch._decomp.decomposition_table
     aten = torch.ops.aten
     found: dict[Any, Callable[..., Any]] = {

@@ -29,7 +29,7 @@ MANIFEST, TENSORS = "manifest.json", ".safetensors"
 _FORMAT = "lazyinline file 1"
 _DATE = (1980, 1, 1, 0, 0, 0)
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[./][a-z0-9]+)*", re.ASCII)
-_LENGTHS_AT = 26  # in what stands before a part, of its name and of what is behind that
+_LENGTHS_AT = 26  # in a part's local header: the lengths of its name and of its extra field
 _MAX_TEXT_BYTES = 1 << 28  # of a part that is read as text: far more than a program has
 
 
@@ -93,9 +93,9 @@ class Parts:
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[_Stored]:
-        """Yields a part that is too large to be held twice; at its end the zip's sum is checked."""
+        """Yields a part that is too large to be held twice; at its end checks the zip's CRC."""
         entry = self._entry(name)
-        with self._archive.open(entry):  # which checks what stands before it
+        with self._archive.open(entry):  # which checks its local header
             part = _Stored(self._file, entry)
         yield part
         if part.left or part.sum != entry.CRC:
@@ -117,11 +117,11 @@ class Parts:
 
 
 class _Stored:
-    """Reads a part as it lies in the file, into where it shall be: zipfile holds it twice.
+    """Reads a part from the file straight into its destination: zipfile would hold it twice.
 
     Attributes:
         left: bytes that are still to be read.
-        sum: of those that were, as the zip has it.
+        sum: the CRC of those that were read, as in the zip.
     """
 
     def __init__(self, file: BinaryIO, entry: zipfile.ZipInfo) -> None:
@@ -130,21 +130,21 @@ class _Stored:
         self._file, self.left, self.sum = file, entry.file_size, 0
 
     def readinto(self, memory: memoryview) -> int:
-        """Fills a memory, as far as there are bytes; returns how many there were."""
+        """Fills memory with the next bytes of the part; returns how many there were."""
         memory = memory[: self.left]
         count = int(self._file.readinto(memory))  # type: ignore[attr-defined]
         self.left, self.sum = self.left - count, zlib.crc32(memory[:count], self.sum)
         return count
 
     def read(self, count: int) -> bytes:
-        """Returns so many bytes, as far as there are."""
+        """Returns up to so many bytes."""
         memory = bytearray(min(count, self.left))
         return bytes(memory[: self.readinto(memoryview(memory))])
 
 
 @contextlib.contextmanager
 def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterator[Parts]:
-    """Opens a file; whatever is wrong with it in here is one sentence.
+    """Opens a file; whatever is wrong with it inside the context is one FileError.
 
     Args:
         path: the file.
@@ -165,7 +165,7 @@ def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterato
         raise FileError(f"There is no file {os.fspath(path)}.") from None
     except FileError as error:
         raise FileError(_cannot(path, str(error))) from error.__cause__
-    # A file is data from anywhere: what reading it raises, the file is the reason for.
+    # A file may come from anywhere: whatever reading it raises is a fault of the file.
     except Exception as error:
         text = " ".join(str(error).split())
         raise FileError(_cannot(path, f"{type(error).__name__}: {text}")) from error
@@ -195,7 +195,7 @@ def to_json(value: Any) -> bytes:
 
 
 def read_json(content: bytes) -> Any:
-    """Returns a value of JSON in which no name is said twice."""
+    """Returns the value of a JSON text; a name may not occur twice in an object."""
     try:
         return json.loads(content.decode(), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
@@ -214,5 +214,5 @@ def _to_sign(listed: Mapping[str, Any]) -> bytes:
 
 
 def _digest(name: str, content: Content) -> str:
-    # Tensors are no code, and as many as a model has: the zip's own sum tells damage.
+    # Tensors are no code, and large: the zip's own CRC detects damage.
     return "" if name.endswith(TENSORS) else hashlib.sha256(b"".join(content)).hexdigest()

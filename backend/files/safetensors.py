@@ -1,6 +1,6 @@
 """The format of safetensors, which other programs read and write: tensors by name, and no code.
 
-Eight bytes are the length of a header in JSON; it says dtype, shape and place of each tensor, and
+The first eight bytes are the length of a JSON header with dtype, shape and place of each tensor;
 their bytes follow without a gap. https://github.com/huggingface/safetensors has the rules.
 """
 
@@ -80,7 +80,7 @@ def read_tensors(
     Args:
         source: reads the file from its start.
         size: its bytes.
-        check: raises for what is not wanted.
+        check: raises for a tensor that is not wanted.
 
     Raises:
         FileError: if it breaks a rule of the format.

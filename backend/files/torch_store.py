@@ -13,8 +13,8 @@ at all, so any number of processes may read, write and clear at once.
 A store keeps the results of compiles in the user's cache, another one the C++ kernels that are
 built, in Inductor's folder (:mod:`..kernels.bundles`).
 
-What lies in Inductor's folder is loaded, too, so it must be the user's own work. Inductor takes any
-folder, by default one of a known name in a place where everybody may make it first.
+Files in Inductor's folder are loaded, too, so they must be the user's own. Inductor takes any
+folder; the default one has a known name, in a place where anybody may create it first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DIRECTORY_VARIABLE = "LAZYINLINE_CACHE_DIR"
 SWITCH_VARIABLE = "LAZYINLINE_CACHE"
 SIZE_VARIABLE = "LAZYINLINE_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 2 << 30
-# What stays when the cache has outgrown its limit: not every write has to make room.
+# The share of the limit that a trim leaves, so that not every write has to make room.
 _KEPT_SHARE = 0.8
 _STALE_S = 3600.0
 _MAGIC = b"lazyinline cache 1 "
@@ -204,7 +204,7 @@ class DiskCache:
         return ""
 
     def put_object(self, digest: str, content: bytes) -> None:
-        """Keeps a shared object that came in a file, if it is the one that it is named by."""
+        """Stores a shared object that came in a file, if its bytes have that digest."""
         is_it = digest.isalnum() and _digest(content) == digest
         if is_it and self.object_path(digest) is None:
             self._put(self.directory / _OBJECTS / f"{digest}.so", content)
@@ -231,7 +231,7 @@ class DiskCache:
             raise MissingObjectError from error
 
     def object_path(self, digest: str) -> pathlib.Path | None:
-        """Returns where a shared object is, if its bytes are the ones it is named by."""
+        """Returns the path of a shared object, if its bytes have the digest in its name."""
         path = self.directory / _OBJECTS / f"{digest}.so"
         if digest in self._sound:
             return path
@@ -350,7 +350,7 @@ class _UnusableError(Exception):
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yields a file to write, of which no other process ever sees a part under its name.
+    """Yields a file to write, which appears under its name only when it is complete.
 
     Raises:
         OSError: if it could not be written; nothing of it is left then.
@@ -464,7 +464,7 @@ def why_exchangeable(path: Path) -> str:
 
 
 def _is_of_own_group(status: os.stat_result) -> bool:
-    """Whether who may write is the user, and a group that many systems give to each user."""
+    """Whether only the user and the user's own group, which many systems create, may write."""
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH or os.geteuid() == 0:
         return False
     import grp

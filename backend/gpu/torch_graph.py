@@ -17,30 +17,30 @@ import torch
 
 Run: TypeAlias = Callable[[], list[torch.Tensor]]
 Capture: TypeAlias = Callable[[Run, torch.device], Run]
-"""Returns what runs the same and writes its results anew; runs nothing itself."""
+"""Returns a function that runs the same and writes the results anew; runs nothing itself."""
 
 
 def capture_graph(run: Run, device: torch.device) -> Run:
-    """Captures what ``run`` launches as a CUDA graph: the CPU names each launch but once.
+    """Captures what ``run`` launches as a CUDA graph: the CPU issues each launch only once.
 
-    It must launch on this device alone, and read nothing back; it does not run here. It has run
-    before, so that libraries have set up what they keep.
+    ``run`` must launch on this device only, and read nothing back. A capture executes no kernel;
+    ``run`` has run before, so that libraries have set up what they keep.
     (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs)
 
     Raises:
-        RuntimeError: if it does what a graph cannot hold. All is as it was then.
+        RuntimeError: if it does what a graph cannot hold; nothing has changed then.
     """
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         torch.cuda.synchronize()
-        # What cuBLAS works in is made anew in the graph's own pool. Otherwise others, Inductor's
-        # graphs among them, would free it while our replays write to it.
+        # cuBLAS allocates new workspaces in the graph's own pool. Otherwise others, Inductor's
+        # graphs among them, would free them while our replays write to them.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         try:
-            # A stream of its own: one whose capture failed may be of no more use.
+            # On a new stream: one whose capture failed may be unusable.
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 results = _captured(graph, run)
         except BaseException:
@@ -60,10 +60,10 @@ def capture_graph(run: Run, device: torch.device) -> Run:
 def captured_once(
     run: Run, capture: Capture, device: torch.device, note: Callable[[str], None]
 ) -> Run:
-    """Returns what runs the same: captured at the second run, and replayed from then on.
+    """Returns a function that captures ``run`` at its second call, and replays it from then on.
 
-    All has its place. The first run is the one in which libraries are set up: none is run besides,
-    for it may update parameters. ``note`` takes why there is no graph, which is "" where one is.
+    All memory has fixed addresses. The first call runs as usual and initializes libraries; there is
+    no extra warm-up, since a run may update parameters. ``note`` gets why there is no graph, or "".
     """
 
     @functools.cache
@@ -87,8 +87,8 @@ def captured_once(
 
 
 def _captured(graph: torch.cuda.CUDAGraph, run: Run) -> list[torch.Tensor]:
-    # Of this thread alone: a data loader that pins memory meanwhile, in a thread of its own, would
-    # end the capture, and fail.
+    # For this thread only: otherwise another thread that pins memory, such as a data loader's,
+    # would fail and end the capture.
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         results = run()

@@ -33,8 +33,8 @@ def is_interpreting() -> bool:
 def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, bytes]:
     """Compiles each different kernel for the GPU that it was written for, several at a time.
 
-    A kernel that Triton has compiled before comes from its cache on disk. Of several ways to launch
-    one, the first of Inductor's is compiled: to choose among them takes the device.
+    A kernel that Triton has compiled before comes from its cache on disk. Of several launch configs
+    only Inductor's first one is compiled: to choose among them takes the device.
 
     Returns:
         What was made, by the kernels' contents.
@@ -76,9 +76,9 @@ def _compiled(kernel: TritonKernel) -> bytes:
 
 
 class LoadedKernel:
-    """A Triton kernel on a GPU that is here, launched on the present stream.
+    """A Triton kernel on a GPU of this machine, launched on the current stream.
 
-    Its first launch tries all ways to launch it on copies, and keeps one, as Inductor does.
+    Its first launch autotunes: it tries all configs on copies and keeps one, as Inductor does.
 
     Args:
         kernel: its text.
@@ -91,7 +91,7 @@ class LoadedKernel:
     def __call__(self, *args: Any) -> None:
         """Launches it on the device of its first tensor."""
         device = next(a for a in args if isinstance(a, torch.Tensor)).device
-        # A kernel is loaded into the present device, whose streams alone take it.
+        # A kernel is loaded onto the current device, and only streams of that can launch it.
         is_there = device.index == torch.cuda.current_device()
         with nullcontext() if is_there else torch.cuda.device(device):
             self._tuner.run(*args, stream=self._stream_of(device.index))
@@ -117,7 +117,7 @@ class TritonKernel:
     source: str
 
     def __call__(self, *args: Any) -> NoReturn:
-        """Is what a launch of it holds; what runs a program loads it first."""
+        """Raises PlanError: a launch holds only the text, to be loaded before a program runs."""
         raise PlanError(f"The GPU kernel {self.name} was compiled, and is not loaded here.")
 
     @property

@@ -1,4 +1,4 @@
-"""Adapter: what PyTorch does with cached things; the private names for it live here.
+"""Adapter: names and facts of PyTorch that cached things depend on.
 
 Operators by name, fake values of rebuilt graphs, and the facts about PyTorch that decide what a
 compile makes.
@@ -95,8 +95,8 @@ def fake_values(layouts: Sequence[Any]) -> list[Any]:
     """Makes fake tensors, all of one mode.
 
     Args:
-        layouts: type, number of the memory (those with one number share it), and the place in
-            there, in elements; a list of these for what is a list of tensors, or None.
+        layouts: for each tensor its type, the number of its storage (equal numbers share one) and
+            its storage offset in elements; a list of these for a list of tensors; or None.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memories: dict[int, torch.UntypedStorage] = {}
@@ -122,7 +122,7 @@ def fake_values(layouts: Sequence[Any]) -> list[Any]:
 
 
 def facts() -> Mapping[str, Any] | None:
-    """Returns what else than a graph decides what PyTorch makes of it.
+    """Returns what, besides a graph, decides what PyTorch compiles it to.
 
     None means that a user's Python function takes part, which no key can describe.
     """
@@ -139,7 +139,7 @@ def facts() -> Mapping[str, Any] | None:
 
 
 def machine_facts() -> Mapping[str, Any]:
-    """Returns what decides whether something that PyTorch made elsewhere is right here."""
+    """Returns what decides whether something that PyTorch compiled elsewhere is valid here."""
     return {
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
         # Inductor writes the number of threads into kernels that run in parallel.

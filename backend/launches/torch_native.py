@@ -5,8 +5,8 @@ them. The loop calls a kernel at its address in a shared object that holds sever
 inside PyTorch. A wrapper that runs as Python calls kernels by name; Inductor would compile a Python
 binding of each for that, here ``ctypes`` does it.
 
-Kernels get addresses of tensors, and 0 ends the process. ``tensor.untyped_storage().resize_(0)``
-frees memory and leaves the tensor's sizes as they are, as sharding and offloading do between steps:
+Kernels get addresses of tensors, and crash on address 0. ``tensor.untyped_storage().resize_(0)``
+frees memory but leaves the tensor's sizes as they are, as sharding and offloading do between steps:
 such tensors are refused.
 """
 
@@ -38,11 +38,11 @@ def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> 
     """Checks that every tensor has all the memory that its sizes need.
 
     Args:
-        tensors: what will be given by address.
-        names: what the first of them are called.
+        tensors: those that will be passed by address.
+        names: names of the first of them.
 
     Raises:
-        RuntimeError: names the first that has not.
+        RuntimeError: names the first one that lacks memory.
     """
     for position, tensor in enumerate(tensors):
         held = tensor.untyped_storage().nbytes() if tensor.numel() and tensor.data_ptr() else 0
@@ -52,26 +52,26 @@ def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> 
 
 
 def check_addresses(tensors: Sequence[torch.Tensor]) -> None:
-    """Checks what PyTorch's own kernels are given, which need not check it either.
+    """Checks operands of PyTorch's own kernels, some of which do not check addresses either.
 
     Raises:
-        RuntimeError: if the memory of one is gone.
+        RuntimeError: if an operand's memory was freed.
     """
     if 0 in map(_address_of, tensors):
         check_memory(tensors)
 
 
 def address_in(tensor: torch.Tensor) -> int:
-    """Returns where a tensor's numbers are, 0 if it has none.
+    """Returns the address of a tensor's data, 0 if it has no elements.
 
     Raises:
-        RuntimeError: if it should have some.
+        RuntimeError: if it has elements, but no memory.
     """
     return tensor.data_ptr() or no_address(tensor)
 
 
 def no_address(tensor: torch.Tensor) -> int:
-    """Returns 0 for a tensor without elements, whose address that is.
+    """Returns 0, the address of a tensor without elements.
 
     Raises:
         RuntimeError: for any other.
@@ -121,8 +121,8 @@ def _plain(name: str) -> str:
 class BuiltKernel:
     """A kernel of a shared object.
 
-    Called with tensors, numbers where a parameter is one; it writes into its tensors. The
-    interpreter's lock is held meanwhile, as in Inductor's own bindings.
+    Its call takes tensors and numbers, as its parameters say, and writes into the tensors. The GIL
+    is held meanwhile, as in Inductor's own bindings.
 
     Attributes:
         path: the shared object.
@@ -140,7 +140,7 @@ class BuiltKernel:
 
         Raises:
             OSError: if the object does not load.
-            AttributeError: if it is another one.
+            AttributeError: if the function is not in it.
         """
         found = ctypes.cast(getattr(_opened(str(self.path)), self.symbol), ctypes.c_void_p).value
         assert found is not None
@@ -241,7 +241,7 @@ class NotBuiltError(PlanError):
 
 
 def check_cpp_compiler() -> None:
-    """Looks for what builds kernels for a CPU, before anything is prepared for it.
+    """Checks that there is a C++ compiler for CPU kernels, before anything else is done.
 
     Raises:
         PlanError: if there is none; it says what to install.
@@ -270,7 +270,7 @@ def _library() -> Any:
 
 
 def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] = ()) -> Any:
-    """Builds C++ and loads it; what was built before is loaded.
+    """Builds C++ and loads it; a library that was built before is only loaded.
 
     Args:
         source: its text.
@@ -343,7 +343,7 @@ def _native_of(library: ctypes.CDLL) -> NativeLibrary:
 def first_fit(
     buffers: Buffers, order: IntArray, library: Callable[[], ctypes.CDLL] = _library
 ) -> IntArray:
-    """Gives each buffer, in an order, the lowest address that is free all its life.
+    """Places buffers in an order, each at the lowest address that is free during its life.
 
     Args:
         buffers: what is placed.
@@ -385,7 +385,7 @@ def exact_search(
 
 
 def kernel_address(function: Callable[..., Any]) -> int | None:
-    """Returns where an Inductor C++ kernel is, or None if ``function`` is something else."""
+    """Returns the address of an Inductor C++ kernel, or None if ``function`` is something else."""
     if isinstance(function, BuiltKernel):
         return function.address
     path = getattr(getattr(function, "__self__", None), "__file__", None)
@@ -395,7 +395,7 @@ def kernel_address(function: Callable[..., Any]) -> int | None:
 
 
 def blas_address(name: str) -> int | None:
-    """Returns where a BLAS routine of PyTorch is, or None if its BLAS is not visible."""
+    """Returns the address of a BLAS routine of PyTorch, or None if its BLAS is not visible."""
     for path in Path(torch.__file__).with_name("lib").glob("libtorch_cpu.*"):
         if address := _address(str(path), name):
             return address

@@ -69,7 +69,7 @@ def inline_functions(model: ir.Model) -> None:
 
 
 def _paths(model: ir.Model, nodes: Iterable[ir.Node], path: str) -> Iterator[tuple[str, str]]:
-    """Yields the module path and operator of each node there will be."""
+    """Yields the module path and operator of each node after inlining."""
     for node in nodes:
         function = model.functions.get(node.op_identifier())
         if function is None:

@@ -110,7 +110,7 @@ def _correlation(
 
 
 def _cropped(tensor: Tensor, like: Tensor) -> Tensor:
-    """Leaves out what lies beyond another tensor's size, behind the channels."""
+    """Crops the dimensions after the channels to another tensor's size."""
     for dim, length in enumerate(like.shape[2:], 2):
         if tensor.shape[dim] != length:
             tensor = tensor.narrow(dim, 0, length)
@@ -258,7 +258,7 @@ def keeping_decompositions(opset: int) -> Decompositions:
     for operator in _composite_operators():
         if operator not in known.implemented:
             table.setdefault(operator, operator.decompose)
-    # Whole where it can be: one operator of ONNX's that runtimes have a kernel for.
+    # Attention stays whole where it can: ONNX has one operator, for which runtimes have a kernel.
     table[_ATTENTION] = _masked_attention
     return table
 
@@ -272,13 +272,13 @@ def _broadcast_in_dim(x: Any, shape: Sequence[Any], dims: Sequence[int]) -> Any:
 
 
 def batch_norm() -> Decompositions:
-    """Decompositions that make it plain that batch normalization changes its statistics."""
+    """Returns a decomposition that shows that batch normalization changes its statistics."""
     operator = _ATEN.native_batch_norm.default
     return {operator: torch._decomp.decomposition_table[operator]}
 
 
 def exact_attention() -> AbstractContextManager[None]:
-    """Attention inside is taken apart into operators that ONNX has, masks and all."""
+    """Decomposes attention inside the context into operators that ONNX has, masks included."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
@@ -325,7 +325,7 @@ def trace(
 
 
 def oblivious() -> AbstractContextManager[Any]:
-    """Inside, a symbolic size that may be 0 or 1 is treated like any other."""
+    """Treats symbolic sizes that may be 0 or 1 like any others, inside the context."""
     config: Any = symbolic_config
     return config.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]
 
@@ -366,8 +366,8 @@ class UntranslatedError(Exception):
     """A translation gave up.
 
     Attributes:
-        node: what it was of, if torch.onnx's message says so.
-        reason: the error at the bottom of it.
+        node: the node, if torch.onnx's message names it.
+        reason: the message of the innermost cause.
     """
 
     def __init__(self, node: torch.fx.Node | None, reason: str) -> None:

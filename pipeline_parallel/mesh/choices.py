@@ -1,8 +1,8 @@
 """Lists the choices: for each group of operators its options, with seconds and layouts.
 
-An item is an operator, or a slot between calls. Items between which nothing would ever be brought
-to another layout are one group: elementwise operators on equal shapes, and views with what makes
-or takes them, so that a product between two views is seen as one on three dimensions.
+An item is an operator, or a slot between calls. Items between which a tensor would never be
+redistributed form one group: elementwise operators on equal shapes, and views with the operators
+before or after them. So a product between two views is planned like one on three dimensions.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Item:
         role: position of the role; -1 for a slot.
         node: the operator; None for a slot.
         slot: the slot; None for an operator.
-        inputs: tensors it takes; None for what is no tensor.
-        outputs: tensors it gives.
-        ways: for each axis.
+        inputs: its operands; None for one that is not a tensor.
+        outputs: its results that are tensors.
+        ways: for each axis, the ways to compute it.
         group: the group that it is in.
     """
 
@@ -59,13 +59,13 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """A tensor on its way from where it is made to where it is taken.
+    """A tensor between the item that makes it and an item that reads it.
 
     Attributes:
-        source: makes it.
-        output: which of its outputs.
-        target: takes it.
-        operand: as which operand.
+        source: the item that makes it.
+        output: its position among the source's outputs.
+        target: the item that reads it.
+        operand: its position among the target's inputs.
         count: how often in a step.
     """
 
@@ -87,7 +87,7 @@ class Edge:
 
     @cached_property
     def prefetches(self) -> bool:
-        """Whether it can travel beside other work: a parameter, or a gradient."""
+        """Whether its collective can overlap with other work: a parameter, or a gradient."""
         slots = (self.source.slot, self.target.slot)
         return any(slot is not None and slot.kind == "parameter" for slot in slots)
 
@@ -103,8 +103,8 @@ class Group:
         return len(self.seconds)
 
     def finish(self, axes: Sequence[Axis], rates: Rates, counts: Sequence[int]) -> None:
-        """Combines the options of all axes; those that ranks cannot hold are left out."""
-        # Rules are for one axis. Axes meet only where two of them split the same dimension.
+        """Combines the options of all axes, without those in which a tensor cannot be split so."""
+        # Rules are for one axis: axes interact only where two of them split the same dimension.
         chosen = []
         for pick in itertools.product(*map(range, map(len, self.options))):
             combined = [self.options[axis][i] for axis, i in enumerate(pick)]
@@ -157,7 +157,7 @@ class Group:
             table = np.array(rows).reshape(len(options), len(tensors))
             picked = table[self._picks[:, axis]]
             shares *= picked
-            # A product shrinks with its most split tensor: what is whole is read by every rank.
+            # The work shrinks with the most split tensor; a whole one is read by every rank.
             work *= picked.min(axis=1, initial=1.0)
         moved = shares @ sizes
         if is_elementwise(item.node):  # fused into a neighbour, most often
@@ -185,7 +185,7 @@ def _fits(
         parts = math.prod(size for size, _ in splits) * max(factors, default=1)
         if tensor.shape[dim] % parts:
             return False
-        # Parts are split before what is in them.
+        # Plain splits come first, so they must divide the number of parts.
         plain = math.prod(size for size, one in splits if one.factor == 1)
         if any(factor % plain for factor in factors):
             return False
@@ -199,11 +199,11 @@ class Choices:
         folded: the step.
         axes: of the mesh.
         rates: of a rank.
-        pinned: the axis and the layout along it of parameters, by name.
+        pinned: for parameters, by name: the axis that is fixed, and the layout along it.
 
     Attributes:
         slots: an item for each slot.
-        groups: what is chosen.
+        groups: items that get one option together.
         edges: between different groups.
         unknown: operators without a rule.
     """
@@ -230,7 +230,7 @@ class Choices:
             item.group = Group(item)
         _merge(edges)
         self.groups = list(dict.fromkeys(item.group for item in items))
-        # A constant is whole on each rank, which takes of it what it wants.
+        # A constant is whole on each rank, which takes its part without communication.
         self.edges = [
             edge
             for edge in edges
@@ -260,7 +260,7 @@ class Choices:
             layouts = rules.layouts(tensor)
             if pin is not None and pin[0] == axis:
                 layouts = [one for one in layouts if one == pin[1]]
-            # A buffer stays the plain tensor that it is, and the user receives whole results.
+            # Buffers stay plain tensors, and the user receives whole results: no split of these.
             if slot.kind in ("buffer", "result"):
                 layouts = layouts[:1]
             ways.append([Way((one,), (one,)) for one in layouts])
@@ -274,7 +274,7 @@ class Choices:
             made[entry] = self.slots[self.folded.slot_of[Port(number, False, index)]], 0
         for node in role.leaf.nodes:
             if node.target is operator.getitem:
-                # It computes nothing: what it takes is an output of the operator before it.
+                # It computes nothing: it picks an output of the operator before it.
                 base, _ = made[node.args[0]]  # type: ignore[index]
                 made[node] = base, _place(node)
                 continue
@@ -303,7 +303,7 @@ def _is_constant(item: Item) -> bool:
 
 
 def _is_sensible(item: Item, way: Way) -> bool:
-    """Whether a way does not take a part of a sum that is as well reduced before."""
+    """Whether a way is worth a try: a single partial sum could as well be reduced before it."""
     partial = [
         tensor
         for tensor, one in zip(item.inputs, way.inputs, strict=True)
@@ -313,7 +313,7 @@ def _is_sensible(item: Item, way: Way) -> bool:
 
 
 def _place(node: torch.fx.Node) -> int:
-    """Returns which of the tensors that an operator returns a getitem takes."""
+    """Returns the position, among the tensors of a result, of the one that a getitem takes."""
     base, index = node.args
     assert isinstance(base, torch.fx.Node) and isinstance(index, int)
     values = base.meta["val"]
@@ -321,7 +321,7 @@ def _place(node: torch.fx.Node) -> int:
 
 
 def _factors(folded: Folded) -> Iterator[tuple[int, int]]:
-    """Yields sizes that views make of several dimensions, or take apart, and the first part."""
+    """Yields sizes of dimensions that views join or split, each with the size of its first part."""
     found: dict[tuple[int, int], None] = {}
     for role in folded.roles:
         for node in role.leaf.nodes:
@@ -339,7 +339,7 @@ _VIEWS = tuple(
 
 
 def _joined(long: Sequence[int], short: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields, for each dimension of one shape that is two of another, its size and the first."""
+    """Yields, for each dimension that is several in another shape, its size and the first one's."""
     position = 0
     for size in short:
         start, product = position, 1
@@ -348,13 +348,13 @@ def _joined(long: Sequence[int], short: Sequence[int]) -> Iterator[tuple[int, in
             position += 1
         if product != size:
             return
-        # Nobody splits the numbers of one head.
+        # Heads at the end need no factor: nobody splits the numbers within one head.
         if position - start > 1 and long[start] > 1 and start + 2 < len(long):
             yield size, long[start]
 
 
 def _prune(edges: Sequence[Edge]) -> None:
-    """Takes out ways that need an operand in a layout which nothing can bring it to."""
+    """Removes ways that need an operand in a layout that it cannot be redistributed to."""
     by_target: dict[Item, list[Edge]] = defaultdict(list)
     by_source: dict[Item, set[Item]] = defaultdict(set)
     for edge in edges:
@@ -387,8 +387,8 @@ def _reachable(way: Way, edges: Sequence[Edge], axis: int) -> bool:
 
 
 def _merge(edges: Sequence[Edge]) -> None:
-    """Makes one group of items between which nothing is ever moved."""
-    # A group that grew may have become one with a neighbour, so edges are asked again.
+    """Merges groups between which no tensor is ever redistributed."""
+    # A merge may allow further ones, so edges are tried again until nothing changes.
     changed = True
     while changed:
         changed = False
@@ -439,7 +439,7 @@ def _follows(item: Item) -> bool:
 
 
 def _loses_sums(edge: Edge) -> bool:
-    """Whether a sum of parts, as of two products, could no longer be reduced in between."""
+    """Whether a merge would leave no place to reduce a partial sum, such as a matrix product's."""
     for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
         into = {way.inputs[edge.operand] for way in taken}
         if any(
@@ -450,7 +450,7 @@ def _loses_sums(edge: Edge) -> bool:
 
 
 def _loses_little(edge: Edge) -> bool:
-    """Whether two operators take the same layouts, but for those that split one head's numbers."""
+    """Whether both ends have the same layouts, except splits of the numbers within a head."""
     last = max(edge.tensor.dim() - 1, 3)
     for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
         out = {way.outputs[edge.output] for way in given}
@@ -461,7 +461,7 @@ def _loses_little(edge: Edge) -> bool:
 
 
 def _join(source: Group, target: Group, edges: Sequence[Edge]) -> None:
-    """Makes one group of two; what does not agree between them is no option."""
+    """Merges two groups; options that disagree about a tensor between them are dropped."""
     between = [e for e in edges if {e.source.group, e.target.group} == {source, target}]
     groups = (source, target)
 

@@ -1,11 +1,11 @@
 """A plan by hand: styles of modules, as torchtitan has them, and placements of single parameters.
 
-The dimensions of a mesh say what they are for by their names. Along those of the batch each rank
-has its own rows; ``fsdp`` splits parameters as well, which are gathered before use. Styles and pins
-are for the dimension of tensor parallel.
+The names of a mesh's dimensions say what they are for. Along data-parallel dimensions each rank has
+its own rows of the batch; ``fsdp`` shards parameters as well, which are gathered before use. Styles
+and pins apply to the tensor-parallel dimension.
 
-A weight may hold several projections, as queries, keys and values in one Linear. Split by rows as a
-style says, a rank would have queries and half of the keys: each projection is split by itself.
+A weight may hold several projections, such as queries, keys and values in one Linear. Plain shards
+of rows would give one rank the queries and half of the keys: each projection is sharded by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .torch_sharding_rules import placement as placement_of
 Styles: TypeAlias = Mapping[str, Any]
 """Parallel styles by a pattern of module paths."""
 
-# What they do to what goes in or out of a module follows from the layouts that are there.
+# These redistribute a module's inputs and outputs, which follows from the layouts anyway.
 _AROUND = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
 _DIMENSIONS: Mapping[tuple[type, type], Mapping[str, int]] = {
     (ColwiseParallel, nn.Linear): {"weight": 0, "bias": 0},
@@ -59,8 +59,8 @@ class Pins:
     """Holds what a user fixes for a module.
 
     Attributes:
-        parameters: placements on the dimension of tensor parallel, by the name in the module.
-        output: how its result lies.
+        parameters: placements along the tensor-parallel dimension, by name in the module.
+        output: the placement of its result.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Pins:
 
 
 def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
-    """Returns a mesh whose dimensions say what they are for, where that is not found.
+    """Returns a mesh, if its dimensions' names say what they are for (not for ``any_names``).
 
     Raises:
         PlanError: if it is none, or a name is not known.
@@ -173,7 +173,7 @@ def _named(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.P
 
 
 def all_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """Returns, by each name of a parameter, all that it has: a tied one has several."""
+    """Returns, by each name of a parameter, all of its names: a tied one has several."""
     names: dict[int, list[str]] = {}
     found = {name: names.setdefault(id(tensor), []) for name, tensor in _named(modules)}
     for name, same in found.items():
@@ -224,7 +224,7 @@ def _of_style(path: str, module: nn.Module, style: Any) -> Pins:
 
 
 def _output(style: Any) -> Placement | None:
-    """Returns how the result is to lie, where that does not follow anyway."""
+    """Returns the placement that a style asks of the result; None for the style's default."""
     # Rowwise has a tuple of layouts in some versions, one layout in others.
     layouts = style.output_layouts
     layout = layouts[0] if isinstance(layouts, (tuple, list)) else layouts
@@ -240,7 +240,7 @@ def _apply(path: str, module: nn.Module, pin: Pins, dims: dict[int, Placement]) 
                 f"{path or 'The model'} ({type(module).__name__}) has no parameter {name!r}; it "
                 f"has {', '.join(own) or 'none'}."
             )
-        # By the tensor, not by its name: tied weights lie in one way.
+        # By the tensor, not by its name: tied weights have one placement.
         before = dims.setdefault(id(own[name]), placement)
         if before != placement:
             raise PlanError(
@@ -299,7 +299,7 @@ def _rows(leaf: Any, axes: Sequence[tuple[str, int]]) -> Placements:
 def with_joint_projections(
     plan: MeshPlan, make_step: Callable[[], StepProgram], names_of: Callable[[str], Sequence[str]]
 ) -> MeshPlan:
-    """Returns a plan in which weights that hold several projections are split in each of them.
+    """Returns a plan that shards each projection by itself in weights that hold several.
 
     Args:
         plan: as styles and marks say.
@@ -328,7 +328,7 @@ def with_joint_projections(
 
 
 def _projections(weight: torch.fx.Node, size: int) -> Iterator[int]:
-    """Yields how many projections a weight holds of which ranks can split heads alone."""
+    """Yields the number of projections in a weight, if only their heads divide over the ranks."""
     made = result_of_weight(weight)
     for user in () if made is None else made.users:
         if made is not None and user.target in RESHAPES:

@@ -1,8 +1,8 @@
 """The choice of an option for each group, as a linear program.
 
-A variable for each option of a group, one of which is taken; and for each edge one for each pair
-of layouts between which the tensor may have to be brought, tied to the options at both ends. The
-optimum of the relaxation is nearly always whole; where it is not, HiGHS branches.
+Each option of a group is a variable, and those of one group sum to one. Each edge has a variable
+for each pair of layouts between which its tensor can be redistributed, tied to the options at both
+ends. The optimum of the relaxation is nearly always integral; where it is not, HiGHS branches.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .choices import Choices, Edge, Group, Item
 from .layouts import Layouts, Moves
 
 PREFETCHED = 0.5
-"""How much of a move counts that can run beside other work: of a parameter, of its gradient."""
+"""The share that counts of a collective that can overlap with other work: see ``prefetches``."""
 # HiGHS has absolute tolerances: costs are handed to it in microseconds.
 _UNIT_S = 1e-6
 _TOLERANCE = 1e-4
 _BRANCHING_S, _NODES = 60, 100
 _SIMPLEX_STEPS, _STEPS_REACHED = 20_000, 1
-# Of 210,000 options the simplex method took 31 s and had not ended, interior points took 21; of
-# 55,000 they took 1.2 and 3.7.
+# With 210,000 options the simplex method had not ended after 31 s, and interior points took 21 s;
+# with 55,000 options they took 1.2 s and 3.7 s.
 _MOST_FOR_SIMPLEX = 100_000
 
 
@@ -37,7 +37,7 @@ class OverMemoryError(PlanError):
     """No plan holds as little as is allowed.
 
     Attributes:
-        least_bytes: of a rank, that any plan holds.
+        least_bytes: what every plan holds on a rank at least.
     """
 
     def __init__(self, limit_bytes: int, least_bytes: int) -> None:
@@ -53,10 +53,10 @@ class Solution:
     """An option for each group.
 
     Attributes:
-        options: of each group.
-        seconds: of a step by the costs that were chosen by.
-        held_bytes: of a rank: parameters, gradients, optimizer state, what is saved.
-        bound_s: less than which no plan takes.
+        options: the option chosen for each group.
+        seconds: predicted for a step.
+        held_bytes: of a rank: parameters, gradients, optimizer state, saved tensors.
+        bound_s: a lower bound for the seconds of any plan.
         is_scarce: whether a plan that holds more would take less time.
     """
 
@@ -72,9 +72,9 @@ class Problem:
 
     Args:
         choices: what there is to choose.
-        moves: costs of bringing tensors to other layouts.
-        memory: bytes that a rank holds, for each option of each group that counts.
-        limit_bytes: what it may hold.
+        moves: costs of redistributing tensors.
+        memory: bytes that a rank holds, for each option of each group that holds any.
+        limit_bytes: what a rank may hold; None for no limit.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Problem:
             raise OverMemoryError(self._limit or 0, self._least_bytes(matrix))
         if self._is_whole(found.x):
             return self._solution(found.x, found)
-        # What the relaxation takes whole is taken; the few others are branched over.
+        # Options that the relaxation takes in full are fixed; branching decides the few others.
         settled = [found.x[i] > 1 - _TOLERANCE for i in range(self.num_options)]
         for fixed in (settled, [False] * self.num_options):
             tried = self._branched(costs, matrix, below, fixed)
@@ -147,7 +147,7 @@ class Problem:
     def _branched(
         self, costs: Any, matrix: Any, below: tuple[Any, Any], fixed: Sequence[bool]
     ) -> Any:
-        """Returns whole values, of which some are given; None if there are none."""
+        """Returns integral values, with the ``fixed`` options taken; None if none were found."""
         lower, whole = np.zeros(len(costs)), np.zeros(len(costs))
         whole[: self.num_options] = 1
         lower[: self.num_options] = fixed
@@ -170,7 +170,7 @@ class Problem:
             for group, first in self._first.items()
         }
         made = evaluated(self._choices, self._moves, self._memory, options)
-        # What a byte more is worth: the last of the rows with an upper bound is the memory's.
+        # The marginal of the memory's row, the last one, is what one more byte is worth.
         is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < -_TOLERANCE
         return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=bool(is_scarce))
 
@@ -179,7 +179,7 @@ class Problem:
         return bool(np.all(np.minimum(taken, abs(1 - taken)) < _TOLERANCE))
 
     def _upper(self) -> tuple[Any, Any]:
-        """Returns the rows that may be less than their right side, the memory's among them."""
+        """Returns the rows with an upper bound; the memory's is the last."""
         rows, number = list(self._below), self._num_below
         right = [0.0] * number
         if self._limit is not None:
@@ -219,7 +219,7 @@ class Problem:
         return len(self._costs) - 1
 
     def _add(self, edges: Sequence[Edge]) -> None:
-        """Adds edges that share what they move a tensor to."""
+        """Adds edges of one tensor, which share its redistributions."""
         made: dict[tuple[Layouts, Layouts], list[int]] = defaultdict(list)
         for edge in edges:
             before = self._by_layout(edge.source, edge.output, is_output=True)
@@ -227,7 +227,7 @@ class Problem:
             into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
             for given, options in before.items():
                 out = []
-                # A pair that no step leads between has no variable: most pairs, on several axes.
+                # A pair without a redistribution has no variable: most pairs, on several axes.
                 for taken, flows in into.items():
                     if math.isfinite(move_s(edge, self._moves, given, taken)):
                         out.append(self._new(0.0))
@@ -248,7 +248,7 @@ class Problem:
 
 
 def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
-    """Returns edges in parts; within one, a tensor is brought to each layout once."""
+    """Groups edges of one tensor, which is redistributed to each layout once per group."""
     parts: dict[tuple[Item, int, int], list[Edge]] = defaultdict(list)
     for edge in edges:
         role = edge.target.role if edge.source.role < 0 else edge.source.role
@@ -257,7 +257,7 @@ def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
 
 
 def move_s(edge: Edge, moves: Moves, before: Layouts, after: Layouts) -> float:
-    """Returns the seconds that an edge takes in a step between two layouts."""
+    """Returns the seconds per step in which an edge redistributes its tensor."""
     if before == after:
         return 0.0
     seconds = edge.count * moves.seconds(before, after, edge.num_bytes)
@@ -277,7 +277,7 @@ def evaluated(
 
 
 def moves_s(edges: Sequence[Edge], moves: Moves, options: Mapping[Group, int]) -> float:
-    """Returns the seconds in which a choice brings tensors to other layouts."""
+    """Returns the seconds per step that a choice spends on redistribution."""
     return sum(
         move_s(parts[0], moves, *between)
         for parts in sharing(edges)

@@ -1,12 +1,12 @@
 """A program of global shapes becomes this rank's program of local shapes, once per closure.
 
-Layouts flow through the calls from the inputs on. A leaf that is called with other layouts, or with
-another plan, is another sharded leaf; blocks that are called alike stay calls of one. What a leaf
-gathers first is started one call earlier, and what it hands out reduced is waited for later.
+Layouts are propagated through the calls, from the inputs on. Each combination of a leaf, a plan and
+layouts is one sharded leaf, so blocks that are called alike still share one. Gathers at the start
+of a leaf begin one call earlier, and reductions at its end are waited for later.
 
-A stage of a pipeline becomes this rank's part of it, too. What travels lies as the stage that makes
-it leaves it, and its gradient comes back lying so. Every rank makes all stages, since what a stage
-receives is known once the one before is made; closures that stages share are sharded once.
+Stages of a pipeline are sharded, too. An activation is sent in the layout that its stage gives it,
+and its gradient comes back in that layout. Every rank shards all stages, since a stage's input
+layouts are known only after the stage before; closures that stages share are sharded once.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that are reduced together, at least: ``bucket_cap_mb`` of PyTorch's data parallel."""
+"""The size at which a bucket of gradients is reduced, as ``bucket_cap_mb`` of PyTorch's DDP."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies.
+    """How one tensor is placed on the mesh.
 
     Attributes:
         held: as it is stored.
-        used: what it is brought to before a leaf computes with it; None takes it as it is.
-        result: of a weight, how the result of its module is to lie.
-        given: whether it is there before the step begins, as parameters are.
+        used: what it is redistributed to before a leaf computes with it; None for no change.
+        result: for a weight, the placements that its module's result must have.
+        given: whether it exists before the step begins, as parameters do.
     """
 
     held: Placements
@@ -76,12 +76,12 @@ class Layout:
 
 
 Layouts = tuple[Layout, ...]
-"""Of several tensors."""
+"""The layouts of several tensors."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """This rank's part of a value, between two programs: its type, and how its tensors lie."""
+    """This rank's part of a value between two programs: its type, and its tensors' layouts."""
 
     type: Type
     layouts: Layouts
@@ -89,7 +89,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A closure of local shapes, which parts its calls are, and how its results lie, flat."""
+    """A closure of local shapes, which parts its calls are, and its results' layouts, flat."""
 
     closure: Closure
     parts: tuple[Part, ...]
@@ -98,17 +98,17 @@ class Sharded:
 
 @dataclass
 class Ends:
-    """Knows the leaves that are the same on all ranks: those of the first and the last rank agree.
+    """Finds leaves that are the same on all ranks: those of the first and the last rank are equal.
 
-    A trace reads its rank's place to take a chunk, to count from where its rows begin, or for the
-    size of what is left over. Each is another number on the last rank than on the first one.
+    A trace depends on the rank where it takes a chunk, needs the offset of its rows, or has an
+    uneven remainder. Each of these numbers differs between the first rank and the last.
     """
 
     sharders: list[Sharder] = field(default_factory=list)
     _alike: dict[Any, Sharded | None] = field(default_factory=dict)
 
     def alike(self, key: Any) -> Sharded | None:
-        """Returns a leaf that both have alike; None where they have not, or it is not known."""
+        """Returns a leaf if both ranks have the same; None if not, or if one has not made it."""
         if key not in self._alike:
             found = [made for one in self.sharders if (made := one.made.get(key)) is not None]
             if len(found) < 2:
@@ -126,13 +126,13 @@ class Sharder:
         mesh: where it runs.
         axes: the dimensions of the mesh, by the names of their process groups.
         decompositions: of a leaf's operators, where its kernels are compiled.
-        plans: what is planned for leaves.
+        plans: the plans of leaves.
         ends: of the mesh, whose ranks are compiled for one after another.
 
     Attributes:
         whole: operators that every rank runs on whole tensors, since no rule splits them.
         is_even: whether all ranks have parts of equal sizes.
-        made: closures, by what they are made of.
+        made: sharded closures, by what they depend on.
     """
 
     mesh: DeviceMesh
@@ -150,9 +150,9 @@ class Sharder:
         """Returns a step's local program.
 
         Args:
-            program: whose values are tensors.
-            inputs: how they lie.
-            outputs: how the results are to lie.
+            program: a program whose values are tensors.
+            inputs: the layouts of its inputs.
+            outputs: the placements that its results must have.
         """
         types = [
             local_type(tensor_type(v), self.mesh, layout.held)
@@ -167,19 +167,19 @@ class Sharder:
         return replace(local, calls=(*before, backward), outputs=tuple(results))
 
     def flow(self, type_: Type, layout: Layout) -> Flow:
-        """Returns this rank's part of a tensor that lies so."""
+        """Returns this rank's part of a tensor with a layout."""
         assert isinstance(type_, TensorType)
         return Flow(local_type(type_, self.mesh, layout.held), (layout,))
 
     def part(
         self, program: Program, inputs: Sequence[Flow], outputs: Sequence[Placements | None]
     ) -> tuple[Program, list[Flow]]:
-        """Returns the local program of a part of a step, and what it hands on.
+        """Returns the local program of a part of a step, and this rank's parts of its results.
 
         Args:
             program: of global shapes.
-            inputs: this rank's parts of what it takes.
-            outputs: how the results are to lie; None takes one as it is made, and a sum is taken.
+            inputs: this rank's parts of its inputs.
+            outputs: the placements of its results; None keeps a result's own, with sums reduced.
         """
         types, lies = flat_types([f.type for f in inputs]), [x for f in inputs for x in f.layouts]
         pairs = zip(program.outputs, outputs, strict=True)
@@ -205,7 +205,7 @@ class Sharder:
         layouts: Layouts,
         targets: Sequence[Placements | None],
     ) -> tuple[tuple[Call, ...], list[Value]]:
-        """Returns calls with those that bring values to other layouts, and the values there."""
+        """Returns the calls with redistributions added, and the redistributed values."""
         types = flat_types([value.type for value in program.outputs])
         ways = {
             i: (layout.held, target)
@@ -236,7 +236,7 @@ class Sharder:
         local: Sequence[TensorType],
         ways: Sequence[tuple[Placements, Placements]],
     ) -> Sharded:
-        """Returns what brings tensors from one layout to another, together."""
+        """Returns a closure that redistributes several tensors together."""
         key = ("moved", *whole, *local, *ways)
         if key not in self.made and (alike := self.ends.alike(key)) is not None:
             self.made[key] = alike
@@ -257,13 +257,13 @@ class Sharder:
         layouts: Sequence[Layout],
         partial: frozenset[int],
     ) -> tuple[Program, Layouts]:
-        """Returns the local program, whose values are tensors, and how its results lie.
+        """Returns the local program, whose values are tensors, and the layouts of its results.
 
         Args:
-            program: whose structs are taken apart.
-            types: of this rank's parts of what it takes, flat.
-            layouts: how that lies.
-            partial: results, flat, whose sums over ranks the caller takes.
+            program: the program; its structs are taken apart.
+            types: types of this rank's parts of its inputs, flat.
+            layouts: their layouts.
+            partial: flat positions of results that may stay partial: the caller reduces them.
         """
         local_inputs = tuple(map(Value, types))
         given = grouped(zip(local_inputs, layouts, strict=True), [v.type for v in program.inputs])
@@ -348,7 +348,7 @@ class Sharder:
 def _scheduled(
     schedule: Schedule, made: Sharded, args: Sequence[Value], path: str
 ) -> Sequence[Value]:
-    """Adds the calls of a sharded closure; returns what they give."""
+    """Adds the calls of a sharded closure; returns their results."""
     if made.parts:
         assert isinstance(made.closure, Composite)
         calls, results = inlined(made.closure.program, args, path)
@@ -363,11 +363,11 @@ def _scheduled(
 def _buckets(
     calls: Sequence[Call], moves: Mapping[int, Value], scattered: set[int]
 ) -> dict[int, list[int]]:
-    """Returns which results are brought to another layout together, and after which call."""
+    """Returns, by the call that they follow, the results that are redistributed together."""
     made_at: dict[Value, int] = {}
     end = last = len(calls) - 1
     for place in range(last, -1, -1):
-        # Sums over micro-batches follow the block whose gradients they are of.
+        # A block's gradients are complete after the sums over micro-batches that follow it.
         end = end if place < last and _only_adds(calls[place + 1].closure) else place
         made_at.update(dict.fromkeys(calls[place].results, end))
     buckets: dict[int, list[int]] = {}
@@ -377,7 +377,7 @@ def _buckets(
     for place in sorted(set(places.values())):
         bucket += [index for index in moves if places[index] == place]
         num_bytes += sum(tensor_type(moves[i]).num_bytes for i in bucket if places[i] == place)
-        # What is scattered frees memory: it does not wait for other blocks.
+        # A reduce-scatter frees memory, so it does not wait for other blocks.
         if num_bytes >= BUCKET_BYTES or not scattered.isdisjoint(bucket):
             buckets[place], bucket, num_bytes = bucket, [], 0
     if bucket:
@@ -396,9 +396,9 @@ def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLay
 
 
 def result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns what a Linear or an Embedding gives, by its weight; None where it is not computed.
+    """Returns the result of a Linear or an Embedding, by its weight; None if it is not computed.
 
-    A backward multiplies by the weight as it lies, and a forward by its transpose.
+    Only a forward multiplies by the transposed weight: a backward takes the weight itself.
     """
     for user in entry.users:
         if user.target is _EMBEDDING and user.args[0] is entry:
@@ -413,7 +413,7 @@ def result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _values_that_may_be_partial(program: Program, partial: frozenset[int]) -> set[Value]:
-    """Returns the values that lead, through sums alone, to results that may be parts of a sum."""
+    """Returns the values that reach, through additions alone, only results that may be partial."""
     flat = [v for v in program.outputs for _ in flat_types([v.type])]
     open_values = {v for i, v in enumerate(flat) if i in partial}
     closed = {v for i, v in enumerate(flat) if i not in partial}
@@ -436,7 +436,7 @@ def _only_adds(closure: Closure) -> bool:
 
 
 Parts = Mapping[str, Program]
-"""The programs of a stage by what they do, decomposed."""
+"""The programs of a stage by action (forward, backward), decomposed."""
 
 
 @dataclass(frozen=True)
@@ -446,8 +446,8 @@ class StageSharder:
     Args:
         sharder: makes the local closures of all of them.
         layouts: of the model's tensors, by the names of their sources.
-        batch: how each tensor of a micro-batch lies.
-        replicas: dimensions along which gradients are summed once per step, after it.
+        batch: the placements of each tensor of a micro-batch.
+        replicas: mesh dimensions along which gradients are summed once per step, after it.
     """
 
     sharder: Sharder
@@ -499,7 +499,7 @@ class StageSharder:
         return replace(made, derivative=derivative), sent
 
     def _own(self, stage: Stage) -> list[Flow]:
-        """Returns this rank's parts of what a stage does not receive."""
+        """Returns this rank's parts of the inputs that a stage does not receive from others."""
         values = stage.program.inputs[stage.num_received :]
         return [
             self.sharder.flow(
@@ -510,7 +510,7 @@ class StageSharder:
         ]
 
     def _gradient(self, flow: Flow, *, travels: bool) -> Flow:
-        """Returns the gradient of what lies so: lying alike, or as parts of a sum over replicas."""
+        """Returns a tensor's gradient: in its layout, or partial over replicas if not sent."""
         gradient = _cotangent(flow)
         if travels:
             return gradient

@@ -1,12 +1,12 @@
-"""A local graph as a closure: a leaf for each collective and each wait, and for what lies between.
+"""A local graph as a closure: each collective, each wait, and the operators between are leaves.
 
-Where collectives can run beside the calls before and after, there are up to three closures:
-*ahead* starts what needs parameters alone, *body* is the rest, *behind* waits for what is only
-handed out. A :class:`Schedule` moves them apart.
+To overlap collectives with the calls before and after, there are up to three closures: *ahead*
+starts collectives that need only parameters, *body* is the rest, *behind* waits for results that
+are only returned. A :class:`Schedule` moves them apart.
 
-A collective starts as soon as its operand is there, and is waited for where its result is first
-read; what does not need the result runs in between. All that is gathered ahead, or reduced behind,
-goes in one collective.
+A collective starts as soon as its operand is computed, and its wait comes where the result is first
+read; operators that do not need the result run in between. Collectives of one kind and dtype are
+merged, those ahead into one, and those behind.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _EXCHANGE = _OWN.all_to_all.default
 _TRANSPOSES = (_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int)
 _TAKES_PART = frozenset({*RESHAPES, *_TRANSPOSES, _ATEN.slice.Tensor})
 MOVES_ONLY = frozenset({*_TAKES_PART, _ATEN.cat.default})
-"""Operators that need no kernel of a compiler's."""
+"""Operators that only move data, and so run eagerly, without generated kernels."""
 _SAME_ELEMENTS = frozenset({*_TAKES_PART, _ATEN.clone.default})
 Nodes: TypeAlias = "Collection[torch.fx.Node]"
 
 
 Part: TypeAlias = Literal["ahead", "body", "behind"]
-"""Starts that need parameters alone, and what those need; all between; waits for what is only
-handed out, and views and copies of it."""
+"""Starts that need only parameters, with the operators before them; the rest; waits for results
+that are only returned, with views and copies of these."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -104,9 +104,9 @@ def _added(
     nodes: Iterable[torch.fx.Node],
     after: Mapping[torch.fx.Node, torch.fx.Node],
 ) -> dict[torch.fx.Node, int]:
-    """Adds operators that are not there yet, each after what it needs and what it is ``after``.
+    """Adds missing operators, each after its operands and the one that ``after`` maps it to.
 
-    Returns how many collectives, one after another, each needs.
+    Returns the depth of each: how many collectives it needs, one after another.
     """
     for node in nodes:
         stack = [node]
@@ -119,7 +119,7 @@ def _added(
             made = stack.pop()
             depth = max((order[n] for n in needed), default=0) + (made.target is WAIT)
             order[made] = depth
-            # The items of a tuple stay in one leaf with it: it is no value of a program.
+            # A tuple is no value of a program, so its items stay in one leaf with it.
             items = (user for user in made.users if user.target is operator.getitem)
             order.update(dict.fromkeys(items, depth))
     return order
@@ -157,7 +157,7 @@ def _handed_out(graph: torch.fx.Graph) -> Nodes:
 
 
 def _cast_first(graph: torch.fx.Graph, wait: torch.fx.Node) -> None:
-    """Gathers what is read in a smaller type alone, as parameters under autocast, in that type."""
+    """Casts before a gather if all readers cast to one smaller dtype, as autocast does."""
     start: Any = wait.args[0]
     casts = list(wait.users)
     ways = {(n.target, n.args[1:], *n.kwargs.items()) for n in casts if n.target in CASTS}
@@ -181,11 +181,11 @@ def _cast_first(graph: torch.fx.Graph, wait: torch.fx.Node) -> None:
 
 
 def _merge(graph: torch.fx.Graph, waits: Sequence[torch.fx.Node]) -> None:
-    """Puts one collective in place of several of one kind: flat, one after another."""
+    """Replaces several collectives of one kind by one on their flattened operands."""
     starts: list[Any] = [wait.args[0] for wait in waits]
     target, (_, *rest) = starts[0].target, starts[0].args
-    # A scatter hands out rows, a gather makes them, and an exchange does both: a row holds a part
-    # of each tensor.
+    # A row holds a part of each tensor, for one rank: a scatter reads rows, a gather writes them,
+    # and an exchange does both.
     parts = rest[-2] if target in (_SCATTER, _EXCHANGE) else 1
     ranks = rest[-2] if target in (_GATHER, _EXCHANGE) else 1
     with graph.inserting_before(graph.output_node()):
@@ -204,7 +204,7 @@ def _merge(graph: torch.fx.Graph, waits: Sequence[torch.fx.Node]) -> None:
 
 
 def _viewed(graph: torch.fx.Graph, node: torch.fx.Node, shape: list[int]) -> torch.fx.Node:
-    """Adds a view to a graph, of a copy where it can be none."""
+    """Adds a view to a graph, of a contiguous copy if the tensor is not contiguous."""
     if not node.meta["val"].is_contiguous():
         node = _add(graph, _ATEN.clone.default, node, memory_format=torch.contiguous_format)
     return _add(graph, _ATEN.view.default, node, shape)
@@ -246,7 +246,7 @@ def split_at_collectives(
 
 
 def _without_idle_nodes(graph: torch.fx.Graph) -> None:
-    """Takes out views of the shape that is there, which DTensor leaves, and what has no data."""
+    """Removes views that change nothing, which DTensor leaves, and unused nodes without data."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and _is_without_data(node):
             graph.erase_node(node)
@@ -330,7 +330,7 @@ class _Split:
 def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
     """Returns the last call with a path, the calls from there on as one list, and all results.
 
-    What follows that call, a backward, comes among the calls in it as soon as it can.
+    The calls after that one (a backward) move in between its calls, as early as operands allow.
     """
     opening = [isinstance(c.closure, Composite) and bool(c.path) for c in program.calls]
     first = max((i for i, opens in enumerate(opening) if opens), default=0)
@@ -358,7 +358,7 @@ def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
 
 
 def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) -> Program:
-    """Returns a program of tensors as one that takes and gives structs of them, as types say."""
+    """Wraps a program of tensors so that it takes and returns structs, as the types say."""
     before, after = list[Call](), list[Call]()
     inputs, outputs = list[Value](), list[Value]()
     for type_, own in zip(given, grouped(program.inputs, given), strict=True):
@@ -373,11 +373,10 @@ def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) 
 
 
 class Schedule:
-    """Puts calls in order: starts one computation ahead, waits late.
+    """Orders calls: collectives start one computation early, and waits come late.
 
-    One computation ahead is what hides a gather: more would hold more parameters at once. A wait
-    that keeps an operand in memory comes after the next computation, any other where its result is
-    read.
+    One computation ahead hides a gather; more would hold more parameters at once. A wait that keeps
+    an operand in memory comes after the next computation, any other where its result is read.
 
     Args:
         inputs: of the program.

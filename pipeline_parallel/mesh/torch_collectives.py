@@ -1,11 +1,11 @@
 """Adapter: collectives as operators of ours, one that starts and one that waits.
 
-The graph of a sharded leaf holds PyTorch's functional collectives. Here such a one is an operator
-with an ``out=`` form, so that a plan of memory can place its result, and a ``wait`` on what it
-gives. The wait takes all memory that is in use until then, and returns the result as a view: so a
-plan keeps that memory from the start to the wait. It says the dimension of the mesh that it runs
-over, and no process group: one program is that of any process that has such a mesh, and whoever
-runs it says which. An error names the collective, this rank and the dimension.
+The graph of a sharded leaf holds PyTorch's functional collectives. Each becomes an operator with an
+``out=`` form, so that the memory plan can place its result, and a ``wait`` on that result. The wait
+also takes an operand that is read until then, and returns a view of the result: so the plan keeps
+both from the start to the wait. A collective names its mesh dimension, not a process group: one
+program serves every process with such a mesh, and whoever runs it gives the groups. An error names
+the collective, this rank and the dimension.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPS = ("sum", "avg", "mean", "max", "min", "product")
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
-    # PyTorch's sum is in place: of the operand, where the plan lets it lie there.
+    # PyTorch reduces in place. The plan may have put the result where the operand is.
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
     if not out.is_contiguous():
@@ -90,7 +90,7 @@ class _Started:
     """A collective under way.
 
     Attributes:
-        work: what PyTorch waits by; None where there is nothing to wait for.
+        work: PyTorch's handle to wait on; None if there is nothing to wait for.
         operand: stays allocated until the end.
         result: where it writes.
         what: kind, group, dimension of the mesh, and the ranks to divide by after a mean.
@@ -127,7 +127,7 @@ class _UnderWay(threading.local):
             raise PlanError(f"The {name} over {axis!r} is run outside of a step over such a mesh.")
         group = self._groups[axis]
         parts = dist.get_world_size(group) if own and own[0] in ("avg", "mean") else 1
-        # All ranks take the order of starts from the program, so they meet.
+        # All ranks start collectives in the program's order, so they match.
         x, what = x if name == "all_reduce" else x.contiguous(), (name, group, axis, parts)
         try:
             work = _STARTS[name](x, *own, group, out)
@@ -149,15 +149,15 @@ class _UnderWay(threading.local):
         return result.view(result.shape)
 
     def settle(self) -> None:
-        """Waits for what a step that ended in an error left under way, on all ranks alike."""
+        """Waits for collectives that a step with an error left under way, on all ranks alike."""
         while self._by_address:
             self.wait(next(iter(self._by_address.values())).result)
 
     def _failed(
         self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
     ) -> PlanError:
-        # Others stay here until they have ended: a thread of the process group that held the last
-        # reference to a tensor would abort a process that exits meanwhile.
+        # The others stay listed until they have ended: if a thread of the process group held the
+        # last reference to a tensor, it would abort a process that exits meanwhile.
         name, group, axis, _ = what
         num_bytes = x.numel() * x.element_size()
         where = f"in an {name.replace('_', '-')} of {num_bytes:,} bytes over {axis!r}"
@@ -195,7 +195,7 @@ _OWN = torch.ops.lazyinline
 _FUNCTIONAL = torch.ops._c10d_functional
 COLLECTIVES = frozenset(getattr(_OWN, name).default for name in _SCHEMAS)
 INTO = frozenset(getattr(_OWN, name).out for name in _SCHEMAS)
-"""The operators that start, and their forms that write into memory that they are given."""
+"""The operators that start a collective, and their ``out=`` forms."""
 _OWN_FORMS: Mapping[Any, Any] = {
     _FUNCTIONAL.all_reduce.default: _OWN.all_reduce.default,
     _FUNCTIONAL.all_gather_into_tensor.default: _OWN.all_gather.default,
@@ -203,7 +203,7 @@ _OWN_FORMS: Mapping[Any, Any] = {
     _FUNCTIONAL.all_to_all_single.default: _OWN.all_to_all.default,
 }
 WAIT = _OWN.wait.default
-"""Waits for what one of them gives; takes its operand, too, where that is read until then."""
+"""Waits for the result of one of them; also takes its operand, if that is read until then."""
 OWN = COLLECTIVES | {WAIT}
 
 
@@ -222,14 +222,14 @@ def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
 def with_own_collectives(
     module: torch.fx.GraphModule, axes: Mapping[str, str]
 ) -> torch.fx.GraphModule:
-    """Puts operators of ours, a start and a wait, for each functional collective, in place.
+    """Replaces each functional collective by a start and a wait of ours, in place.
 
     Args:
         module: the graph.
         axes: the dimension of the mesh, by the name of its process group.
 
     Raises:
-        PlanError: if there is one that has none.
+        PlanError: if a collective has no such operators, or no group of the mesh.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -262,7 +262,7 @@ def started(
 ) -> torch.fx.Node:
     """Adds a collective and its wait to a graph; returns the wait, which gives ``example``."""
     start = graph.call_function(target, args)
-    # A sum is taken in place of its result, and reads its operand no more once it is started.
+    # An all-reduce runs in place on its result: once started, it no longer reads the operand.
     read = () if target is _OWN.all_reduce.default else args[:1]
     wait = graph.call_function(WAIT, (start, *read))
     start.meta["val"] = wait.meta["val"] = example
@@ -274,10 +274,10 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def exchanges() -> Iterator[None]:
-    """Lets DTensor move a tensor from one split dimension to another by one all-to-all.
+    """Lets DTensor redistribute from one sharded dimension to another by one all-to-all.
 
-    By itself it gathers and cuts on a CPU, and has an operator of its own on a GPU. Other threads
-    are not affected.
+    By itself it does an all-gather and a chunk on a CPU, and has an operator of its own on a GPU.
+    Other threads are not affected.
     """
     thread = threading.get_ident()
 
@@ -320,7 +320,7 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
 
 @contextmanager
 def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """Makes this process a rank of a mesh within it; the collectives of that move nothing.
+    """Makes this process a rank of a mesh inside the context; its collectives move no data.
 
     Args:
         axes: name and size of each dimension.
@@ -356,11 +356,11 @@ def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]
 
 def become(mesh: DeviceMesh, coordinate: Sequence[int]) -> None:
     """Makes this process another rank of a mesh whose ranks are absent."""
-    # One mesh, for what PyTorch remembers of the operators on it is the most that a trace costs.
+    # The mesh object is kept, since what PyTorch caches by it is most of the cost of a trace.
     mesh._coordinate_on_dim = tuple(coordinate)
 
 
 def forget_meshes() -> None:
-    """Clears what PyTorch remembers by meshes: an equal one may have been that of another rank."""
+    """Clears PyTorch's caches by mesh: an equal mesh may have been that of another rank."""
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()

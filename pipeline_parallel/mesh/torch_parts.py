@@ -1,7 +1,7 @@
-"""Adapter: tensors of which a dimension consists of parts, each split by itself.
+"""Adapter: tensors with a dimension that consists of parts, each sharded by itself.
 
-DTensor has a placement for it, ``_StridedShard``, but traces of its moves ask for numbers, and few
-of its rules know it. In a checkpoint each has its pieces, as PyTorch's planner asks for them.
+DTensor has a placement for it, ``_StridedShard``, but to trace its redistribution takes numbers,
+and few sharding rules know it. In a checkpoint each tensor lists its pieces for PyTorch's planner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIZES = frozenset({"size", "shape", "sizes", "input_sizes", "repeats"})
 def distributed(
     local: torch.Tensor, mesh: DeviceMesh, layout: Placements, type_: TensorType | torch.Tensor
 ) -> DTensor:
-    """Returns this rank's part of a tensor of that type as a DTensor."""
+    """Returns a DTensor of a type, made of this rank's local tensor."""
     shape = torch.Size(type_.shape)
     stride = tuple(type_.stride() if isinstance(type_, torch.Tensor) else type_.stride)
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=stride)
@@ -50,7 +50,7 @@ def without_data(value: Any) -> Any:
 
 
 def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
-    """Copies what each rank has, as into its part of memory; None where the copy is a cast."""
+    """Brings local tensors into the stride order of ``memory``; None if shape or dtype differ."""
     if (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
         return None
     whole, layout = without_data(memory), tuple(tensor.placements)
@@ -58,14 +58,14 @@ def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
 
 
 def stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a packed tensor of a shape, its axes in the order of other strides."""
+    """Returns strides without gaps for a shape, in the same order as other strides."""
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
     packed = contiguous_stride(tuple(shape[d] for d in order))
     return tuple(packed[order.index(d)] for d in range(len(shape)))
 
 
 def in_order_of(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns a rank's part packed, its axes in the order in which the whole tensor's lie."""
+    """Returns a rank's part without gaps, in the stride order of the whole tensor."""
     return laid_out(local, stride_like(whole.stride(), tuple(local.shape)))
 
 
@@ -78,7 +78,7 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def moved(tensor: DTensor, layout: Placements) -> DTensor:
-    """Brings a tensor to another layout."""
+    """Redistributes a tensor."""
     mesh, present = tensor.device_mesh, tuple(tensor.placements)
     parts = {*_parts(present, mesh.shape), *_parts(layout, mesh.shape)}
     if not parts:
@@ -86,13 +86,13 @@ def moved(tensor: DTensor, layout: Placements) -> DTensor:
     (dim, num), *others = parts
     if not others and all(num % _ranks_of(one, mesh.shape, dim) == 0 for one in (present, layout)):
         return _moved(tensor, layout, dim, num)
-    # From one way of splitting in parts to another there is none but over the whole.
+    # Between two ways to split in parts the tensor is gathered.
     whole = tuple(Replicate() if isinstance(p, SPLIT) else p for p in present)
     return moved(moved(tensor, whole), layout)
 
 
 def _moved(tensor: DTensor, layout: Placements, dim: int, num: int) -> DTensor:
-    """Moves a tensor whose parts are a dimension of their own meanwhile."""
+    """Redistributes a tensor with its parts unflattened into a dimension of their own."""
     mesh, present, whole = tensor.device_mesh, tuple(tensor.placements), without_data(tensor)
     own = num // _ranks_of(present, mesh.shape, dim)
     local = tensor.to_local().unflatten(dim, (own, -1))
@@ -122,7 +122,7 @@ def _unflattened(layout: Placements, dim: int) -> Placements:
 
 
 def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
-    """Joins what each rank has, along what it is split by; None where that is not asked for."""
+    """Concatenates local tensors along the sharded dimension; None if that is not asked for."""
     tensors, *others = args
     lies = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in asked or ())
     if asked is None or lies == asked or any(tuple(t.placements) != lies for t in tensors):
@@ -133,7 +133,7 @@ def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
 
 
 def reshaped_in_parts(tensor: DTensor, shape: Sequence[int], asked: Placements) -> DTensor:
-    """Reshapes what each rank has, so that the whole has a shape and lies as asked."""
+    """Reshapes local tensors, so that the whole has a shape and the placements asked for."""
     mesh, whole = tensor.device_mesh, without_data(tensor).reshape(shape)
     own = list(whole.shape)
     for p, size in zip(asked, mesh.shape, strict=True):
@@ -143,10 +143,10 @@ def reshaped_in_parts(tensor: DTensor, shape: Sequence[int], asked: Placements) 
 
 
 def of_own_parts(node: torch.fx.Node, args: Any, kwargs: Any, layouts: NodeLayouts) -> Any:
-    """Runs an operator on what each rank has, as planned; None where nothing is in parts.
+    """Runs an operator on local tensors, as planned; None if no operand is in parts.
 
-    That is what a rule means: split so, an operator is one for each rank. What is told sizes is
-    left out, and what is planned for a part of a sum.
+    A rule says that each rank can run the operator on its own part. Operators that take sizes are
+    left out, and those without a planned layout for an operand.
     """
     target: Any = node.target
     flat = [t for t in torch_pytree.flatten((args, kwargs))[0] if isinstance(t, DTensor)]
@@ -179,7 +179,7 @@ class _Pieces(torch.Tensor):
     """A rank's own tensor, which is several pieces of the whole.
 
     Attributes:
-        split_dim: along which they lie in it, one after another.
+        split_dim: the dimension along which they follow one another.
         chunks: where they belong in the whole.
     """
 
@@ -207,7 +207,7 @@ class _Pieces(torch.Tensor):
 
 
 def with_pieces(state: Any) -> Any:
-    """Returns a state in the same memory, in which tensors split in parts say their pieces."""
+    """Returns a state on the same storage, in which tensors in parts list their pieces."""
     return tree_map_only(DTensor, _with_pieces, state)
 
 

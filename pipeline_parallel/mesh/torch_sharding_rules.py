@@ -45,8 +45,8 @@ class Way(NamedTuple):
     """One way to compute an operator on one axis.
 
     Attributes:
-        inputs: layouts of ``node.all_input_nodes``; None for what is no tensor.
-        outputs: of its results that are tensors.
+        inputs: layouts of ``node.all_input_nodes``; None for one that is not a tensor.
+        outputs: layouts of its results that are tensors.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 Factors = tuple[tuple[int, int], ...]
-"""Sizes of dimensions that may be split as several parts, and how many."""
+"""Sizes of dimensions that may be split in several parts, with the number of parts."""
 
 
 def placement(layout: Layout) -> Placement:
@@ -81,7 +81,7 @@ def placements(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[Placeme
 
 
 def layout_of(one: Any) -> Layout | None:
-    """Returns DTensor's placement as a layout; None for one that is not planned with."""
+    """Returns DTensor's placement as a layout; None for one that plans do not use."""
     if isinstance(one, _StridedShard):
         return split(one.dim, int(one.split_factor))
     if isinstance(one, (Shard, _ShardingPlaceholder)):
@@ -94,7 +94,7 @@ def layout_of(one: Any) -> Layout | None:
 
 
 def is_local_attention(node: torch.fx.Node) -> bool:
-    """Whether an operator is attention that each rank can compute of its rows and heads."""
+    """Whether an operator is attention that each rank can compute for its own rows and heads."""
     target: Any = node.target
     if target not in ATTENTION:
         return False
@@ -105,7 +105,7 @@ def is_local_attention(node: torch.fx.Node) -> bool:
 
 
 def has_rows(value: Any) -> bool:
-    """Whether what attention takes or gives has rows and heads."""
+    """Whether an operand or result of attention has dimensions for rows and heads."""
     return isinstance(value, torch.Tensor) and value.dim() > ROWS_AND_HEADS
 
 
@@ -167,8 +167,8 @@ class Rules:
         return [one for one in found if self.fits(tensor, one)]
 
     def fits(self, tensor: torch.Tensor, layout: Layout) -> bool:
-        """Whether each rank gets equally much of a tensor."""
-        # The program of all ranks is one, so their shapes have to be equal.
+        """Whether all ranks get parts of the same size."""
+        # All ranks run one program, so their shapes have to be equal.
         if not layout.is_split:
             return True
         if layout.dim >= tensor.dim():
@@ -189,7 +189,7 @@ class Rules:
         for outputs, inputs in rows:
             by_node: dict[torch.fx.Node, Layout] = {}
             for operand, one in zip(occurrences, inputs, strict=True):
-                # A tensor that is given twice (x * x) is brought to one layout.
+                # A tensor that is given twice (x * x) has one layout.
                 if one is None or by_node.setdefault(operand, one) != one:
                     break
             else:
@@ -226,7 +226,7 @@ class Rules:
             # The gradient of an embedding: each rank adds up the rows that it has.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
         elif node.target is _COPY:
-            # What it is copied into is new memory, of which each rank has as much as it needs.
+            # The target of the copy is new memory, of which each rank takes the part it needs.
             for one in (*self.layouts(results[0]), SUM):
                 yield [one], [WHOLE, one]
         elif not occurrences or torch.Tag.nondeterministic_seeded in target.tags:
@@ -292,7 +292,7 @@ class Rules:
 def _joined_in_parts(
     node: torch.fx.Node, operands: Sequence[torch.fx.Node]
 ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
-    """Yields how equal tensors are joined rank by rank along what each is split by."""
+    """Yields the layouts of a ``cat`` of equal tensors along the dimension they are sharded on."""
     dim, shape = node.args[1] if len(node.args) > 1 else 0, tensors_of(node)[0].shape
     assert isinstance(dim, int)
     # An empty operand (a new cache) has one dimension, whatever the others have.

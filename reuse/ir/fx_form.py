@@ -1,10 +1,9 @@
 """A program as a ``torch.fx.GraphModule`` that runs by itself, and other forms of it.
 
 Each closure is a submodule, called once per instance. A call gives the tuple of its results; a
-struct is a tuple. A program whose sizes vary asks its inputs for them, and hands them to each
-closure behind its operands. PyTorch exports that module, so it is flat; the program's text stands
-beside its graph in what PyTorch saves, and is taken only while the graph is the one it was written
-for.
+struct is a tuple. A program whose sizes vary reads them from its inputs, and passes them to each
+closure after its operands. What PyTorch exports of that module is flat; the program's text is saved
+beside that graph, and is used only while the graph is the one it was written for.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _USUAL: tuple[bool, Any] = (True, ())  # gradients, and no autocast
 
 
 class Block(nn.Module):
-    """Stands for one call of a graph; blocks that compute the same hold one."""
+    """Stands for one call of a graph; blocks that compute the same share it."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class Block(nn.Module):
 
 
 class Places:
-    """Puts blocks into a tree, where the user's modules stand; they hold what is already there."""
+    """Puts blocks into a tree, at the paths of the user's modules, with tensors that are there."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -75,7 +74,7 @@ class Places:
         if kind not in self._kinds:
             self._kinds[kind] = type(kind, (Block,), {})
         block, (holder, above, last) = self._kinds[kind](body), holder_of(self._root, path)
-        # Where only the block's tensors stand, it takes them: their names stay the model's.
+        # If the path holds only the block's tensors, it takes them: their names stay the model's.
         tensors = holder._modules.get(last)  # of the block
         if type(tensors) is nn.Module and "body" not in tensors._modules:
             for table in ("_modules", "_parameters", "_buffers"):
@@ -87,7 +86,7 @@ class Places:
 
 
 def holder_of(root: nn.Module, path: str) -> tuple[nn.Module, str, str]:
-    """Returns the module that holds what a path ends in, which may be new; its path; the end."""
+    """Returns the module that holds a path's last name (new if missing), its path, and the name."""
     *names, last = path.split(".")
     above = ""
     for name in names:
@@ -122,7 +121,7 @@ class LeafModule(torch.fx.GraphModule):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """Runs the graph on values, and behind them sizes."""
         flat = [x for value in operands for x in flatten_value(value)]
-        # Operators of ATen do not say in which mode they ran, and the caller's are not theirs.
+        # ATen operators do not record the modes they ran in, and the caller's are not theirs.
         with without_autocast(), ExitStack() as held:
             if len(self.meta[_MODES]) > 1:
                 flat.append(held)
@@ -163,7 +162,7 @@ def unpack(struct: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Result:
-    """Makes what the model returns of a program's outputs."""
+    """Makes the model's result from a program's outputs."""
 
     __name__ = "result"
 
@@ -218,7 +217,7 @@ def digest_of(root: nn.Module) -> str:
     lines: list[str] = []
     for module in root.modules():
         graph = module.graph if isinstance(module, torch.fx.GraphModule) else torch.fx.Graph()
-        # By places of tensors, since their numbers change in training.
+        # By names of tensors, since their data changes in training.
         values = {node: str(node.target) for node in graph.find_nodes(op="get_attr")}
         for node in graph.nodes:
             if node not in values:
@@ -249,7 +248,7 @@ class _ToFx:
                 raise ExportError(f"@{closure.name} runs closures whose sizes vary.")
         if found and isinstance(closure, ir.Leaf):
             guards = environment_of(closure.module).guards
-            # A trace takes 0 and 1 for numbers of their own, so a symbol is neither.
+            # PyTorch specializes sizes 0 and 1, so a symbol is neither.
             self._conditions.update(dict.fromkeys(sympy.Ge(symbol, 2) for symbol in found))
             self._conditions.update(dict.fromkeys(guard.expr for guard in guards))
         return sorted(found, key=str)
@@ -336,7 +335,7 @@ class _Body:
         return f"{above}{last}"
 
     def size(self, symbol: Any) -> Node:
-        """Returns the node of a symbol; asks an input for it, if no one has."""
+        """Returns the node of a symbol; the first time, reads it from an input."""
         if symbol in self.sizes:
             return self.sizes[symbol]
         for value in self._program.inputs:
@@ -348,7 +347,7 @@ class _Body:
         raise ExportError(f"The size {symbol} is no size of an input by itself.")
 
     def check(self, conditions: Mapping[Any, None]) -> None:
-        """Checks the user's inputs, and what was taken for granted of sizes."""
+        """Adds checks of the user's inputs, and of the conditions on sizes."""
         for value in self._program.inputs:
             node, type_ = self.values[value], value.type
             if node.op == "placeholder" and isinstance(type_, TensorType):
@@ -454,7 +453,7 @@ def from_networkx(graph: networkx.MultiDiGraph[Any]) -> ir.Program:
     for body in (*graph.graph["closures"].values(), graph):
         lines = [text for _, text in body.nodes(data="text") if text]
         parts.append("\n".join([body.graph["head"], *lines, "}\n"]))
-    # Texts alone are read, so that edges which somebody changed change nothing.
+    # Only the texts are read, so that changed edges have no effect.
     program = parse_program("\n".join(parts))
     sources = [source for _, source in graph.nodes(data="source") if source is not None]
     return replace(program, sources=tuple(sources))
@@ -489,7 +488,7 @@ def to_exported(program: ir.Program) -> ExportedProgram:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise ExportError(f"torch.export cannot take this program: {reason}") from error
-    if not values:  # a text does not hold what was taken for granted of sizes
+    if not values:  # a text does not hold the guards on sizes
         exported.graph_module.meta.setdefault("custom", {})[_SAID] = {
             "text": text_to_compare(program),
             "graph": digest_of(exported.graph_module),
@@ -500,7 +499,7 @@ def to_exported(program: ir.Program) -> ExportedProgram:
 
 
 def _example(leaves: list[ir.Leaf]) -> Values:
-    """Returns a number for each symbol, for which all that was taken for granted holds."""
+    """Returns a number for each symbol, such that all guards hold."""
     sized = [leaf.module for leaf in leaves if symbols_of(leaf.module)]
     symbols = sorted({s for module in sized for s in symbols_of(module)}, key=str)
     guards = [guard.expr for module in sized[:1] for guard in environment_of(module).guards]

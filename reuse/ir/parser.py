@@ -1,10 +1,10 @@
 """Reads what ``printer.py`` prints: a program from its text.
 
-But for a few signs a text has the syntax of Python, so Python's parser takes it apart. None of it
-is run: an operator is looked up among those that PyTorch has registered, and runs on fake tensors
-only, which checks its operands and gives the layouts.
+Apart from a few signs a text has Python's syntax, so Python's parser reads it. No text is executed:
+operators are looked up among those registered with PyTorch, and run on fake tensors only, which
+checks their operands and gives the layouts.
 
-A tensor of the model is read as a stand-in without memory: a text holds its type, not its numbers.
+A tensor of the model is read as a meta tensor, since a text holds its type, not its data.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .torch_symbols import SIZE_FUNCTIONS, ReadSizes, degree
 from .types import DTYPES, StructType, TensorType, Type, contiguous_stride
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
-_MAX_NUMBER = 2**64  # in what computes one
-_MAX_DEGREE = 64  # of powers, which stand within one another
+_MAX_NUMBER = 2**64  # in the computation of a size
+_MAX_DEGREE = 64  # of nested powers
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
 
-# Letters, which no printed name has, for what is none in Python.
+# Signs that no name in Python may have become letters that no printed name has.
 _LETTERS = {"%": "\u01c2", "@": "\u01c3", "$": "\u01c1", ".": "\u01c0"}
 _SIGNS_TEXT = r"""
     (?P<text>'(?:[^'\\\n]|\\.)*')
@@ -49,7 +49,7 @@ _SIGNS_TEXT = r"""
     | (?P<opened>\{$ | \{(?=[ ]+//))
     | (?P<foreign>[;\#\\"{\u0294\u0295\u01bb\u01be\u01c0-\u01c3]|:$|\bdef\b)"""
 _SIGNS = re.compile(_SIGNS_TEXT.replace("TYPE", reading.TYPE), re.VERBOSE | re.MULTILINE)
-# A leaf whose header has its results, and at least two lines behind the first.
+# A leaf with result types in its header, and at least two lines after the first.
 _LEAF = re.compile(
     r"^(?![^@\n]*\bcomposite\b)[\w ]*\bclosure @(?P<name>[\w.]+)"
     r"\([^\n]*\) -> [^\n]*\{(?:  //[^\n]*)?\n"
@@ -89,7 +89,7 @@ def parse_program(
     """Returns the program of a text, not verified.
 
     Args:
-        text: of it.
+        text: what the printer writes.
         bodies: ``"later"`` reads the operators of a leaf when something asks for them.
         sizes: its symbols, if it shares them with other texts.
 
@@ -156,7 +156,7 @@ class _Reader:
         self.fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
 
     def _shortened(self, found: re.Match[str]) -> str:
-        """Returns a leaf with its first line alone: to read lines takes most of the time."""
+        """Returns a leaf with its first line only: to parse lines takes most of the time."""
         self._left_out[found["name"]] = found.span()
         end = found.start("rest") - found.start()
         return found[0][:end] + "\n" * found["rest"].count("\n") + "}"
@@ -170,7 +170,7 @@ class _Reader:
             self.fail_at(1, 0, f"this cannot be read: {error}")
 
     def _as_python(self, found: re.Match[str]) -> str:
-        """Returns as many characters of Python for a sign that Python does not have."""
+        """Returns Python's text for a sign that Python does not have; columns stay as they are."""
         sign, text = str(found.lastgroup), found[0]
         if sign == "name":
             return _LETTERS[text[0]] + text[1:].replace(".", _LETTERS["."])
@@ -210,7 +210,7 @@ class _Reader:
         return name
 
     def _used(self, tree: Any, names: Mapping[str, Any], mark: str = "%") -> Any:
-        """Returns what has a name."""
+        """Returns what a name stands for."""
         name = self._name(getattr(tree, "id", ""))
         if name not in names or tree.id[0] != _LETTERS[mark]:
             self._fail(tree, f"{mark}{name} is not defined")
@@ -276,7 +276,7 @@ class _Reader:
         return size
 
     def computed(self, tree: Any) -> Any:
-        """Returns what sizes are computed to, or compared."""
+        """Evaluates an expression of sizes, or a comparison of them."""
         try:
             return self._computed(tree)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
@@ -309,7 +309,7 @@ class _Reader:
     # ---- programs ----------------------------------------------------------------------------
 
     def _inputs(self, tree: ast.FunctionDef) -> list[tuple[str, Type, Any]]:
-        """Returns the name, the type and what is said of each input."""
+        """Returns the name, the type and the default of each input."""
         given = tree.args
         others = (*given.posonlyargs, *given.kwonlyargs, given.vararg, given.kwarg)
         if any(others) or len(given.defaults) not in (0, len(given.args)):
@@ -341,7 +341,7 @@ class _Reader:
                 writes.append(self._write(line, values, entries))
         if outputs is None:
             self._fail(tree, "it returns nothing")
-        # They are there for readers, and must not contradict the body.
+        # Result types in a header are for readers, and must agree with the body.
         if self._outputs(tree) not in (None, [v.type for v in outputs]):
             self._fail(tree, "the header has other result types")
         return ir.Program(tuple(entries), tuple(calls), tuple(outputs), sources, tuple(writes))
@@ -407,7 +407,7 @@ class _Reader:
     # ---- leaves ------------------------------------------------------------------------------
 
     def _control(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf | None:
-        """Reads a leaf that runs other closures; None if it is of PyTorch's operators."""
+        """Reads a leaf that runs other closures; None if its body has operators."""
         match tree.body:
             case [ast.Return(ast.Call(ast.Name(word), args, keywords) as call)] if (
                 word in OPERATORS
@@ -460,7 +460,7 @@ class _Reader:
         return self._leaf_now(tree, words)
 
     def _first_target(self, line: Any) -> Any:
-        """Returns the operator of a line; None of what has none."""
+        """Returns the operator of a line; None if it has none."""
         _, call = reading.without_modes(getattr(line, "value", None))
         return self._operator(call.func) if isinstance(call, ast.Call) else None
 
@@ -585,7 +585,7 @@ class _Reader:
         lines: Mapping[Any, Any],
         last: Any,
     ) -> None:
-        """Gives each node the fake value that its operator gives, whose type must be the text's."""
+        """Gives each node its operator's result on fake tensors, whose type must be the text's."""
         values = reading.ReadValues(module, self._bodies, lines)
         try:
             with self._sizes.running():

@@ -1,8 +1,8 @@
-"""Leaves that are read from text: their operators get values, which are tensors without memory.
+"""Leaves that are read from text; their operators run on fake tensors.
 
-An operator that cannot be given its operands raises, and what it gives is compared with what the
-text says of it. A text may come from anywhere, so a view may not reach beyond its memory, and no
-operator may have more results than a machine has room for.
+An operator that does not accept its operands raises, and the type of its result is compared with
+the text. A text may come from anywhere, so a view may not reach beyond its storage, and no operator
+may have more results than a machine has memory for.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .torch_symbols import ReadSizes
 from .types import DTYPES, StructType, TensorType, Type, flatten_type, reach, strides_that_matter
 
 _STRIDE_OF_ONE = re.compile(r"\b1:[^,\]]+")
-# CPython counts how deep a tree is in one number for all threads: where a finalizer lets another
-# thread parse half way, both fail with a SystemError (python/cpython#106905).
+# CPython has one counter of recursion depth for all threads that parse: if a finalizer lets another
+# thread parse in between, both fail with a SystemError (python/cpython#106905).
 _ONE_AT_A_TIME = ProcessLock()
 _SIZE = "(?:0|[1-9][0-9]{,18})"
 # A type is read as one name: most of a text is types, and few of them differ.
@@ -61,20 +61,20 @@ def is_assignment(line: Any) -> bool:
 
 
 def parts(tree: Any) -> list[Any]:
-    """Returns what stands between commas."""
+    """Returns the elements between commas."""
     if tree is None:
         return []
     return tree.elts if isinstance(tree, ast.Tuple) else [tree]
 
 
 def parsed(text: str, mode: str = "exec") -> Any:
-    """Returns the tree of a text, of which Python runs nothing."""
+    """Parses a text into Python's syntax tree, without running any of it."""
     with _ONE_AT_A_TIME:
         return ast.parse(text, mode=mode)
 
 
 def with_sizes(tree: Any) -> Any:
-    """Returns a type that was read as one name as the expression that it is."""
+    """Returns the expression of a type that was read as one name."""
     name = getattr(tree, "id", "")
     text = name.translate(_AS_TYPES)
     if text == name:
@@ -105,18 +105,18 @@ class LeafLater(Leaf):
 
 
 def is_as_said(node: torch.fx.Node, line: Any) -> bool:
-    """Whether a node gives what stands in its line."""
+    """Whether a node's type is the one in its line."""
     said = getattr(line, "annotation", None)
     texts = [node_type(node).replace("[]", "")]
     if said is not None:
         texts.append(ast.unparse(said).translate(_AS_TYPES))
-    # The stride of a dimension of one says nothing, and operators hand on one or another.
+    # The stride of a dimension of size one is arbitrary, and operators differ in it.
     plain = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(parsed(text))) for text in texts]
     return plain[-1] in (plain[0], "...")
 
 
 def are_equal(said: list[TensorType], found: list[TensorType], sizes: ReadSizes) -> bool:
-    """Whether types are equal; of sizes that are two expressions that is asked, for good."""
+    """Whether types are equal; if two expressions of sizes are, that becomes a guard."""
     if said == found or list(map(_kind, said)) != list(map(_kind, found)):
         return said == found
     rows = (map(_numbers, both) for both in zip(said, found, strict=True))
@@ -146,7 +146,7 @@ class ReadValues(ModalInterpreter):
         lines: of the text, by node.
 
     Attributes:
-        node: that runs, or ran last.
+        node: the node that runs, or ran last.
     """
 
     node: Any = None
@@ -162,7 +162,7 @@ class ReadValues(ModalInterpreter):
         self._bytes: dict[int, int] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
+        """Runs a node, and keeps an alias of its value, whose layout may be changed in place."""
         self.node = n
         many = any(
             str(r.type) == "List[Tensor]" for r in getattr(schema_of(n.target), "returns", ())
@@ -173,7 +173,7 @@ class ReadValues(ModalInterpreter):
         value = super().run_node(n)
         self._note(n, value)
         if n.target is ATTENTION and not is_as_said(n, self._lines.get(n)):
-            # Another kernel runs where operands want gradients, and lays its result out otherwise.
+            # If operands require gradients, another kernel runs, whose result has other strides.
             operands = map_aggregate(self.fetch_args_kwargs_from_env(n), _wanting_gradients)
             with torch.enable_grad():
                 value = self.call_function(n.target, *operands).detach()
@@ -188,12 +188,12 @@ class ReadValues(ModalInterpreter):
             )
 
     def _check_memory(self, value: Any) -> None:
-        """Raises ValueError for a view of more memory than there is: fake tensors let it grow."""
+        """Raises ValueError for a view beyond its storage: fake tensors let the storage grow."""
         for one in value if isinstance(value, (tuple, list)) else [value]:
             if not isinstance(one, torch.Tensor):
                 continue
-            # Of symbols this is a question, whose answer is a condition from here on; of what is
-            # read late, which is trusted, no more is asked than when it was captured.
+            # With symbolic sizes this check adds a guard. A text that is read late is trusted, and
+            # gets no more guards than when it was captured.
             if self._bodies == "later" and TensorType.of(one).is_symbolic:
                 continue
             there = self._bytes.setdefault(memory_id(one), one.untyped_storage().nbytes())

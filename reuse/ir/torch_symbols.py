@@ -1,8 +1,8 @@
 """Adapter: sizes that are expressions of symbols, in types and in graphs. Private names live here.
 
-In a leaf captured with symbolic sizes each size stands in the operators' arguments as a
-:class:`SizeLiteral`: no node computes a size, so a graph can be cut anywhere and a boundary is made
-of tensors only. What runs the graph gets numbers instead (:func:`module_at`), or inputs for the
+In a leaf captured with symbolic sizes each size is a :class:`SizeLiteral` in the operators'
+arguments: no node computes a size, so a graph can be cut anywhere, and only tensors cross the cut.
+To run a graph, sizes become numbers (:func:`module_at`), or are computed from inputs for the
 symbols (:func:`with_size_inputs`).
 """
 
@@ -42,7 +42,7 @@ def computing_node(
     Args:
         expression: of symbols.
         nodes: the node of each symbol.
-        graph: theirs.
+        graph: the graph of those nodes.
 
     Returns:
         Its node, or the number that it is.
@@ -61,7 +61,7 @@ def _call(function: Callable[..., Any], x: Any) -> Any:
 
 
 class _ByNodes(PythonReferenceAnalysis):
-    """Has what PyTorch's analysis can do with numbers only: quotients of integers and roundings."""
+    """Adds what PyTorch's analysis can do with numbers only: quotients of integers, rounding."""
 
     @staticmethod
     def int_truediv(a: Any, b: Any) -> Any:
@@ -88,7 +88,7 @@ SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Values(dict[Any, int]):
-    """The number of each symbol; remembers what expressions of them are."""
+    """The number of each symbol; caches the values of expressions."""
 
     def __init__(self, numbers: Mapping[Any, int] | None = None) -> None:
         super().__init__(numbers or {})
@@ -121,7 +121,7 @@ class SizedInterpreter(torch.fx.Interpreter):
     """Runs a graph whose sizes are literals, on tensors of its shape environment.
 
     Attributes:
-        values: of each symbol, where the tensors are of another environment.
+        values: the value of each symbol, if the tensors are of another environment.
     """
 
     values: Values | None = None
@@ -151,7 +151,7 @@ def expression_of(size: Any) -> Any:
 
 
 def is_certain(relation: Any) -> bool:
-    """Returns whether a comparison of sizes holds for all of them, as far as is known."""
+    """Returns whether a comparison is known to hold for all sizes."""
     return bool(relation == True)  # noqa: E712  (one that is left open has no truth value)
 
 
@@ -161,7 +161,7 @@ def is_size(node: torch.fx.Node) -> bool:
 
 
 def value_of(expression: Any, values: Values) -> Any:
-    """Returns what an expression is, computed as Python would compute it on numbers."""
+    """Returns the value of an expression, computed as Python would compute it on numbers."""
     if isinstance(expression, (bool, int, float)):
         return expression
     if expression not in values.known:
@@ -214,7 +214,7 @@ def sizes_in(module: torch.fx.GraphModule) -> list[Any]:
 
 
 def _occurring(module: torch.fx.GraphModule) -> list[Any]:
-    """Returns the sizes in a graph's input shapes and arguments that are no numbers."""
+    """Returns the symbolic sizes in a graph's input shapes, strides and arguments."""
     found: list[Any] = []
 
     def note(value: Any) -> Any:
@@ -384,14 +384,14 @@ class _Named(Source):
 
 
 class SizeTrace:
-    """Symbols of an environment of its own, in which operators run for one shape.
+    """Symbols in a shape environment of its own, in which operators run for one shape.
 
     Args:
-        numbers: of each symbol.
+        numbers: the number of each symbol.
 
     Attributes:
         values: a size that PyTorch computes with, for each symbol.
-        environment: keeps what PyTorch asks of them.
+        environment: the shape environment, which keeps the guards.
     """
 
     def __init__(self, numbers: Values) -> None:
@@ -406,40 +406,40 @@ class SizeTrace:
             self._numbers[own] = number
 
     def number(self, size: Any) -> Any:
-        """Returns what a size is, computed from the numbers."""
+        """Returns the value of a size, computed from the numbers."""
         return (
             value_of(expression_of(size), self._numbers) if isinstance(size, SIZE_TYPES) else size
         )
 
     def holds(self) -> bool:
-        """Whether the numbers answer what was asked, as PyTorch took it; they are compared."""
+        """Whether the guards hold for the numbers; all of them are evaluated."""
         return all([value_of(guard.expr, self._numbers) for guard in self.environment.guards])
 
 
 class SymbolTrace(SizeTrace):
-    """Symbols of an environment of its own, for operators that run for all shapes."""
+    """Symbols in a shape environment of its own, for operators that run for all shapes."""
 
     def __init__(self, examples: Values) -> None:
         super().__init__(examples)
         self._symbols = dict(zip(self._numbers, examples, strict=True))
 
     def number(self, size: Any) -> Any:
-        """Returns what a size is, as an expression of the symbols that this was made for."""
+        """Returns a size as an expression of the symbols that this was made for."""
         if not isinstance(size, SIZE_TYPES):
             return size
-        # Expanded, it is the same when it is written and read again.
+        # Expanded, so that it is the same after it is printed and parsed.
         found = sympy.expand(expression_of(size).xreplace(self._symbols))
         return value_of(found, Values()) if found.is_number else found
 
     def conditions(self) -> list[Any]:
-        """Returns what was asked of the symbols, and taken for granted."""
+        """Returns the guards, in the symbols that this was made for."""
         return [guard.expr.xreplace(self._symbols) for guard in self.environment.guards]
 
 
 # ---- sizes read from text ------------------------------------------------------------------------
 
 
-_TOO_LARGE = ("PowByNatural", "FloatPow", "LShift")  # of few signs they make any number of digits
+_TOO_LARGE = ("PowByNatural", "FloatPow", "LShift")  # a short text gives any number of digits
 SIZE_FUNCTIONS = {
     name: function
     for name, function in vars(functions).items()
@@ -458,7 +458,7 @@ def degree(size: Any) -> int:
 
 
 class _NamedSymbols(ShapeEnv):
-    """Gives a symbol the number that is in its name; PyTorch would make one of the name's hash."""
+    """Gives a symbol the number that is in its name; PyTorch would use a hash of the name."""
 
     def _generate_unique_id(self, source_name: str) -> int:
         return int(source_name.removeprefix("s"))
@@ -468,11 +468,11 @@ class ReadSizes:
     """The sizes of programs that are read from text: each symbol is a size of at least two.
 
     Args:
-        examples: of each symbol that there may be, by name: operators are tried with them. None
-            takes any symbol, with an example of its own.
+        examples: a size for each symbol that is allowed, by name: guards are evaluated with them.
+            None allows any symbol, with an example of its own.
 
     Attributes:
-        required: conditions that are taken for granted.
+        required: conditions that are assumed to hold.
     """
 
     def __init__(self, examples: Mapping[str, int] | None = None) -> None:
@@ -482,17 +482,17 @@ class ReadSizes:
 
     @property
     def examples(self) -> Mapping[str, int]:
-        """Those that it was made with."""
+        """The examples that it was made with."""
         return self._examples or {}
 
     @property
     def has_environment(self) -> bool:
-        """Whether operators may have asked something of sizes."""
+        """Whether there is an environment, so that operators may have added guards."""
         return "environment" in vars(self)
 
     @cached_property
     def environment(self) -> Any:
-        """Keeps the symbols, and what operators ask of them; the first one imports Dynamo."""
+        """Keeps the symbols, and operators' guards on them; the first one imports Dynamo."""
         made = _NamedSymbols(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
         for number, (name, symbol) in enumerate(self._symbols.items()):
             self._enter(made, number, name, symbol)
@@ -512,7 +512,7 @@ class ReadSizes:
         if not self._symbols:
             return FakeTensorMode()
         mode = FakeTensorMode(shape_env=self.environment, static_shapes=True)
-        mode.cache_enabled = False  # it hardly ever fits where sizes are symbols
+        mode.cache_enabled = False  # it is hardly ever hit where sizes are symbols
         return mode
 
     def symbol(self, name: str) -> Any:
@@ -533,7 +533,7 @@ class ReadSizes:
         return self._symbols[name]
 
     def require(self, condition: Any) -> None:
-        """Takes a condition for granted from here on.
+        """Assumes from here on that a condition holds.
 
         Raises:
             ValueError: if the examples break it.
@@ -544,13 +544,13 @@ class ReadSizes:
         self.required.append(condition)
 
     def are_equal(self, one: Any, other: Any) -> bool:
-        """Whether two sizes are one, which is a condition from here on if it is so."""
+        """Whether two sizes are equal; with symbols the answer becomes a guard."""
         if isinstance(one, int) and isinstance(other, int):
             return one == other
         return bool(self.environment.evaluate_expr(sympy.Eq(one, other)))
 
     def literal(self, expression: Any) -> Any:
-        """Returns a size as it stands among an operator's operands."""
+        """Returns a size in the form that an operator's operands have."""
         if isinstance(expression, int):
             return expression
         if expression.is_integer:
@@ -569,8 +569,8 @@ class ReadSizes:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within it operators run on fake tensors, and keep the symbols in their sizes."""
-        # In C++ some operators read sizes as numbers; PyTorch has these in Python too.
+        """Runs operators inside the context on fake tensors, whose sizes keep the symbols."""
+        # Some operators read sizes as numbers in C++; PyTorch has these in Python, too.
         python = enable_python_dispatcher() if self._symbols else nullcontext()
         with self._mode, python, kernels_own_rules():
             yield
