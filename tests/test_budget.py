@@ -44,10 +44,10 @@ from link_tree import ROOT
 # class of a class (frontend +66, reuse +77).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (30_269, 106),
-    "reuse": (10_032, 34),
+    "reuse": (10_031, 34),
     "autodiff": (6_432, 21),
     "recompute": (1_178, 4),
-    "pipeline_parallel": (7_873, 25),
+    "pipeline_parallel": (7_872, 25),
     "backend": (12_793, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
