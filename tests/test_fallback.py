@@ -371,6 +371,10 @@ def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eage
     assert_close(compiled(x), model(x))
     line = doubling.__code__.co_firstlineno + 1
     assert f"test_fallback.py:{line} doubling" in compiled.last_report.ran_eagerly
+    floored = Part(lambda m, x: m.linear(x) // 2)
+    compiled = lazyinline.compile(floored, backend="eager")
+    assert_close(compiled(x), floored(x))
+    assert "derivative for aten::floor_divide is not impl" in compiled.last_report.ran_eagerly
     around = Part(lambda m, x: x + checkpoint(m.part, x, use_reentrant=False), part=model)
     assert_equals_eager(around, (x,))
     with pytest.raises(CaptureError, match="is changed in place after it was computed"):

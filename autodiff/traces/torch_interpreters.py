@@ -9,6 +9,7 @@ without a derivative are decomposed into some that have one.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ class NotingInterpreter(ModalInterpreter):
         # A node of an earlier trace keeps its origin.
         origin = origin_of(n) or Origin(str(n.target), stamp.source, is_backward=False)
         self._mark(origin)
-        with self.values_refused():
+        with self.failures_placed():
             result = super().run_node(n)
         if not stamp.grad_enabled:  # no backward; asking a view for its function may be an error
             return result
@@ -93,20 +94,24 @@ class NotingInterpreter(ModalInterpreter):
         return result
 
     @contextmanager
-    def values_refused(self) -> Iterator[None]:
-        """Refuses an operator that PyTorch takes apart by what its operands hold (``istft``).
+    def failures_placed(self) -> Iterator[None]:
+        """Says at which line PyTorch takes an operator apart by its values, or cannot derive it.
 
         Raises:
-            CaptureError: with the line that calls it.
+            CaptureError: instead of PyTorch's error.
         """
         try:
             yield
-        except DATA_DEPENDENT_ERRORS as error:
+        except DATA_DEPENDENT_ERRORS as error:  # of ``istft``, which looks at its window
             origin = self._marks[-1][1]
             raise CaptureError(
-                f"{origin} at {origin.source} asks for the value of a tensor "
-                f"({error}), and a program has no values yet."
+                f"{origin} at {origin.source} asks for the value of a tensor ({error}), and a "
+                "program has no values yet."
             ) from error
+        except RuntimeError as error:  # of ``x // 2``: eager PyTorch raises it in backward
+            if not re.match(r"derivative for \S+ is not implemented", str(error)):
+                raise
+            raise CaptureError(f"The {error}, at {self._marks[-1][1].source}.") from error
 
     def _mark(self, origin: Origin) -> None:
         self._marks.append((len(self._graph.nodes), origin))
