@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import saved
+import torch.utils.cpp_extension  # noqa: F401, warns of a CUDA_HOME without a GPU when first imported
 from printed import too_long
 
 import lazyinline
