@@ -300,7 +300,7 @@ def test_what_a_pipeline_over_a_mesh_does_not_do_is_refused() -> None:
         refused: list[tuple[str, dict[str, Any]]] = [
             ("For the 2 ranks of a pipeline: No", {"plan": "auto", "memory_bytes_per_rank": 1}),
             ("are for plan='auto'", {"memory_bytes_per_rank": 1}),
-            ("dimension 'pipeline' alone", {"axes": {"pipeline": 4}}),
+            ("only the dimension 'pipeline'", {"axes": {"pipeline": 4}}),
             ("named \\('pp', 'pipeline'\\)", {"axes": {"pp": 2, "pipeline": 2}}),
         ]
         for said, options in refused:

@@ -483,9 +483,6 @@ def _is_read_through(node: torch.fx.Node) -> bool:
     return is_view(node) or by_element or node.target in _PADDED
 
 
-_WRITTEN_OVER = (aten.index_put.default, aten._unsafe_index_put.default)
-
-
 def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Copies what ``index_put`` reads if it may be a view of the tensor that it changes.
 
@@ -497,7 +494,7 @@ def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     from torch._inductor.fx_passes.post_grad import noop_registry
 
     graph = module.graph
-    puts = [n for o in _WRITTEN_OVER for n in graph.find_nodes(op="call_function", target=o)]
+    puts = [n for o in _PUTTING for n in graph.find_nodes(op="call_function", target=o)]
     shown: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # whose memory a node may show
     for node in graph.nodes if puts else ():
         is_call = isinstance(node.target, torch._ops.OpOverload)
