@@ -45,10 +45,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (30_269, 106),
     "reuse": (10_031, 34),
-    "autodiff": (6_432, 21),
+    "autodiff": (6_437, 21),
     "recompute": (1_178, 4),
     "pipeline_parallel": (7_872, 25),
-    "backend": (12_793, 45),
+    "backend": (12_790, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
