@@ -32,7 +32,7 @@ _REASONS_INDENT = 15
 
 @dataclass(frozen=True)
 class ClassAdvice:
-    """What sharing one class saves.
+    """The savings of sharing one class.
 
     Attributes:
         name: the name of the class.

@@ -87,7 +87,7 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What a program on several devices has on one of them.
+    """The share of a program on several devices that one of them has.
 
     Attributes:
         device: the name of the device.

@@ -92,7 +92,7 @@ PASSES = (
 """All passes, in order. A compile runs those that are for its goal."""
 
 CONTENTS: dict[GoalKind, OnContents] = {"module": "keep", "step": "drop"}
-"""What becomes of a forward's changes to lists and dicts; goals not named here refuse them."""
+"""The treatment of a forward's changes to lists and dicts; goals not named here refuse them."""
 
 GOALS: dict[GoalKind, str] = {
     "module": "a module that is called (lazyinline.compile)",

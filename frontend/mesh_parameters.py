@@ -129,7 +129,7 @@ class WholeParameters:
 
 @dataclass(frozen=True)
 class KeptOnMesh:
-    """What a file holds of a rank's step, or of its pipeline stages, over a mesh.
+    """The part of a file for a rank's step, or its pipeline stages, over a mesh.
 
     Attributes:
         model: the model.

@@ -30,7 +30,7 @@ from ..reuse.ir.types import TensorType, strides_that_matter
 from ..reuse.torch_names import schema_of
 
 Checks: TypeAlias = Literal["all", "values"]
-"""What to compare: ``"values"`` (with shapes, types and strides), or ``"all"``, also gradients."""
+"""The compared results: ``"values"`` (with shapes, types, strides), or ``"all"``: gradients too."""
 
 Arguments: TypeAlias = dict[str, Any]
 """By name."""

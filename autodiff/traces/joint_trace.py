@@ -377,7 +377,7 @@ class JointTrace:
             self._attention(),
             sizes_kept_open(mode),
             torch.enable_grad(),
-            _changes_of_saved_failures_placed(self._module),
+            _changes_of_saved_values_refused(self._module),
         ):
             function = partial(self._joint, types)
             joint = traced(function, [primals, tangents], sizes, decompositions)
@@ -416,7 +416,7 @@ class JointTrace:
         outputs = results_as_captured(self._module, outputs)
         # The nodes so far are the forward; autograd appends those of the backward.
         self._forward = {n.name for n in graph.nodes}
-        with interpreter.failures_placed():
+        with interpreter.errors_located():
             gradients = torch.autograd.grad(
                 [outputs[i] for i in self.tangent_outputs],
                 [primals[i] for i in wanted],
@@ -453,7 +453,7 @@ def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
 
 
 @contextmanager
-def _changes_of_saved_failures_placed(module: torch.fx.GraphModule) -> Iterator[None]:
+def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
     """Turns autograd's error for a saved value that was changed in place into ours.
 
     Eager PyTorch raises in the backward only, and not at all under ``checkpoint``: so the module

@@ -84,7 +84,7 @@ class NotingInterpreter(ModalInterpreter):
         # A node of an earlier trace keeps its origin.
         origin = origin_of(n) or Origin(str(n.target), stamp.source, is_backward=False)
         self._mark(origin)
-        with self.failures_placed():
+        with self.errors_located():
             result = super().run_node(n)
         if not stamp.grad_enabled:  # no backward; asking a view for its function may be an error
             return result
@@ -94,7 +94,7 @@ class NotingInterpreter(ModalInterpreter):
         return result
 
     @contextmanager
-    def failures_placed(self) -> Iterator[None]:
+    def errors_located(self) -> Iterator[None]:
         """Says at which line PyTorch takes an operator apart by its values, or cannot derive it.
 
         Raises:

@@ -20,7 +20,7 @@ from ..marks import is_block
 from .regions import Region, regions_inside
 
 Reuse: TypeAlias = Literal["auto", "marked", "off"]
-"""What may share closures: marked blocks and repeated modules, marked blocks only, or nothing."""
+"""The modules that may share closures: marked and repeated ones, marked ones only, or none."""
 REUSE_CHOICES: tuple[Reuse, ...] = get_args(Reuse)
 
 # A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which

@@ -85,7 +85,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What to capture, and how."""
+    """The model to capture, and the options."""
 
     subject: Subject
     train: bool

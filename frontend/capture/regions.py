@@ -352,7 +352,7 @@ class Template:
 
 @dataclass(frozen=True)
 class CallSite:
-    """What a call node calls: the region's closure, for the instance at a path, with its mark."""
+    """The target of a call node: a region's closure, for the instance at a path, with its mark."""
 
     region: Region
     path: str
@@ -409,7 +409,7 @@ class CapturedModel:
     program: Program
     decisions: list[SharingDecision]
     evidence: RootEvidence
-    """What the model's Python read; the guard compares it at each call."""
+    """The reads of the model's Python; the guard compares them at each call."""
     modules: list[nn.Module]
     """The modules outside the model's tree that it read."""
     readings: Mapping[Reading, Any]

@@ -58,7 +58,7 @@ class TooSmallError(CaptureError):
 
 @dataclass
 class Alike:
-    """What parts of the same classes and tensor shapes have in common.
+    """The state that parts of the same classes and tensor shapes share.
 
     Attributes:
         num_members: the number of parts.

@@ -17,7 +17,7 @@ from ...reuse import torch_pytree
 from ...reuse.kinds import put_entries
 
 OnContents = Literal["refuse", "keep", "drop"]
-"""What to do with such values: refuse the forward, write them at each call, or drop them."""
+"""The ways to treat such values: refuse the forward, write them at each call, or drop them."""
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of a call."""

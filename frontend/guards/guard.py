@@ -364,7 +364,7 @@ def _is_int(layout: Any) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between a call and a program, with both values if they can be shown."""
+    """The difference between a call and a program, with both values if they can be shown."""
 
     what: str
     before: str = ""

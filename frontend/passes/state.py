@@ -68,7 +68,7 @@ class OnMesh:
 
 @dataclass(frozen=True)
 class Goal:
-    """What programs are compiled for. One list of passes serves all goals.
+    """The purpose of a compile. One list of passes serves all goals.
 
     Attributes:
         kind: ``"module"``: a module that is called, with a backward in training; ``"step"``:

@@ -199,7 +199,7 @@ class KnownSizes:
 
     @property
     def replacements(self) -> tuple[Any, ...]:
-        """What each symbol has become: itself, another symbol, or a number."""
+        """The value of each symbol: itself, another symbol, or a number."""
         return tuple(map(self._replaced, self._symbols.values()))
 
     @contextmanager

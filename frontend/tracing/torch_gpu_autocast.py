@@ -157,7 +157,7 @@ class GpuCasts:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What autocast does to one call of an operator.
+    """The effect of autocast on one call of an operator.
 
     Attributes:
         casts: the dtype that each operand is cast to, by ``id`` of the operand.

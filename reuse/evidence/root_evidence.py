@@ -183,7 +183,7 @@ _ADDED_NAMES = ("__slotnames__", "__annotations__", "__annotations_cache__", MAR
 
 
 class _Fact(NamedTuple):
-    """What was found in one place.
+    """The evidence that was found in one place.
 
     Attributes:
         look: reads the place again, given owner and name.

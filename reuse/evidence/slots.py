@@ -306,7 +306,7 @@ class SlotEvidence:
 
 
 class FoundSlots:
-    """What one instance finds at the end of its ways.
+    """The objects that one instance finds at the end of its ways.
 
     Attributes:
         tensors: the tensors that it reads, in the order of the traced instance's.
