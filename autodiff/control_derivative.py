@@ -37,11 +37,7 @@ class _Differentiator(Protocol):
 def control_derivative(
     differentiator: _Differentiator, asked: Request, control: ir.Control
 ) -> Derivative | None:
-    """Returns the derivative of a control-flow operator, or None if no gradient flows.
-
-    Raises:
-        CaptureError: if the number of steps is known only at run time.
-    """
+    """Returns a control-flow operator's derivative, or None; CaptureError for a while_loop."""
     if isinstance(control, Choose):
         return _of_choice(differentiator, asked, control)
     if isinstance(control, Repeat):

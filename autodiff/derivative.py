@@ -91,13 +91,7 @@ class Differentiator:
     def vjp(
         self, closure: ir.Closure, inputs: Sequence[int], outputs: Sequence[int]
     ) -> Derivative | None:
-        """Returns the derivative of a closure, or None if no gradient flows.
-
-        Args:
-            closure: the primal.
-            inputs: positions of the inputs whose gradients are wanted.
-            outputs: positions of the outputs that have a cotangent.
-        """
+        """Returns the derivative of outputs by inputs, by position; None if no gradient flows."""
         return self.of(Request(closure, tuple(inputs), tuple(outputs)))
 
     def of(self, request: Request) -> Derivative | None:
@@ -271,10 +265,7 @@ class _Reversal:
     """Differentiates a program: forward calls that save, and their backwards in reverse."""
 
     def __init__(
-        self,
-        differentiator: Differentiator,
-        request: Request,
-        closure: ir.Composite,
+        self, differentiator: Differentiator, request: Request, closure: ir.Composite
     ) -> None:
         self._make = differentiator
         self._closure = closure

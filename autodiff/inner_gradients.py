@@ -134,11 +134,8 @@ def refuse_hidden_paths(
 ) -> None:
     """Raises CaptureError if an output may depend on an input in a way that no call shows.
 
-    Args:
-        calls: those before the gradient.
-        inputs: of the program.
-        asked: the gradient.
-        may_depend: program inputs that may be functions of other inputs.
+    ``calls`` are those before the gradient; ``may_depend`` are the program's inputs that may be
+    functions of other inputs.
     """
     wanted = set(asked.inputs)
     between = calls_between(calls, wanted, asked.outputs)
@@ -192,16 +189,10 @@ class InnerGradients:
         self._originals: dict[ir.Closure, ir.Closure] = {}
 
     def program(self, program: ir.Program) -> tuple[ir.Program, list[Fallback]]:
-        """Returns the entry program with marks replaced; the same program if it has none.
+        """Returns a captured program with its marks replaced, and operators without a Taylor rule.
 
-        Args:
-            program: as captured.
-
-        Returns:
-            The program, and each operator that had no rule in Taylor mode.
-
-        Raises:
-            CaptureError: if a derivative cannot be made.
+        The program is the same one if it has no marks. Raises CaptureError if a derivative cannot
+        be made.
         """
         given = zip(program.inputs, program.sources, strict=True)
         may_depend = {v for v, s in given if isinstance(s, ir.UserInput) and s.requires_grad}
@@ -377,19 +368,9 @@ class DifferentiatedRange:
 def expanded(
     program: ir.Program, place: int, asked: DerivativeCall, derivatives: ForwardDerivatives
 ) -> tuple[ir.Program, tuple[Fallback, ...]]:
-    """Returns a program with the series that one of its marks requests.
+    """Returns a program with the series that one mark requests, and operators without a rule.
 
-    Args:
-        program: without structs.
-        place: the position of the mark's call.
-        asked: the request.
-        derivatives: makes the closures.
-
-    Returns:
-        The program, and the operators without a rule, for which forward mode was nested.
-
-    Raises:
-        CaptureError: if the series cannot be made.
+    Raises CaptureError if the series cannot be made.
     """
     assert asked.series is not None
     before, after = program.calls[:place], program.calls[place + 1 :]

@@ -66,16 +66,11 @@ class MissingCotangents:
         self._taken.setdefault(frozenset(unused), derivative)
 
     def without(self, unused: Iterable[int], kernels: ir.Kernels = "backend") -> Derivative | None:
-        """Returns the derivative that takes no cotangents of some outputs.
+        """Returns the derivative that takes no cotangents of some outputs, given by position.
 
-        Its results do not include gradients that only those outputs have.
-
-        Args:
-            unused: positions of the outputs.
-            kernels: ``"eager"`` gives the backward PyTorch's own kernels.
-
-        Returns:
-            The derivative; None if an operator of the backward may not be linear.
+        Its results do not include gradients that only those outputs have. It is None if an operator
+        of the backward may not be linear. ``kernels="eager"`` gives the backward PyTorch's own
+        kernels.
         """
         left = frozenset(unused)
         derivative = self._taken.get(left) or (self._without(left) if left else self._full)
@@ -89,11 +84,7 @@ class MissingCotangents:
         return replace(derivative, backward=self._eager[backward])
 
     def reads(self, output: int) -> frozenset[int]:
-        """Returns which forward values the gradients of one output need.
-
-        Returns:
-            Positions among the backward's inputs before its cotangents, with structs as tensors.
-        """
+        """Returns which inputs of the backward (structs as tensors) one output's gradients need."""
         if output not in self._reads:
             others = [i for i in self._full.cotangent_outputs if i != output]
             alone = self.without(others) if others else self._full

@@ -53,12 +53,9 @@ class Rerunner:
         self._made: dict[tuple[ir.Closure, tuple[int, ...]], Rerun] = {}
 
     def rerun(self, closure: ir.Closure, needed: Sequence[int]) -> Rerun:
-        """Returns the two runs of a forward closure.
+        """Returns the two runs of a forward; the second one returns the ``needed`` outputs.
 
-        Args:
-            closure: a primal closure, or one that also returns a saved struct (the last output),
-                which the first run leaves out.
-            needed: positions of the outputs that the run again returns.
+        A closure that also returns a saved struct returns it last; the first run leaves it out.
         """
         key = (closure, tuple(needed))
         if key not in self._made:
@@ -247,13 +244,7 @@ class _ProgramRerun:
 
 
 def run_again(closure: ir.Closure, plain: Derivative, rerunner: Rerunner) -> Derivative:
-    """Returns a derivative that saves only random draws and recomputes the forward.
-
-    Args:
-        closure: the primal.
-        plain: its derivative that saves.
-        rerunner: splits the forward into its two runs.
-    """
+    """Returns a closure's derivative that saves only random draws, given its ``plain`` one."""
     last = len(plain.forward.output_types) - 1
     # The saving forward is the one that runs again: the plain backward takes its struct.
     rerun = rerunner.rerun(plain.forward, (*plain.kept_outputs, last))

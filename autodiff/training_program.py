@@ -255,14 +255,8 @@ def training_program(
 ) -> ir.Program:
     """Returns a program that runs a forward, then its backward.
 
-    Args:
-        program: an entry program.
-        derivative: of the program; its closures are composite.
-        seeds: where the cotangents of ``derivative.cotangent_outputs`` come from.
-
-    Returns:
-        A program of the same inputs and the seeds; its outputs are the program's, then the
-        gradients of ``derivative.gradient_inputs``.
+    Its inputs are the forward's, then a cotangent from each of ``seeds``; its outputs are the
+    forward's, then the gradients of ``derivative.gradient_inputs``.
     """
     assert isinstance(derivative.forward, ir.Composite)
     forward = derivative.forward.program
@@ -283,13 +277,7 @@ def training_program(
 def backward_calls(
     derivative: Derivative, program: ir.Program, cotangents: Sequence[ir.Value]
 ) -> tuple[list[ir.Call], list[ir.Value]]:
-    """Returns the calls of a backward, inlined after its forward, and the gradients.
-
-    Args:
-        derivative: its closures are composite.
-        program: its inputs and results are the values of the forward.
-        cotangents: of ``derivative.cotangent_outputs``.
-    """
+    """Returns the calls of a backward, inlined after its forward ``program``, and the gradients."""
     assert isinstance(derivative.forward, ir.Composite)
     assert isinstance(derivative.backward, ir.Composite)
     backward, saved = derivative.backward.program, derivative.forward.program.outputs[-1]
@@ -342,11 +330,7 @@ class GradientPrograms:
     ) -> GradientProgram | None:
         """Returns the program with gradients of its results; None if none flows.
 
-        Args:
-            program: an entry program.
-            inputs: positions of the inputs whose gradients are wanted.
-            outputs: positions of the outputs that have a cotangent.
-            sources: of the program's inputs, then of a cotangent for each output.
+        ``sources`` are those of the program's inputs, then of a cotangent for each output.
         """
         # Only entry programs have sources, not those of closures.
         closure = ir.Composite("main", replace(program, sources=()))
@@ -395,20 +379,14 @@ class NotUpdatedError(PlanError):
 def with_updates(step: StepProgram, groups: Sequence[UpdateGroup]) -> StepProgram:
     """Returns the step with an update of each parameter of the groups that gets a gradient.
 
-    Gradients of other parameters stay results.
-
-    Raises:
-        NotUpdatedError: if a gradient has another layout than its parameter.
+    Gradients of other parameters stay results. Raises NotUpdatedError if a gradient has another
+    layout than its parameter.
     """
     return _Updater(step, groups).updated()
 
 
 def step_of_sums(trained: Sequence[tuple[ir.ModelTensor, TensorType]]) -> StepProgram:
-    """Returns a step without forward and backward, whose batch is the summed gradients.
-
-    Args:
-        trained: parameters, and the types of their gradients.
-    """
+    """Returns a step whose batch is the summed gradients of parameters, each of the given type."""
     sums = tuple(ir.Value(type_, "sum") for _, type_ in trained)
     parameters = (ir.Value(TensorType.of(source.tensor), source.name) for source, _ in trained)
     numbers = tuple(range(len(sums)))

@@ -97,11 +97,7 @@ class BudgetFit:
         ]
 
     def fit(self, budget: Budget) -> Choice | None:
-        """Returns the choice with the least recomputed work within a budget.
-
-        Raises:
-            PlanError: if no choice fits; names the smallest peak that was reached.
-        """
+        """Returns the choice with the least work within a budget; PlanError if there is none."""
         smallest, plain = self._all_at(0), self._asked(None)
         if budget.fraction is not None:
             peak, plain_peak = self._linked(smallest), self._peaks.linked(plain)
@@ -132,8 +128,8 @@ class BudgetFit:
     def _search(self, limit: int) -> Counts | None:
         """Links the best choice by guess, corrects the guess by the linked peak, and repeats.
 
-        Returns:
-            The choice with the least work among those linked within the limit; None without any.
+        Returns the choice with the least work among those linked within the limit; None without
+        any.
         """
         best = self._best_linked(limit)
         allowed = [frozenset(range(len(s.variants))) for s in self._same]

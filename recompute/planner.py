@@ -69,11 +69,7 @@ Policy = Union[PolicyName, Budget, None]  # noqa: UP007
 
 
 def check_policy(policy: object) -> Policy:
-    """Returns a policy, checked.
-
-    Raises:
-        PlanError: if there is no such policy.
-    """
+    """Returns a policy; raises PlanError if there is no such one."""
     if policy is None or isinstance(policy, Budget):
         return policy
     if isinstance(policy, str) and policy in POLICIES:
@@ -143,12 +139,7 @@ class Planner:
     # ---- policies ------------------------------------------------------------------------
 
     def choice(self, request: Request, policy: ir.RecomputeMark) -> Choice | None:
-        """Returns what a policy chooses for a program: for its blocks, and inside them.
-
-        Args:
-            request: for a composite closure.
-            policy: ``"full"``, ``"selective"``, or ``""`` for the marks alone.
-        """
+        """Returns what a policy, or marks alone (``""``), choose for a composite and inside it."""
         found = {s.index: self._of_call(s, policy) for s in self.sites(request)}
         return _per_call(request, found)
 

@@ -88,20 +88,9 @@ class CutProblem:
 
     @classmethod
     def of(
-        cls,
-        joint: torch.fx.GraphModule,
-        num_outputs: int,
-        costs: OperatorCosts,
-        sizes: SizesAt,
+        cls, joint: torch.fx.GraphModule, num_outputs: int, costs: OperatorCosts, sizes: SizesAt
     ) -> CutProblem:
-        """Reads the problem from a joint graph.
-
-        Args:
-            joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
-            num_outputs: how many of the outputs belong to the forward.
-            costs: what computing and saving values costs.
-            sizes: the sizes at which costs are computed.
-        """
+        """Reads the problem from a joint graph, at given sizes."""
         outputs = outputs_of(joint)
         late = set(late_draws(joint))  # draws of the backward stay there, with their readers
         backward = backward_nodes(joint)
@@ -212,12 +201,7 @@ _TIME_LIMIT_S = 20.0
 def fewest_bytes(
     problem: CutProblem, may_redo: Callable[[ForwardValue], bool] = lambda value: True
 ) -> CutPoint:
-    """Returns the cut that saves the fewest bytes, and of those the one with the least work.
-
-    Args:
-        problem: the values of one closure.
-        may_redo: which values may be recomputed (random draws never may).
-    """
+    """Returns the cut that saves the fewest bytes, and of those the one with the least work."""
     model = _CutModel(problem, may_redo)
     point = model.solve(model.num_bytes, _TIE * model.redo_s)
     assert point is not None, "values that must not be redone can all be saved"
@@ -234,12 +218,8 @@ def cheapest(problem: CutProblem, max_bytes: int | None = None) -> CutPoint | No
 def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
     """Returns Pareto-optimal cuts: none is better than another in both bytes and work.
 
-    Each is exact for its own number of bytes; the numbers of bytes are spread evenly. Saved values
-    may be offloaded to host memory, if the device has one.
-
-    Args:
-        problem: the values of one closure.
-        num_points: how many budgets to solve for.
+    Each is exact for its own number of bytes; ``num_points`` of these are spread evenly. Saved
+    values may be offloaded to host memory, if the device has one.
     """
     model = _CutModel(problem, lambda value: True)
     low = model.solve(model.num_bytes, _TIE * model.redo_s, None, _TIE * model.offload_s)
@@ -365,14 +345,7 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     """Says how many calls of each group take which variant: the least work within the bytes.
 
     An exact multiple-choice knapsack with identical items; its size does not depend on the number
-    of calls.
-
-    Args:
-        groups: the calls.
-        max_bytes: of all calls together.
-
-    Returns:
-        For each group the counts by variant, or None if the bytes do not suffice.
+    of calls. Returns for each group the counts by variant, or None if the bytes do not suffice.
     """
     # The solver's bounds have a tolerance of a millionth, a budget has none. If a spread exceeds
     # it, the bound is lowered by that: exact unless the best spread is that close to the budget.

@@ -234,11 +234,7 @@ def describe(frozen: Any) -> str:
 
 
 def narrow(found: Any, expected: Any) -> tuple[str, Any, Any]:
-    """Finds the part in which two frozen values differ.
-
-    Returns:
-        The way to that part, such as ``.window`` or ``[2].size``, and both values there.
-    """
+    """Returns the way to the part in which two frozen values differ (``[2].size``), and both."""
     for name, a, b in _pairs(found, expected):
         if a != b:
             where, a, b = narrow(a, b)
@@ -317,11 +313,7 @@ class Snapshot:
         self._held: list[Any] = []  # by all that was noted, one after another
 
     def look_into(self, value: Any) -> None:
-        """Records what a value holds, and the objects in it hold, unless that was done before.
-
-        Raises:
-            CaptureError: if there are more than a million objects.
-        """
+        """Records what a value and the objects in it hold; CaptureError for over a million."""
         todo = [value]
         while todo:
             value = todo.pop()

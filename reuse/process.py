@@ -28,11 +28,7 @@ NEWEST_PYTHON = (3, 14)
 
 
 def check_supported() -> None:
-    """Checks the versions of Python and PyTorch; warns where they are newer than tested.
-
-    Raises:
-        LazyInlineError: for a free-threaded Python, and for a PyTorch that is too old.
-    """
+    """Checks Python's and PyTorch's versions: LazyInlineError if too old, a warning if too new."""
     here = sys.version_info[:2]
     if _is_free_threaded():
         raise LazyInlineError(

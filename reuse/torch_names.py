@@ -180,12 +180,7 @@ _GLOBAL_HOOKS = {
 
 
 def module_of(graph: torch.fx.Graph, root: torch.nn.Module | None = None) -> torch.fx.GraphModule:
-    """Wraps a graph in a module whose code is generated when it first runs.
-
-    Args:
-        graph: the module's graph.
-        root: holds the attributes that the graph reads, if it reads any.
-    """
+    """Wraps a graph in a module whose code is generated when it first runs."""
     return _LazyGraphModule(torch.nn.Module() if root is None else root, graph)
 
 
@@ -198,10 +193,8 @@ def lazy_modules() -> AbstractContextManager[None]:
 def wrapped_globals_left() -> Iterator[Callable[[], None]]:
     """Keeps a tracer that starts inside from patching the globals that ``torch.fx.wrap`` marks.
 
-    Patched, the traced Python would read other globals than a later run.
-
-    Yields:
-        A function to call once the tracer has started: traces inside the traced Python may patch.
+    Patched, the traced Python would read other globals than a later run. Yields a function to call
+    once the tracer has started: traces inside the traced Python may patch.
     """
     table = _wrapped_fns_to_patch
     held = dict(table)

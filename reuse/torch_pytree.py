@@ -266,11 +266,7 @@ def held(
 ) -> Iterator[tuple[type, Any, str]]:
     """Yields for each leaf of a container the class of what holds it, its name there, and its path.
 
-    Args:
-        forms: of all containers.
-        number: of this one.
-        seen: containers whose leaves were taken already; takes up those seen here.
-        path: of this one.
+    Leaves of containers in ``seen`` were taken already; those seen here are added.
     """
     if number in seen:
         return
@@ -341,12 +337,7 @@ TreeSpec: TypeAlias = _pytree.TreeSpec | Nested
 
 
 def flatten(tree: Any, known: Mapping[int, int] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Returns the leaves of a nested structure and its shape.
-
-    Args:
-        tree: the structure.
-        known: numbers of containers that a call was given, by ``id``; see :func:`unflatten`.
-    """
+    """Returns the leaves of a structure, and its shape; ``known`` as in :func:`unflatten`."""
     leaves, outer = flatten_outer(tree)
     leaves, spec, _ = _taken_apart(leaves, outer, known)
     return leaves, spec
@@ -460,12 +451,10 @@ def _flat_call(num_args: int, names: tuple[str, ...]) -> _pytree.TreeSpec:
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> Any:
-    """Rebuilds a nested structure.
+    """Rebuilds a structure from what :func:`flatten` returns.
 
-    Args:
-        leaves: what :func:`flatten` returns.
-        spec: the shape.
-        given: the containers that known ones in it are to be; without them they are made anew.
+    The containers that it knew, by their numbers there, are those in ``given``; without them they
+    are made anew.
     """
     if not isinstance(spec, Nested):
         if spec.is_leaf():

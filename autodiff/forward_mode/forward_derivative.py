@@ -39,11 +39,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Returns an operator's results with their series, by nested forward mode.
-
-    Raises:
-        PlanError: with the reason, if PyTorch has no forward mode for it, or a wrong one.
-    """
+    """Returns an operator's results with their series by nested forward mode, or PlanError."""
     results = operands.call(target)
     flat = _listed(results)
     # By autograd, since forward mode silently gives no tangent to a result that it cannot
@@ -115,10 +111,7 @@ def _differentiable(target: Any, operands: Operands) -> list[int]:
 
 
 def _derivatives(
-    values: Callable[..., tuple[Tensor, ...]],
-    given: Mapping[Place, Tensor],
-    width: int,
-    order: int,
+    values: Callable[..., tuple[Tensor, ...]], given: Mapping[Place, Tensor], width: int, order: int
 ) -> list[tuple[Tensor, ...] | None]:
     """Returns the results and their derivatives up to an order, given those of all operands.
 
@@ -270,11 +263,7 @@ class ForwardDerivatives:
         self._plain: dict[Leaf, torch.fx.GraphModule] = {}
 
     def of(self, request: ForwardRequest) -> ForwardDerivative:
-        """Returns the forward derivative for a request.
-
-        Raises:
-            PlanError: if an operator has no forward derivative.
-        """
+        """Returns the forward derivative for a request; PlanError if an operator has none."""
         if request not in self._derivatives:
             self._derivatives[request] = self._made(request)
         return self._derivatives[request]

@@ -89,12 +89,7 @@ def powers(series: Sequence[Coefficient], highest: int) -> list[list[Coefficient
 
 
 def composed(outer: Sequence[Coefficient], inner: Sequence[Coefficient]) -> list[Coefficient]:
-    """Returns the coefficients from order 1 on of ``outer(inner)``.
-
-    Args:
-        outer: a series with a constant, expanded at the constant of ``inner``.
-        inner: a series without a constant.
-    """
+    """Returns ``outer(inner)`` from order 1 on; ``outer`` is expanded at ``inner``'s constant."""
     return combined(outer, powers(inner, len(inner)))
 
 

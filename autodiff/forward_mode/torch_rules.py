@@ -35,8 +35,7 @@ from .polynomials import (
 def of_one_variable(taylor: TaylorCoefficients) -> Rule:
     """Returns the rule of a function that acts on each element by itself.
 
-    Args:
-        taylor: takes a point, the value there, an order, and the operator's further operands.
+    ``taylor`` takes a point, the value there, an order, and the operator's further operands.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:

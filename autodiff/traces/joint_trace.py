@@ -365,11 +365,7 @@ class JointTrace:
         types: Mapping[int, TensorType],
         decompositions: Decompositions,
     ) -> None:
-        """Traces with tangents of these types.
-
-        Raises:
-            _OtherTangentsError: if the results have others.
-        """
+        """Traces with tangents of these types; _OtherTangentsError if the results have others."""
         tangents, sizes = [fake_tensor(mode, t) for t in types.values()], sizes_in(self._module)
         self.tangent_outputs = tuple(types)
         with (
@@ -454,13 +450,10 @@ def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
 
 @contextmanager
 def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
-    """Turns autograd's error for a saved value that was changed in place into ours.
+    """Raises CaptureError, with the lines, if a saved value is changed in place.
 
     Eager PyTorch raises in the backward only, and not at all under ``checkpoint``: so the module
     runs eagerly, and fails only where eager does.
-
-    Raises:
-        CaptureError: with the lines that change something in place.
     """
     try:
         yield
@@ -482,14 +475,7 @@ def trace_forward(
     decompositions: Decompositions,
     laid_out: LaidOut = as_it_is,
 ) -> torch.fx.GraphModule:
-    """Traces a leaf body into a functional graph with composite operators decomposed.
-
-    Args:
-        module: the body.
-        types: of its inputs.
-        decompositions: of the operators.
-        laid_out: as in ModalInterpreter.
-    """
+    """Traces a leaf body into a functional graph with composite operators decomposed."""
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
     with sizes_kept_open(mode):
@@ -554,12 +540,10 @@ def trace_function(
     types: Sequence[TensorType],
     module: torch.fx.GraphModule,
 ) -> torch.fx.GraphModule:
-    """Traces a function of tensors into a graph that can be differentiated.
+    """Traces a function of a list of tensors into a graph that can be differentiated.
 
-    Args:
-        function: takes its inputs as one list. What it detaches by :func:`stop_in_trace` stays.
-        types: of the inputs.
-        module: the graph that it runs, for the symbols of its shape environment.
+    What it detaches by :func:`stop_in_trace` stays. ``module``, the graph that it runs, has the
+    symbols of sizes.
     """
     mode = new_fake_mode(module)
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)

@@ -66,10 +66,7 @@ class NotingInterpreter(ModalInterpreter):
     """
 
     def __init__(
-        self,
-        module: torch.fx.GraphModule,
-        graph: torch.fx.Graph,
-        laid_out: LaidOut = as_it_is,
+        self, module: torch.fx.GraphModule, graph: torch.fx.Graph, laid_out: LaidOut = as_it_is
     ) -> None:
         super().__init__(module, laid_out)
         self._graph = graph
@@ -95,11 +92,7 @@ class NotingInterpreter(ModalInterpreter):
 
     @contextmanager
     def errors_located(self) -> Iterator[None]:
-        """Says at which line PyTorch takes an operator apart by its values, or cannot derive it.
-
-        Raises:
-            CaptureError: instead of PyTorch's error.
-        """
+        """Raises CaptureError, with the line, where PyTorch needs a value or lacks a derivative."""
         try:
             yield
         except DATA_DEPENDENT_ERRORS as error:  # of ``istft``, which looks at its window
@@ -186,14 +179,10 @@ NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 def stop_what_has_no_gradient(
     module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
 ) -> None:
-    """Detaches the results of a graph that autograd gives no gradient (a norm's statistics).
+    """Detaches the results of a functional graph without a gradient, such as a norm's statistics.
 
-    Another graph that takes them must not request their gradients.
-
-    Args:
-        module: a forward, functional; it is changed.
-        types: of its inputs.
-        active: positions of the inputs that require a gradient now; others may at another order.
+    Another graph that takes them must not request their gradients. Inputs that are not ``active``
+    now may require a gradient at another order.
     """
     flags = _with_gradients(module, types, active)
     output = module.graph.output_node()

@@ -132,11 +132,7 @@ def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
     """Replaces in-place operators on values without another use by out-of-place ones.
 
     PyTorch's formulas have some (in ``1 - x``). Functionalization would give the same graph, but
-    takes as long as the trace.
-
-    Args:
-        module: traced, under a fake mode that is active.
-        but: operators that have a decomposition.
+    takes as long as the trace. Operators in ``but`` have a decomposition and stay.
     """
     for node in module.graph.nodes:
         operand = changed_operand(node)
@@ -204,13 +200,9 @@ def traced(
     sizes: Sequence[Any],
     decompositions: Decompositions,
 ) -> torch.fx.GraphModule:
-    """Traces a function into a graph that takes its tensors as positional arguments, one each.
+    """Traces a function of tensors, or lists of them, into a graph with an input for each tensor.
 
-    Args:
-        function: takes the inputs.
-        inputs: tensors, or lists of them.
-        sizes: symbols that become literals in the graph; without them it computes its sizes.
-        decompositions: of operators, used when they are called.
+    ``sizes`` are symbols that become literals in the graph; without them it computes its sizes.
     """
     table = {**decompositions, **PLAIN_ZEROS}
     # Sizes are inputs of the trace, or each read of one would add a node.
@@ -328,15 +320,9 @@ def traced_operator(
     options: Mapping[str, Any] | None = None,
     sized: torch.fx.GraphModule | None = None,
 ) -> torch.fx.GraphModule:
-    """Returns the graph of one operator.
+    """Returns the graph of one operator on tensors, ``more`` positional arguments and ``options``.
 
-    Args:
-        target: the operator.
-        types: of the tensors that it takes.
-        made: type of its result.
-        more: further positional arguments.
-        options: keyword arguments.
-        sized: a graph whose shape environment the tensors' symbolic sizes belong to.
+    ``sized`` is a graph whose shape environment the symbolic sizes belong to.
     """
     mode, graph = new_fake_mode(sized), torch.fx.Graph()
     given = tuple(graph.placeholder(f"a{i}") for i in range(len(types)))

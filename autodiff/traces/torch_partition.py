@@ -26,20 +26,14 @@ def partition(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Splits a joint graph into forward and backward.
 
-    Args:
-        joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
-        num_outputs: how many of the outputs belong to the forward.
-        policy: ``"save"`` saves what autograd would; ``"min_cut"`` recomputes cheap operators to
-            save fewer bytes. Random operators are never run twice. A graph whose backward draws is
-            cut where autograd cuts it.
+    ``"save"`` saves what autograd would; ``"min_cut"`` recomputes cheap operators to save fewer
+    bytes. Random operators are never run twice. A graph whose backward draws is cut where autograd
+    cuts it.
     """
     if late_draws(joint):  # both partitioners would move these draws into the forward
         return cut_joint(joint, num_outputs, read_by_backward(joint, num_outputs))
     # Imported here: it imports Inductor, which inference on eager kernels does not need.
-    from torch._functorch.partitioners import (
-        default_partition,
-        min_cut_rematerialization_partition,
-    )
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
     # The partitioners see the results of a multi-output operator by its getitem nodes alone.
     _drop_unused_picks(joint)
@@ -157,13 +151,7 @@ def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def cut_joint(
     joint: torch.fx.GraphModule, num_outputs: int, saved: frozenset[str]
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Splits a joint graph into a forward that saves the named values, and a backward.
-
-    Args:
-        joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
-        num_outputs: how many of the outputs belong to the forward.
-        saved: names of forward nodes.
-    """
+    """Splits a joint graph into a forward that saves the named values, and a backward."""
     outputs = outputs_of(joint)
     early, late = early_nodes(joint), late_draws(joint)
     keep = [n for n in joint.graph.nodes if n.name in saved]
@@ -195,13 +183,8 @@ def extract(
 ) -> torch.fx.GraphModule:
     """Copies the part of a graph that leads from some of its nodes to others.
 
-    Args:
-        module: the graph.
-        inputs: nodes that become placeholders of the same names.
-        outputs: nodes (or constants) that are returned.
-        also: nodes that run whether an output needs them or not.
-        order: ``"as_is"`` keeps the graph's order; ``"when_needed"`` moves nodes that depend on
-            no cotangent and on no node of ``also`` right before their first use.
+    ``also`` are nodes that run whether an output needs them or not. ``"when_needed"`` moves nodes
+    that depend on no cotangent, nor on one of those, right before their first use.
     """
     wanted = [n for n in outputs if isinstance(n, torch.fx.Node)]
     needed = ancestors((*wanted, *also), inputs) - set(inputs)

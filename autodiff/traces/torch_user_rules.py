@@ -19,10 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from ...reuse import torch_pytree
@@ -75,11 +72,7 @@ def rules_in(nodes: Iterable[torch.fx.Node]) -> tuple[Rule, ...]:
 
 
 def operator_of(target: Any) -> Any:
-    """Returns the single operator that a target refers to, or None.
-
-    Args:
-        target: an operator, its packet if that holds no other, or what ``custom_op`` returned.
-    """
+    """Returns the operator of ``custom_op``'s result, or a packet's only one; else None."""
     if isinstance(target, torch.library.CustomOpDef):
         return target._opoverload
     if isinstance(target, torch._ops.OpOverloadPacket):

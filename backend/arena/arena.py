@@ -85,12 +85,7 @@ class Patterns:
 
 
 def splits(buffers: Buffers, *, largest_block: int) -> Iterator[Layers]:
-    """Yields the different ways to split, most short-lived buffers first.
-
-    Args:
-        buffers: the problem.
-        largest_block: most buffers in one block; splits with a larger one are left out.
-    """
+    """Yields the different splits, most short-lived buffers first, without one of larger blocks."""
     life = buffers.death - buffers.birth
     by_birth = np.lexsort((buffers.size, buffers.death, buffers.birth))
     before = len(buffers)
@@ -208,11 +203,8 @@ def chains(
 ) -> Contraction:
     """Joins buffers that can follow one another in a slot into one item with one live range.
 
-    Args:
-        buffers: the problem.
-        max_gap: the longest time that a joined slot may be unused in between; None for any.
-        kind: buffers of one kind share slots; by default those of one size. A slot has the size of
-            the largest.
+    A joined slot is unused in between for at most ``max_gap``. Buffers of one kind share slots, by
+    default those of one size; a slot has the size of the largest.
     """
     if kind is None:
         kind = np.unique(buffers.size, return_inverse=True)[1].astype(np.int64)

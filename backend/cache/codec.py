@@ -24,14 +24,7 @@ from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
 from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_facts
-from ..launches.kernel_list import (
-    BufferInfo,
-    KernelList,
-    Launch,
-    SymbolicList,
-    View,
-    with_native,
-)
+from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View, with_native
 from ..launches.torch_native import BuiltKernel
 
 Encode = Callable[[Any], Any]
@@ -258,12 +251,7 @@ def decode_derivative(data: Any, primal: Leaf) -> Derivative:
 
 
 def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any]) -> Any:
-    """Encodes the launches of a leaf.
-
-    Args:
-        kernels: the launches.
-        object_of: keeps a compiled kernel; returns what finds it again (plain data), or None.
-    """
+    """Encodes a leaf's launches; ``object_of`` keeps a kernel and returns data that finds it."""
 
     def own(value: Any) -> Any:
         if isinstance(value, sympy.Basic):
@@ -289,12 +277,8 @@ def decode_kernels(
 ) -> KernelList:
     """Rebuilds the launches of a leaf.
 
-    Args:
-        data: from :func:`encode_kernels`.
-        name: of the leaf.
-        kernel_of: loads a compiled kernel by what ``object_of`` returned.
-        runs: who may run the launches.
-        size_of: reads an expression of symbols, where there are any.
+    ``kernel_of`` loads a compiled kernel by what ``object_of`` returned; ``size_of`` reads an
+    expression of symbols.
     """
 
     def own(kind: str, inner: Any) -> Any:

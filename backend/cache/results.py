@@ -172,12 +172,7 @@ class CompileCache:
         return self._of(key, decode, make, codec.encode_leaf)
 
     def kernels(self, leaf: Leaf, unaligned: Collection[int] = ()) -> KernelList | None:
-        """Returns the launches of an ATen leaf, if they are in the cache.
-
-        Args:
-            leaf: at the ATen level.
-            unaligned: inputs that are not aligned for GPU kernels.
-        """
+        """Returns the launches of an ATen leaf, if cached; ``unaligned`` are inputs for a GPU."""
         key = self._key("kernels", leaf, sorted(unaligned))
         devices = {t.device.type for t in flat_types((*leaf.input_types, *leaf.output_types))}
         is_native = not self._target and devices <= {"cpu"}
@@ -218,11 +213,7 @@ class CompileCache:
         return "" if self._disk is None else self._with_own(torch_facts.machine_facts())
 
     def packed(self, kernels: KernelList) -> tuple[Any, dict[str, bytes]]:
-        """Returns the launches of a leaf as JSON, and the shared objects that they need.
-
-        Raises:
-            NotCacheableError: if the launches cannot be written.
-        """
+        """Returns launches as JSON, and the objects that they need; may raise NotCacheableError."""
         objects: dict[str, bytes] = {}
 
         def object_of(kernel: BuiltKernel) -> Any:

@@ -36,16 +36,7 @@ _MAX_TEXT_BYTES = 1 << 28  # of a part that is read as text: far more than a pro
 def write_parts(
     path: str | os.PathLike[str], parts: Mapping[str, Content], store: DiskCache | None
 ) -> None:
-    """Writes a file, which appears complete or not at all.
-
-    Args:
-        path: where.
-        parts: by name, in order.
-        store: signs them, if there is one.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Writes parts, in order, into a file that appears whole or not at all; a store signs them."""
     listed = {name: _digest(name, content) for name, content in parts.items()}
     signature = store.signature(_to_sign(listed)) if store is not None else ""
     manifest = {"format": _FORMAT, "parts": listed, "signature": signature}
@@ -144,15 +135,7 @@ class _Stored:
 
 @contextlib.contextmanager
 def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterator[Parts]:
-    """Opens a file; whatever is wrong with it inside the context is one FileError.
-
-    Args:
-        path: the file.
-        store: knows what this machine has signed.
-
-    Raises:
-        FileError: if it is not whole, or not one of these.
-    """
+    """Opens a file; whatever is wrong with it inside the context is one FileError."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:

@@ -37,11 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Returns the bytes of a file of tensors, in pieces.
-
-    Raises:
-        FileError: if the format has no name for a dtype.
-    """
+    """Returns a file of tensors in pieces; raises FileError for a dtype that the format lacks."""
     header: dict[str, Any] = {}
     pieces: list[bytes | memoryview] = []
     end = 0
@@ -75,15 +71,9 @@ class Described:
 def read_tensors(
     source: Any, size: int, check: Callable[[str, Described], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a file, by name, in their order.
+    """Yields the tensors of a file, by name, in their order; raises FileError if it breaks a rule.
 
-    Args:
-        source: reads the file from its start.
-        size: its bytes.
-        check: raises for a tensor that is not wanted.
-
-    Raises:
-        FileError: if it breaks a rule of the format.
+    ``check`` raises for a tensor that is not wanted.
     """
     length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):

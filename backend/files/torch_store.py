@@ -111,11 +111,7 @@ def open_store(directory: pathlib.Path) -> DiskCache | None:
 
 
 def max_bytes() -> int:
-    """Returns the size limit: ``LAZYINLINE_CACHE_MAX_BYTES``, or 2 GiB.
-
-    Raises:
-        CacheError: if the variable is not a number of bytes.
-    """
+    """Returns the limit: ``LAZYINLINE_CACHE_MAX_BYTES`` (CacheError if no number), or 2 GiB."""
     text = os.environ.get(SIZE_VARIABLE, "")
     if text and not text.isdigit():
         raise CacheError(f"{SIZE_VARIABLE}={text!r} is not a number of bytes.")
@@ -166,12 +162,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def claimed(self, keys: Iterable[str], wait_s: float = 0.0) -> Iterator[list[str]]:
-        """Yields those keys that nobody else is making; a process that asks for them waits inside.
-
-        Args:
-            keys: of entries.
-            wait_s: how long to wait for each.
-        """
+        """Yields those keys that nobody else is making; waits for each of the others so long."""
         with contextlib.ExitStack() as held:
             mine = []
             for key in keys:
@@ -212,12 +203,7 @@ class DiskCache:
     # ---- objects -------------------------------------------------------------------------
 
     def loaded(self, digest: str, load: Callable[[pathlib.Path], T]) -> T:
-        """Returns what ``load`` makes of a shared object.
-
-        Raises:
-            MissingObjectError: if it is gone, is damaged or does not load.
-            ValueError: if this is no digest.
-        """
+        """Returns what ``load`` makes of an object; MissingObjectError if there is no sound one."""
         if not isinstance(digest, str) or not digest.isalnum():
             raise ValueError("the name of an object")
         path = self.object_path(digest)
@@ -350,11 +336,7 @@ class _UnusableError(Exception):
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yields a file to write, which appears under its name only when it is complete.
-
-    Raises:
-        OSError: if it could not be written; nothing of it is left then.
-    """
+    """Yields a file to write, which appears only when it is complete; an OSError leaves nothing."""
     handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=Path(path).absolute().parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -511,11 +493,9 @@ class DamagedObjectError(OSError):
 
 
 def sound_object(path: Path) -> Path:
-    """Returns the path of a shared object that may be loaded.
+    """Returns the path of an object that may be loaded, else raises DamagedObjectError.
 
-    Raises:
-        DamagedObjectError: if a part is missing, which would end the process, or if others can
-            have written it.
+    A part may be missing, which would end the process, or others can have written it.
     """
     if is_own(path) and is_whole_object(path):
         return path
@@ -527,11 +507,7 @@ def sound_object(path: Path) -> Path:
 
 
 def is_whole_object(path: Path) -> bool:
-    """Whether a shared object reaches to its end: the table of sections, which is written last.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Whether a shared object reaches to its end: the table of sections, which is written last."""
     with path.open("rb") as file:
         head = file.read(_ELF_HEADER_BYTES)
         if not head.startswith(_ELF_64):

@@ -54,12 +54,7 @@ def is_product(launch: Launch) -> bool:
 
 
 def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Prediction:
-    """Predicts a program: each closure once, times its calls.
-
-    Args:
-        lists: the launches of each closure, and how often the program calls it.
-        target: the GPU.
-    """
+    """Predicts a program from the launches of each different closure and how often it is called."""
     total, expected_s, num_launches, num_triton = Cost(), 0.0, 0, 0
     for kernels, num_calls in lists:
         for launch in kernels.launches:
@@ -89,13 +84,7 @@ def launch_cost(launch: Launch, target: Target) -> Cost:
 
 
 def expected_seconds(launch: Launch, cost: Cost, target: Target) -> float:
-    """Returns the expected seconds of a launch that does not use host memory.
-
-    Args:
-        launch: on the GPU.
-        cost: its least cost.
-        target: the GPU.
-    """
+    """Returns the expected seconds of a launch without host memory, given its least cost."""
     computed_s = target.rates.seconds(cost.flops, 0, _dtype_of(launch))
     moved_s = target.rates.seconds(0, cost.moved_bytes)
     return max(computed_s / _share_of_peak(launch, target), moved_s / MEMORY_SHARE, _LEAST_S)

@@ -139,11 +139,7 @@ def target_like(capability: tuple[int, int]) -> Target | None:
 
 
 def target_named(name: str) -> Target:
-    """Returns a target by its name.
-
-    Raises:
-        PlanError: if there is none of this name.
-    """
+    """Returns a target by its name; raises PlanError if there is none."""
     for target in TARGETS:
         if target.name == name:
             return target

@@ -37,11 +37,7 @@ from .torch_triton import TritonKernel
 
 @contextmanager
 def gpu_described(target: Target) -> Iterator[None]:
-    """Describes a GPU to PyTorch inside; nothing can run on it.
-
-    Raises:
-        PlanError: if Triton is not installed.
-    """
+    """Describes a GPU to PyTorch inside, where nothing can run on it; PlanError without Triton."""
     if not _triton.has_triton_package():
         raise PlanError(
             "Programs for a GPU need Triton, which this PyTorch came without: pip install triton "

@@ -34,13 +34,8 @@ def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, bytes]:
     """Compiles each different kernel for the GPU that it was written for, several at a time.
 
     A kernel that Triton has compiled before comes from its cache on disk. Of several launch configs
-    only Inductor's first one is compiled: to choose among them takes the device.
-
-    Returns:
-        What was made, by the kernels' contents.
-
-    Raises:
-        PlanError: if Triton cannot compile one.
+    only Inductor's first one is compiled: to choose among them takes the device. What was made is
+    returned by the kernels' contents. Raises PlanError if Triton cannot compile one.
     """
     different = {kernel.content: kernel for kernel in kernels}
     # Threads do: the time goes to C++, and to NVIDIA's assembler, a process of its own.

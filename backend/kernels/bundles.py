@@ -149,10 +149,6 @@ def guarded(source: str, num_threads: int) -> str:
     parallel region, or the process ends. So each region is limited to the threads that it was
     generated for, and exceptions in its loops are kept and rethrown after the region. A kernel with
     regions of an unexpected form runs on one thread.
-
-    Args:
-        source: Inductor's source.
-        num_threads: how many threads it was generated for.
     """
     source = _DIVISION_FLAG.sub("", source)
     plain = _STRING.sub(lambda found: " " * len(found[0]), source)  # places are the same
@@ -262,11 +258,7 @@ class Promise:
         self._make = make
 
     def result(self) -> Kernel:
-        """Waits for the kernel, and returns it.
-
-        Raises:
-            Exception: with the C++ compiler's output.
-        """
+        """Waits for the kernel, and returns it; an error has the C++ compiler's output."""
         return self._make() if self._made.cancelled() else self._made.result()
 
     def __call__(self, *args: Any) -> Any:
@@ -306,11 +298,7 @@ class BuiltKernels:
             return None
 
     def keep(self, sources: Sequence[KernelSource], path: Path) -> list[BuiltKernel]:
-        """Keeps a shared object that holds these kernels; returns them.
-
-        Raises:
-            OSError, AttributeError: if it does not load, or does not hold them.
-        """
+        """Keeps a shared object that holds these kernels; returns them, or raises an error."""
         built = [_kernel_in(path, source) for source in sources]
         digest = self._store.write_object(path) if self._store else None
         if self._store and digest:

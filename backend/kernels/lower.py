@@ -92,8 +92,7 @@ class Kernel:
 
 
 KeptCode: TypeAlias = Callable[
-    [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, bytes]]],
-    dict[str, bytes],
+    [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, bytes]]], dict[str, bytes]
 ]
 """A cache of machine code, by contents of kernels; the function compiles those it does not have."""
 
@@ -204,12 +203,7 @@ class InductorBackend:
         return replace(_eager_kernel(leaf), why_eager=why)
 
     def build(self, lists: Iterable[KernelList | None], kept: KeptCode) -> None:
-        """Compiles the Triton kernels that a target launches to machine code, unless they are.
-
-        Args:
-            lists: the launches.
-            kept: a cache of machine code.
-        """
+        """Compiles the target's Triton kernels, unless they are built or ``kept`` has them."""
         kernels = [k for k in triton_kernels(lists) if k.content not in self.built]
         if self.target is not None and kernels and not is_interpreting():
             with gpu_described(self.target):
@@ -245,15 +239,7 @@ def _not_here(*args: Any) -> Sequence[Any]:
 
 
 def backend_named(name: BackendName, target: str | None = None) -> Backend:
-    """Returns a backend by name.
-
-    Args:
-        name: of the backend.
-        target: the GPU that it makes kernels for; None for the model's device.
-
-    Raises:
-        PlanError: if there is no such backend, or target.
-    """
+    """Returns a backend by name, for a target if one is named; PlanError if there is none such."""
     if target is not None:
         if name != "inductor":
             raise PlanError(f"target={target!r} needs backend='inductor', not {name!r}.")
@@ -306,12 +292,8 @@ def lower_leaves(
 ) -> dict[Leaf, Kernel]:
     """Makes a kernel for each different leaf.
 
-    Args:
-        leaves: at the ATen level.
-        backend: makes the kernels.
-        on_done: called after each leaf.
-        unaligned: by leaf, its inputs that may be unaligned; on a GPU, kernels assume that all
-            others are aligned.
+    ``unaligned`` has, by leaf, its inputs that may be unaligned; on a GPU, kernels assume that all
+    others are aligned.
     """
     different = list(dict.fromkeys(leaves))
     begun = []
@@ -383,11 +365,8 @@ def launches_at(
 ) -> tuple[Leaf, KernelList]:
     """Returns a leaf and its launches, whose numbers record how they depend on sizes.
 
-    Args:
-        leaf: of symbolic sizes.
-        kernel: of the leaf.
-        values: a recording number for each symbol.
-        trace: for each symbol, a size that PyTorch can compute with.
+    For each symbol ``values`` has a recording number, ``trace`` a size that PyTorch can compute
+    with.
     """
     made = _leaf_at(leaf, values)
     return made, _traced_launches(made, leaf, kernel, trace)

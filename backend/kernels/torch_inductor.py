@@ -176,11 +176,8 @@ def compile_leaves(
 ) -> list[BoxedCallable | NotCompiled]:
     """Compiles ATen graphs; each result takes a list of tensors, which it empties.
 
-    If sizes are symbolic, the list begins with the value of each symbol.
-
-    Args:
-        modules: graphs whose nodes carry fake tensors of one fake mode each.
-        on_compiled: called after each graph.
+    If sizes are symbolic, the list begins with the value of each symbol. The nodes of a graph carry
+    fake tensors of one mode.
     """
     if not modules:  # all from the cache: Inductor is not imported
         return []
@@ -369,11 +366,7 @@ def _bundles() -> Bundles:
 
 
 def build_file(text: str) -> Path:
-    """Builds a C++ file as Inductor builds a kernel; returns the shared object.
-
-    Raises:
-        Exception: Inductor's, with what the compiler says.
-    """
+    """Builds a C++ file as Inductor builds a kernel; returns the object, or raises its error."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     return Path(sound_code(CppPythonBindingsCodeCache, ctypes.PyDLL).load(text)._name)
@@ -441,11 +434,7 @@ def best_vector_units() -> list[Any]:
 
 
 def _loads_here(isa: Any, path: str) -> bool:
-    """Whether a shared object loads into this process.
-
-    Raises:
-        DamagedObjectError: if it is damaged; it is deleted then.
-    """
+    """Whether an object loads into this process; one that is damaged is deleted, and raises."""
     path = str(sound_object(Path(path)))
     try:
         ctypes.CDLL(path)
@@ -507,11 +496,7 @@ def _further_instructions(isa: Any) -> ExitStack:
 
 
 def _builds(isa: Any, code: str) -> bool:
-    """Whether a kernel for an instruction set can be built, and loads into this process.
-
-    Raises:
-        DamagedObjectError: if an object that was built before is damaged; it is deleted then.
-    """
+    """Whether a kernel for an instruction set can be built, and loads here; see _loads_here."""
     from torch._inductor import codecache
 
     picked = mock.patch.object(codecache, "pick_vec_isa", lambda: isa)

@@ -64,10 +64,7 @@ _NATIVE_PLACES = tuple(_NATIVE_OUT_FORMS.values())
 
 
 def record_wrapper(
-    leaf: Leaf,
-    wrapper: Callable[..., Any],
-    sizes: Sequence[int] = (),
-    traced: Traced | None = None,
+    leaf: Leaf, wrapper: Callable[..., Any], sizes: Sequence[int] = (), traced: Traced | None = None
 ) -> KernelList:
     """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
 

@@ -349,12 +349,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], NativeOp | None]] = 
 
 
 def fail(failure: int) -> NoReturn:
-    """Raises the error that eager would raise, by the code that the native loop returned.
-
-    Raises:
-        IndexError: an index was out of range.
-        RuntimeError: integers were divided by zero, or a kernel failed.
-    """
+    """Raises the error that eager would raise, by the code that the native loop returned."""
     if failure == _INDEX:
         raise IndexError("index out of range in self")
     raise RuntimeError("ZeroDivisionError" if failure == _ZERO_DIVISION else "a kernel failed")

@@ -61,11 +61,7 @@ def operator_name(target: Any) -> str | None:
 
 
 def operator_named(name: str) -> Any:
-    """Returns the operator of a name.
-
-    Raises:
-        LookupError: if this PyTorch has no such operator of its own.
-    """
+    """Returns PyTorch's own operator of a name; raises LookupError if this PyTorch has none."""
     parts = name.split(".")
     if parts[0] not in _NAMESPACES or not 2 <= len(parts) <= 3:
         raise LookupError(f"{name} is no operator of PyTorch's own")
@@ -94,9 +90,8 @@ def function_named(name: str) -> Any:
 def fake_values(layouts: Sequence[Any]) -> list[Any]:
     """Makes fake tensors, all of one mode.
 
-    Args:
-        layouts: for each tensor its type, the number of its storage (equal numbers share one) and
-            its storage offset in elements; a list of these for a list of tensors; or None.
+    A layout is a type, the number of a storage (equal numbers share one) and an offset in it in
+    elements; a list of these for a list of tensors; or None.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memories: dict[int, torch.UntypedStorage] = {}

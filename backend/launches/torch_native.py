@@ -35,15 +35,7 @@ _address_of = torch.Tensor.data_ptr
 
 
 def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> None:
-    """Checks that every tensor has all the memory that its sizes need.
-
-    Args:
-        tensors: those that will be passed by address.
-        names: names of the first of them.
-
-    Raises:
-        RuntimeError: names the first one that lacks memory.
-    """
+    """Raises RuntimeError for the first tensor without all the memory that its sizes need."""
     for position, tensor in enumerate(tensors):
         held = tensor.untyped_storage().nbytes() if tensor.numel() and tensor.data_ptr() else 0
         if tensor.numel() and held < _needed_bytes(tensor):
@@ -52,30 +44,18 @@ def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> 
 
 
 def check_addresses(tensors: Sequence[torch.Tensor]) -> None:
-    """Checks operands of PyTorch's own kernels, some of which do not check addresses either.
-
-    Raises:
-        RuntimeError: if an operand's memory was freed.
-    """
+    """Checks operands of PyTorch's own kernels, some of which do not check addresses either."""
     if 0 in map(_address_of, tensors):
         check_memory(tensors)
 
 
 def address_in(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's data, 0 if it has no elements.
-
-    Raises:
-        RuntimeError: if it has elements, but no memory.
-    """
+    """Returns the address of a tensor's data, 0 without elements; RuntimeError without memory."""
     return tensor.data_ptr() or no_address(tensor)
 
 
 def no_address(tensor: torch.Tensor) -> int:
-    """Returns 0, the address of a tensor without elements.
-
-    Raises:
-        RuntimeError: for any other.
-    """
+    """Returns 0, the address of a tensor without elements; raises RuntimeError for any other."""
     check_memory((tensor,))
     return 0
 
@@ -136,12 +116,7 @@ class BuiltKernel:
 
     @property
     def address(self) -> int:
-        """The address of the function.
-
-        Raises:
-            OSError: if the object does not load.
-            AttributeError: if the function is not in it.
-        """
+        """The address of the function; OSError or AttributeError if the object does not have it."""
         found = ctypes.cast(getattr(_opened(str(self.path)), self.symbol), ctypes.c_void_p).value
         assert found is not None
         return found
@@ -164,13 +139,7 @@ class BuiltKernel:
 
 
 def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> BuiltKernel:
-    """Returns a kernel of a shared object.
-
-    Raises:
-        OSError: if the object does not load.
-        AttributeError: if the kernel is not in it.
-        ValueError: if this is no kernel's description.
-    """
+    """Returns a kernel of a shared object; raises an error if it is not in there, or no kernel."""
     described = [symbol, *argument_types]
     if not all(isinstance(text, str) for text in described) or not symbol.isidentifier():
         raise ValueError(f"{symbol!r} is no kernel")
@@ -241,11 +210,7 @@ class NotBuiltError(PlanError):
 
 
 def check_cpp_compiler() -> None:
-    """Checks that there is a C++ compiler for CPU kernels, before anything else is done.
-
-    Raises:
-        PlanError: if there is none; it says what to install.
-    """
+    """Raises PlanError, with what to install, if there is no C++ compiler for CPU kernels."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -270,15 +235,9 @@ def _library() -> Any:
 
 
 def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] = ()) -> Any:
-    """Builds C++ and loads it; a library that was built before is only loaded.
+    """Builds C++ and loads it, or only loads it if it was built; raises NotBuiltError.
 
-    Args:
-        source: its text.
-        files: where it stands, for an error.
-        libraries: of PyTorch, that it calls by name.
-
-    Raises:
-        NotBuiltError: if it cannot be built.
+    ``files`` are named in the error; ``libraries`` of PyTorch are those that it calls by name.
     """
     from torch._inductor.codecache import CppCodeCache
 
@@ -297,11 +256,7 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
 
 
 def native_library() -> NativeLibrary:
-    """Builds the loop.
-
-    Raises:
-        NotBuiltError: if it cannot be built.
-    """
+    """Builds the loop; raises NotBuiltError."""
     return _native_of(_library())
 
 
@@ -317,12 +272,7 @@ def native_file() -> Path | None:
 
 
 def loaded_native(path: Path) -> NativeLibrary:
-    """Loads the loop from a copy of that shared object.
-
-    Raises:
-        OSError: if it does not load.
-        AttributeError: if it is another library.
-    """
+    """Loads the loop from a copy of that object; OSError or AttributeError if it is another one."""
     return _native_of(ctypes.CDLL(str(path)))
 
 
@@ -345,13 +295,7 @@ def first_fit(
 ) -> IntArray:
     """Places buffers in an order, each at the lowest address that is free during its life.
 
-    Args:
-        buffers: what is placed.
-        order: their numbers.
-        library: returns our C++, where it need not be built.
-
-    Raises:
-        NotBuiltError: if the library cannot be built.
+    ``library`` returns our C++, where it need not be built.
     """
     function = library().lazyinline_first_fit
     function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]
@@ -370,11 +314,7 @@ def exact_search(
     steps: int,
     library: Callable[[], ctypes.CDLL] = _library,
 ) -> IntArray | None:
-    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.live_ranges.ExactSearch`.
-
-    Raises:
-        NotBuiltError: if the library cannot be built.
-    """
+    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.live_ranges.ExactSearch`."""
     function = library().lazyinline_exact_search
     function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
     function.restype = ctypes.c_int64

@@ -56,14 +56,9 @@ def record_control(
     lists: Mapping[Leaf, KernelList],
     tools: Tools,
 ) -> KernelList:
-    """Returns the launch of a control-flow operator.
+    """Returns the launch of a control-flow operator whose bodies are linked.
 
-    Args:
-        leaf: the operator.
-        function: runs it from Python, used if a launch of a body has no native form.
-        bodies: its bodies, linked.
-        lists: the launches of their leaves.
-        tools: plan memory.
+    ``function`` runs it from Python, used if a launch of a body has no native form.
     """
     control = leaf.control
     assert control is not None
@@ -179,11 +174,8 @@ def _body(
 ) -> tuple[int | View, ...]:
     """Returns the words of a body, and where each of its slots points.
 
-    Args:
-        linked: the body.
-        given: its operands, then the buffers for its results.
-        scratch: its arena.
-        rows: positions in ``given`` of the tensors with a row for each step.
+    ``given`` are its operands, then the buffers for its results; ``rows`` are the positions in it
+    of the tensors with a row for each step.
     """
     bindings: list[int | View] = []
     number = 0

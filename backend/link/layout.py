@@ -165,11 +165,7 @@ class Layout:
     ) -> Part:
         """Lays a flat program out after those added before; returns its part.
 
-        Args:
-            flat: the program.
-            inputs: where its inputs are.
-            kernel_lists: of its leaves.
-            sinks: for some slots, the tensors that each is added to as soon as it is computed.
+        ``sinks`` has, for some slots, the tensors that each is added to as soon as it is computed.
         """
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []

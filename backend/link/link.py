@@ -84,11 +84,7 @@ def copied_between_devices(flat: FlatProgram) -> tuple[int, int]:
 
 
 def check_flat(flat: FlatProgram) -> None:
-    """Checks that slots are written once, before they are read, and freed after that.
-
-    Raises:
-        VerifyError: with the launch that breaks it.
-    """
+    """Raises VerifyError unless slots are written once, then read, and freed after that."""
     live = set(flat.inputs)
     written = set(flat.inputs)
     updated: set[int] = set()

@@ -311,9 +311,8 @@ class UnalignedError(PlanError):
 def check_aligned(layout: Layout, kernel_lists: Mapping[Leaf, KernelList]) -> None:
     """Checks the alignment of each operand of a Triton kernel; buffers themselves are aligned.
 
-    Raises:
-        UnalignedError: if some are unaligned views, all of inputs of closures.
-        PlanError: if one is an unaligned view of another buffer.
+    Raises UnalignedError for unaligned views of closures' inputs, PlanError for one of another
+    buffer.
     """
     found: dict[Leaf, set[int]] = defaultdict(set)
     message = ""
@@ -362,11 +361,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensors_aligned(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Checks the alignment of the model's own tensors.
-
-    Raises:
-        PlanError: if one is not aligned for GPU kernels.
-    """
+    """Raises PlanError if one of the model's own tensors is not aligned for GPU kernels."""
     for index, tensor in enumerate(tensors):
         if tensor.data_ptr() % WIDEST_LOAD_BYTES:
             name = names[index] if index < len(names) and names[index] else "an input"

@@ -157,13 +157,9 @@ class Memory:
     def runner_like(
         self, like: Runner, part: GeneratedCode, compiled: CodeType, **names: Any
     ) -> Runner:
-        """Returns a part's function like another one on the same arena, with some names rebound.
+        """Returns a part's function ``like`` another on the same arena, with names rebound.
 
-        Args:
-            like: the other function.
-            part: the names to rebind; see :meth:`GeneratedCode.part_at`.
-            compiled: the function's code.
-            names: further globals.
+        ``part`` has the names to rebind; see :meth:`GeneratedCode.part_at`.
         """
         scope = {**like.__globals__, **part.constants}
         scope.update(self._bind_arenas(part.arena_views))
@@ -306,11 +302,7 @@ def as_predicted(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Copies a result into the layout that later launches read it in.
-
-    Raises:
-        PlanError: if shape, dtype or device are not as predicted.
-    """
+    """Copies a result into the layout that later launches read; PlanError for another type."""
     device = device or (result.device if isinstance(result, torch.Tensor) else torch.device("cpu"))
     predicted = TensorType(dtype, tuple(shape), tuple(stride), device)
     if not isinstance(result, torch.Tensor):

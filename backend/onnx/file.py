@@ -18,17 +18,10 @@ _INLINE_LIMIT_BYTES = 2**31 - 2**27
 
 
 def save_model(model: ir.Model, path: pathlib.Path, *, external_data: bool | None) -> None:
-    """Writes a model.
+    """Writes a model into an ``.onnx`` file; weights may go to ``<name>.data`` next to it.
 
-    Weights that go into their own file are written one by one, straight from the tensors.
-
-    Args:
-        model: the model.
-        path: the ``.onnx`` file; weights go to ``<name>.data`` next to it.
-        external_data: whether weights go into their own file; None decides by their size.
-
-    Raises:
-        ExportError: if the file cannot be written, or weights do not fit into one file.
+    Those are written one by one, straight from the tensors; ``external_data=None`` decides by their
+    size. Raises ExportError if the file cannot be written, or weights do not fit into one file.
     """
     num_bytes = weight_bytes(model)
     if external_data is None:

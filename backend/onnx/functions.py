@@ -166,16 +166,7 @@ class Naming:
 
 
 def build_model(program: Program, opset: int, naming: Naming) -> ir.Model:
-    """Translates a program.
-
-    Args:
-        program: an entry program; its leaves may be composite or ATen level.
-        opset: version of the ONNX operators.
-        naming: names of what the outside sees.
-
-    Raises:
-        ExportError: if an operator cannot be written in ONNX.
-    """
+    """Translates an entry program; raises ExportError if an operator cannot be written in ONNX."""
     return _Builder(program, opset, naming).build()
 
 
@@ -418,11 +409,7 @@ def _rename_sizes(graph: ir.Graph, names: Mapping[str, str]) -> None:
 
 
 def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
-    """Translates a leaf; the graph can serve as the body of a function.
-
-    Raises:
-        ExportError: for operators that ONNX cannot express, with the user's lines.
-    """
+    """Translates a leaf into a function's body; ExportError, with lines, for what ONNX lacks."""
     module = _traced(leaf, opset)
     torch_onnx.prepare(module)
     _refuse_untranslatable(leaf, module, opset)

@@ -136,15 +136,10 @@ def grouped_mm(
     bias: FLOAT | None = None,
     out_dtype: int = -1,
 ) -> FLOAT:
-    """Translates ``aten._grouped_mm``; the arguments are that operator's.
+    """Translates ``aten._grouped_mm``: groups of rows or columns, each with its own matrix.
 
-    Args:
-        self: ``[rows, k]`` with the groups along its rows, ``[m, k]`` with the groups along ``k``,
-            or one matrix per group.
-        mat2: ``[groups, k, n]``, or ``[k, n]`` with the groups along ``k`` or along its columns.
-        offs: ``[groups]``, where each group ends.
-        bias: added to every row.
-        out_dtype: ONNX's number of the result's dtype, or -1.
+    ``offs`` is where each group ends; without it each operand has one matrix per group. Groups lie
+    along the rows of ``self``, the columns of ``mat2``, or the sum of both.
     """
     product = op.MatMul(self, mat2) if offs is None else _ragged(self, mat2, offs)
     if bias is not None:
@@ -310,11 +305,7 @@ def trace(
 ) -> torch.fx.GraphModule:
     """Traces a leaf body; composite operators that are not in the table stay whole.
 
-    Args:
-        module: the body; nothing in it changes memory in place or switches autocast.
-        inputs: its fake inputs.
-        mode: their fake mode.
-        table: which operators are taken apart.
+    Nothing in it changes memory in place or switches autocast.
     """
 
     def forward(flat: list[Any]) -> tuple[Any, ...]:
@@ -377,11 +368,7 @@ class UntranslatedError(Exception):
 
 
 def translate(module: torch.fx.GraphModule, opset: int) -> ir.Model:
-    """Translates a prepared ATen graph; helper functions of torchlib are still called.
-
-    Raises:
-        UntranslatedError: if the translation of an operator does not cover the way it is called.
-    """
+    """Translates a prepared graph, which may call torchlib's functions; or UntranslatedError."""
     graph = ir.Graph((), (), nodes=(), name="graph")
     model = ir.Model(graph, ir_version=_constants.ONNX_IR_VERSION)
     try:

@@ -259,9 +259,7 @@ class PlannedProgram:
     def lease(self, tensors: list[torch.Tensor], before: Lease | None = None) -> Lease:
         """Returns a lease on an arena, with the model's present tensors bound.
 
-        Args:
-            tensors: the model's.
-            before: the lease of another shape, if there is one: most bindings are taken from it.
+        Most bindings are taken from ``before``, the lease of another shape, if there is one.
         """
         self.check_is_here()
         # A lease keeps the memory alive that it is bound to, so equal addresses are the same
@@ -287,11 +285,7 @@ class PlannedProgram:
         return known.owned_by(self, arena)
 
     def followed(self, lease: Lease) -> Lease:
-        """Returns a lease on the same arena, bound to the present addresses of its tensors.
-
-        Raises:
-            RuntimeError: if the memory of one was freed.
-        """
+        """Returns a lease bound to its tensors' present addresses; RuntimeError if one is freed."""
         if lease.is_bound_to(lease.tensors):
             return lease
         check_memory(lease.tensors, self._names)
@@ -361,15 +355,9 @@ class PlannedProgram:
     def taken_over(
         self, other: PlannedProgram, lease: Lease, handed: Sequence[torch.Tensor]
     ) -> tuple[Lease, list[torch.Tensor]]:
-        """Copies what another program saved into an arena of this one.
+        """Copies what another program of the same forward saved into an arena of this one.
 
-        Args:
-            other: a program of the same forward, with another backward.
-            lease: of that program, after its forward ran.
-            handed: the tensors that the forward handed on.
-
-        Returns:
-            The lease on the arena, and the tensors to hand on to this program's backward.
+        Returns the lease on the arena, and the tensors to hand on to this program's backward.
         """
         # The two backwards differ, so their saved tensors are at different offsets.
         twin = self.lease(lease.tensors)
@@ -537,13 +525,7 @@ class Runtime:
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:
-        """Runs the backward; returns the gradients.
-
-        Args:
-            flight: from the forward.
-            operands: kept inputs, kept outputs and cotangents.
-            graph: whether saved tensors are kept.
-        """
+        """Runs a backward on kept inputs, kept outputs and cotangents; returns the gradients."""
         lease, foreign = self.program.followed(flight.lease), flight.foreign
         flight.lease = lease
         given = [unchanged(tensor, version) for tensor, version in flight.borrowed]

@@ -349,11 +349,7 @@ class RankProgram:
         return 0 if self._arena is None else self._arena.numel()
 
     def begin(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
-        """Binds the model's present tensors and the sums, unless they are bound.
-
-        Raises:
-            RuntimeError: if the memory of one was freed; says its name.
-        """
+        """Binds the model's present tensors and the sums; RuntimeError if one was freed."""
         addresses = [t.data_ptr() for t in tensors]
         if self._arena is None:
             self._arena = new_memory(self.plan.arena.peak_bytes, self._tools.place.device)

@@ -109,12 +109,7 @@ def leaks_by_call(frame: types.FrameType) -> bool:
 
 
 def identity_leak_of(frame: types.FrameType, owner: Any) -> str:
-    """Names what a starting function uses that differs between equal objects; "" if nothing.
-
-    Args:
-        frame: the function's.
-        owner: its first argument.
-    """
+    """Names what a function starting on ``owner`` uses that tells equal objects apart, or ""."""
     code, scope = frame.f_code, frame.f_globals
     if scope.get("__name__") == "copy":  # it uses addresses only as keys of what it has copied
         is_whole = any(isinstance(value, nn.Module) for value in frame.f_locals.values())
@@ -186,11 +181,7 @@ class Closures:
             self._frames = []
 
     def functions(self) -> list[types.FunctionType]:
-        """Returns the functions of all frames that were noted, if they are still there.
-
-        Raises:
-            CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
-        """
+        """Returns the functions of all frames noted; CaptureError if ``gc.freeze`` hides one."""
         self.release()
         wanted = {**self._codes, **_codes_of(self._frames)}
         if wanted:

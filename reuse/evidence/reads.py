@@ -20,13 +20,7 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, Snapshot
-from ..kinds import (
-    ABSENT,
-    cell_contents,
-    is_library,
-    is_own_patch,
-    is_python_defined,
-)
+from ..kinds import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
 from ..torch_pytree import is_container
 from .functions import (
     Closures,

@@ -96,11 +96,7 @@ class IdentityChecks:
             self.holds(partial(same_value, value, before))
 
     def function(self, native: CompareFacts | None = None) -> Check:
-        """Returns a function that says whether all checks hold; one that raises does not hold.
-
-        Args:
-            native: the comparison of the native library, if it is at hand.
-        """
+        """Returns a function that says whether all checks hold; one that raises does not hold."""
         compare = _in_python(self._facts)
         if native is not None:
             compare = partial(native, *map(tuple, self._facts.values()))

@@ -139,9 +139,8 @@ class Shared:
 def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]]:
     """Makes one closure of those that are equal up to numbers.
 
-    Returns:
-        The program (the same one if nothing could be shared), and for each closure of the old
-        program its replacement.
+    Returns the program (the same one if nothing could be shared), and for each of its closures the
+    replacement.
     """
     found: dict[Closure, Shared] = {}
     # Callees first: callers are compared with their callees replaced.
@@ -206,12 +205,10 @@ class _Columns:
 
 
 def _columns(rows: Sequence[Sequence[Number]], keep: Literal["equal", "none"]) -> _Columns:
-    """Makes one input of the places that hold the same number in every member.
+    """Makes one input of the places that hold the same number in every member (a row each).
 
-    Args:
-        rows: the numbers of each member.
-        keep: ``"equal"`` leaves a number that is the same in all members in the graph;
-            ``"none"`` makes every place an input.
+    ``keep="equal"`` leaves a number that is the same in all members in the graph; ``"none"`` makes
+    every place an input.
     """
     inputs: dict[Hashable, int] = {}
     input_of: list[int | None] = []

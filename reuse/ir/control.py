@@ -164,11 +164,7 @@ def control_leaf(
 def checked(
     control: Control, inputs: Sequence[Type], outputs: Sequence[Type]
 ) -> tuple[list[TensorType], list[TensorType]]:
-    """Returns the flat types, checked against those of an operator's bodies.
-
-    Raises:
-        ValueError: says what does not fit.
-    """
+    """Returns flat types that fit an operator's bodies; ValueError with what does not fit."""
     if not all(isinstance(t, TensorType) for t in (*inputs, *outputs)):
         raise ValueError("an operand or a result is a struct")
     given, made = list(inputs), [list(outputs)] * len(control.bodies)
@@ -212,12 +208,7 @@ def with_bodies(leaf: Leaf, bodies: Sequence[Composite]) -> Leaf:
 
 
 def program_key(program: Program, of_call: Callable[[Call], Any]) -> Any:
-    """Returns a value that is equal for programs that make the same calls.
-
-    Args:
-        program: the program.
-        of_call: returns the key of a call, without its operands and results.
-    """
+    """Returns a value equal for programs of the same calls; ``of_call`` gives the key of one."""
     number: dict[Value, int] = {}
 
     def numbered(values: Sequence[Value]) -> tuple[int, ...]:

@@ -230,12 +230,8 @@ class FullKey:
 def leaf_key(leaf: Leaf, numbers: Mapping[torch.fx.Node, Any] | None = None) -> Any:
     """Returns a value that is equal for two leaves only if their graphs compute the same.
 
-    Operators, constants (with their Python type), modes, input types and wiring all count;
-    names and source lines do not.
-
-    Args:
-        leaf: the leaf.
-        numbers: by node, what replaces its second argument (a Python number) in the key.
+    Operators, constants (with their Python type), modes, input types and wiring all count; names
+    and source lines do not. ``numbers`` has, by node, what replaces its second argument.
     """
     number: dict[torch.fx.Node, int] = {}
     rows: list[Any] = [leaf.input_types, leaf.output_types]
@@ -257,10 +253,6 @@ def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
 
     The containers that ``torch.fx`` searches for nodes are handled here, since each operator has
     some, and :class:`Freezer` takes ten times as long for them.
-
-    Args:
-        operands: the node's ``args`` or ``kwargs``, or a part of them.
-        number: of each node that may be among them.
     """
     if isinstance(operands, torch.fx.Node):
         return ("node", number[operands])
@@ -332,13 +324,7 @@ def flat_types(types: Iterable[Type]) -> list[TensorType]:
 def interpret(
     program: Program, args: Sequence[Any], values: Values | None = None
 ) -> tuple[Any, ...]:
-    """Runs a program operator by operator.
-
-    Args:
-        program: what is run.
-        args: tensors for tensor inputs, nested tuples for struct inputs.
-        values: the value of each symbol, where sizes are symbols.
-    """
+    """Runs a program operator by operator; ``values`` are those of symbols, structs are tuples."""
     env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
     for call in program.calls:
         results = _apply(call, [env[v] for v in call.args], values)

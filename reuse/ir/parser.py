@@ -86,15 +86,10 @@ _SIGNS_BEFORE: dict[type, Any] = {ast.USub: operator.neg, ast.Invert: operator.i
 def parse_program(
     text: str, bodies: Literal["now", "later"] = "now", sizes: ReadSizes | None = None
 ) -> ir.Program:
-    """Returns the program of a text, not verified.
+    """Returns the program of a text, not verified; raises ParseError, which shows the place.
 
-    Args:
-        text: what the printer writes.
-        bodies: ``"later"`` reads the operators of a leaf when something asks for them.
-        sizes: its symbols, if it shares them with other texts.
-
-    Raises:
-        ParseError: names the line and shows the place.
+    ``bodies="later"`` reads the operators of a leaf when something asks for them. ``sizes`` are
+    symbols shared with other texts.
     """
     reader = _Reader(text, bodies, sizes or ReadSizes())
     try:
@@ -104,11 +99,7 @@ def parse_program(
 
 
 def parse_size(text: str, sizes: ReadSizes) -> Any:
-    """Returns a size of a text, or a condition on sizes, such as ``Eq(Mod(s0,8),0)``.
-
-    Raises:
-        ParseError: if it is none.
-    """
+    """Returns a size of a text, or a condition such as ``Eq(Mod(s0,8),0)``; raises ParseError."""
     reader = _Reader(text, "now", sizes)
     try:
         return reader.computed(reading.parsed(text, "eval").body)
@@ -514,12 +505,7 @@ class _Reader:
         ):  # a kernel writes as much as they give
             self._fail(tree, "the header has other results than the operators give")
         return ir.Leaf(
-            self._name(tree.name),
-            module,
-            tuple(types),
-            tuple(outputs),
-            names,
-            **self._said(words),
+            self._name(tree.name), module, tuple(types), tuple(outputs), names, **self._said(words)
         )
 
     def _node(

@@ -40,13 +40,7 @@ _FURTHER_IN = 4
 
 
 def folded(text: str, *, width: int = WIDTH, indent: int | None = None) -> str:
-    """Wraps the lines of a text that are too long.
-
-    Args:
-        text: of any number of lines.
-        width: columns that there are.
-        indent: of continuation lines; None: a little more than their line's own.
-    """
+    """Wraps the lines of a text that are too long, with more indent than theirs by default."""
     return "\n".join(
         piece for line in text.split("\n") for piece in _folded_line(line, width, indent)
     )
@@ -119,13 +113,7 @@ def closure_names(program: ir.Program) -> dict[ir.Closure, str]:
 
 
 def format_program(program: ir.Program, *, source: Shown = "hide", width: int = WIDTH) -> str:
-    """Returns the text of a program, wrapped to fit a screen.
-
-    Args:
-        program: the program.
-        source: ``"show"`` adds the user's line to each operator.
-        width: columns that it may take; what cannot be broken may be longer.
-    """
+    """Returns a program's text, wrapped for a screen; ``source="show"`` adds the user's lines."""
     text = _text(program, source)
     return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, width))
 

@@ -201,10 +201,7 @@ class _Block:
 def _cut_block(leaf: Leaf, handed_on: int, received: int) -> _Block | None:
     """Cuts a block in three; None where there is nothing to fuse, or a cut could change a number.
 
-    Args:
-        leaf: the block.
-        handed_on: which result is the next block's operand.
-        received: which operand that is.
+    ``handed_on`` is the result that is the next block's operand ``received``.
     """
     entries, outputs = leaf.entries, outputs_of(leaf.module)
     first = entries[received]
@@ -302,13 +299,7 @@ def _block(leaf: Leaf, pieces: Sequence[_Piece], handed_on: Node, received: Node
 
 
 def _fused(name: str, calls: Sequence[Call], uses: Counter[Value]) -> Call:
-    """Returns one call in place of calls on leaves.
-
-    Args:
-        name: hint for the leaf's printed name.
-        calls: in the order in which they run.
-        uses: of each value: what only these calls use is not returned.
-    """
+    """Returns one call in place of calls on leaves; what only they use (``uses``) is no result."""
     graph = torch.fx.Graph()
     nodes: dict[Value, Node] = {}
     made = {value for call in calls for value in call.results}

@@ -37,16 +37,7 @@ from .types import StructType, TensorType, Type
 def computing_node(
     expression: Any, nodes: Mapping[Any, torch.fx.Node], graph: torch.fx.Graph
 ) -> Any:
-    """Adds the nodes that compute an expression, where the graph inserts.
-
-    Args:
-        expression: of symbols.
-        nodes: the node of each symbol.
-        graph: the graph of those nodes.
-
-    Returns:
-        Its node, or the number that it is.
-    """
+    """Returns an expression's number, or its node, added to a graph; ``nodes`` are by symbol."""
     if isinstance(expression, int) or expression.is_number:
         return value_of(expression, Values())
     tracer = GraphAppendingTracer(graph)
@@ -271,13 +262,7 @@ def module_at(module: torch.fx.GraphModule, values: Values) -> torch.fx.GraphMod
 def with_size_inputs(
     module: torch.fx.GraphModule, symbols: Sequence[Any], place: Literal["first", "last"]
 ) -> torch.fx.GraphModule:
-    """Returns a graph that takes the symbols as inputs and computes its sizes, as AOTAutograd does.
-
-    Args:
-        module: a graph with literals.
-        symbols: what becomes an input.
-        place: ``"first"`` puts these inputs before the others, ``"last"`` after them.
-    """
+    """Returns a graph that takes symbols as inputs, first or last, and computes its sizes."""
     environment = environment_of(module)
     inputs: dict[Any, torch.fx.Node] = {}
     made: dict[Any, Any] = {}
@@ -516,11 +501,7 @@ class ReadSizes:
         return mode
 
     def symbol(self, name: str) -> Any:
-        """Returns the symbol of a name, such as ``s0``.
-
-        Raises:
-            KeyError: if there is no such symbol.
-        """
+        """Returns the symbol of a name, such as ``s0``; raises KeyError if there is none."""
         if name not in self._symbols:
             if self._examples is not None and name not in self._examples:
                 raise KeyError(name)
@@ -533,11 +514,7 @@ class ReadSizes:
         return self._symbols[name]
 
     def require(self, condition: Any) -> None:
-        """Assumes from here on that a condition holds.
-
-        Raises:
-            ValueError: if the examples break it.
-        """
+        """Assumes from here on that a condition holds; ValueError if the examples break it."""
         examples = Values({self.symbol(name): number for name, number in self.examples.items()})
         if not value_of(condition, examples):
             raise ValueError(f"{condition} does not hold for the example sizes")

@@ -138,13 +138,10 @@ _OPTIONS = ("flag", "maximize", "fixed")  # the arguments after the tensors, of 
 def update_leaf(
     target: Any, types: Sequence[Sequence[TensorType]], settings: TensorType, flags: Sequence[Any]
 ) -> Leaf:
-    """Builds the closure of one update.
+    """Builds the closure of one update by ``ADAM`` or ``SGD``.
 
-    Args:
-        target: ``ADAM`` or ``SGD``.
-        types: of the parameters, their gradients, then each kind of state, a row each.
-        settings: type of the settings tensor.
-        flags: the operator's arguments after the settings.
+    ``types`` has a row for the parameters, their gradients, and each kind of state; ``flags`` are
+    the operator's arguments after the settings.
     """
     graph = torch.fx.Graph()
     rows = [

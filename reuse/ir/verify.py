@@ -31,11 +31,7 @@ LEVELS: tuple[ProgramLevel, ...] = get_args(ProgramLevel)
 
 
 def verify(program: Program, level: ProgramLevel = "shared") -> Program:
-    """Returns the program if it keeps every rule of its level.
-
-    Raises:
-        VerifyError: with the rule, the call and the printed program.
-    """
+    """Returns the program if it keeps its level's rules; VerifyError with the rule and the call."""
     try:
         _check(program, level)
     except _BrokenRuleError as broken:
