@@ -160,8 +160,7 @@ def for_checkpoint(state: _State) -> _State:
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.torch_parts import with_pieces
 
-    made: _State = with_pieces(state)
-    return made
+    return with_pieces(state)
 
 
 @contextmanager

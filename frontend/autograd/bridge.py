@@ -220,8 +220,7 @@ class Bridge:
 
     def _outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         step = Step(self, inputs, self.backwards.expected)
-        outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
-        return outputs
+        return _CompiledFunction.apply(step, *self.pick_wanted(inputs))
 
     def _again(self, node: Any) -> Sequence[torch.Tensor]:
         """Runs the forward of an autograd node again, operator by operator."""

@@ -322,10 +322,7 @@ class FirstBackward:
         cotangents: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Returns gradients that were computed already, behind a node with their derivatives."""
-        marked: tuple[torch.Tensor, ...] = _Gradients.apply(
-            self, results, len(inputs), *inputs, *cotangents
-        )
-        return marked
+        return _Gradients.apply(self, results, len(inputs), *inputs, *cotangents)
 
     def differentiated(
         self,

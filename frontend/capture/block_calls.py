@@ -469,8 +469,7 @@ class BlockCalls:
         leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache object stays itself
         fake_of = self._recording.fake_of
         leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
-        return result
+        return torch_pytree.unflatten(leaves, spec)
 
     # ---- shared, or traced ---------------------------------------------------------------
 

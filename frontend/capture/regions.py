@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -288,19 +288,8 @@ class Region:
         return len(nodes) + sum(body.program.num_nodes_if_inlined() for body in bodies)
 
 
-class Sizes(Protocol):
-    """The dynamic dimensions of one capture."""
-
-    mode: Any
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of an input."""
-
-    def given(self, index: int, leaf: Any) -> Any:
-        """Returns a symbol, or the value itself, for a flat input that is not a tensor."""
-
-    def localize(self, root: Region, sources: Any) -> None:
-        """Rewrites a recorded run so that no symbolic size crosses a region's boundary."""
+Sizes: TypeAlias = Any
+"""The dynamic dimensions of one capture: a :class:`..sizes.torch_sizes.TracedSizes`."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:

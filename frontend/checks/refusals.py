@@ -158,10 +158,7 @@ def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def model_inside(module: nn.Module) -> nn.Module | None:
     """Returns the model that a wrapper calls; None if the module is not such a wrapper."""
-    if way_of(module) != "calls":
-        return None
-    inner: nn.Module = module.module  # type: ignore[assignment]
-    return inner
+    return module.module if way_of(module) == "calls" else None  # type: ignore[return-value]
 
 
 def refuse_unknown_wrappers(places: Places) -> None:

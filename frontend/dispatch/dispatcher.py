@@ -28,8 +28,8 @@ from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
 from ..checks import refusals
 from ..checks.torch_state import mode_around
-from ..compiled import CompiledProgram, Relinking
-from ..compiler import Compiler
+from ..compiled import CompiledProgram
+from ..compiler import Compiler, Linker
 from ..effects.effects import EffectError, refuse_traced
 from ..effects.kept import Arguments
 from ..guards.guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
@@ -199,7 +199,7 @@ class Dispatcher(Generic[AnyEntry]):
         return self._subject
 
     @property
-    def symbolic_programs(self) -> list[tuple[Guard, Relinking]]:
+    def symbolic_programs(self) -> list[tuple[Guard, Linker]]:
         """The guards and linkers of symbolic programs, which are linked for the sizes of calls."""
         return self._shapes.linkers
 
@@ -208,7 +208,7 @@ class Dispatcher(Generic[AnyEntry]):
         self._entries.add(self._entry(made, leaves))
         self._report = made.report
 
-    def adopt_symbolic(self, guard: Guard, linker: Relinking, report: CompileReport) -> None:
+    def adopt_symbolic(self, guard: Guard, linker: Linker, report: CompileReport) -> None:
         """Adds a symbolic program that was compiled before."""
         self._shapes.adopt(guard, linker)
         self._report = report
@@ -442,8 +442,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     @property
     def __code__(self) -> CodeType:
         """The code of the model's forward, whose file and line ``torch.export`` reads."""
-        code: CodeType = self.model.forward.__code__
-        return code
+        return self.model.forward.__code__
 
     def summary(self) -> str:
         """Says in one line what is compiled, and how."""

@@ -401,8 +401,7 @@ def _handed_on(
     )
     if options.backend == "eager":
         return module.forward
-    run: Run = lookup_backend("inductor")(module, list(inputs))  # type: ignore[arg-type]
-    return run
+    return lookup_backend("inductor")(module, list(inputs))  # type: ignore[arg-type]
 
 
 # ---- programs of torch.export --------------------------------------------------------------------

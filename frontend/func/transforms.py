@@ -65,10 +65,8 @@ def mode_taken(
     # By passes, which are known in advance; to compare costs, both would have to be made.
     is_along = passes <= passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
-    found: str = watcher.open_mode(
-        what, along if is_along else "reverse", f"{few} passes against {many}"
-    )
-    return found
+    taken = along if is_along else "reverse"
+    return watcher.open_mode(what, taken, f"{few} passes against {many}")
 
 
 def may_follow(mode: Mode) -> bool:
@@ -93,8 +91,7 @@ def taylor(
     """
     watcher: Any = follower()
     ((*_, highest),) = watcher.series([result], [points], [directions], series)
-    found: torch.Tensor = highest * math.factorial(series.order)
-    return found
+    return highest * math.factorial(series.order)
 
 
 _PASSES_OF_PRODUCT = 4

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
@@ -110,16 +110,6 @@ class Unplanned:
     reason: str
 
 
-class Shapes(Protocol):
-    """Programs that are linked once for many shapes."""
-
-    def at(self, state: State, values: Values) -> State | None:
-        """Returns the linked state of one shape, or None if the shape needs a link of its own."""
-
-    def known(self, state: State, values: Values) -> State | None:
-        """Like ``at``, but only reuses programs that are linked already."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
     """The state of one compile between two passes. Passes replace it and never change it.
@@ -139,7 +129,7 @@ class Compilation:
         flats: the linked programs, by part.
         values: with symbolic sizes, the number of each symbol for the shape being linked.
         symbolic: the state before numbers replaced the symbols; a further shape starts here.
-        shapes: links a symbolic program once for many shapes.
+        shapes: links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
         unplanned: why memory is not planned, once that is known.
         runs: the runtime of the linked programs.
         mesh_plan: the placements of a step over a mesh.
@@ -164,7 +154,7 @@ class Compilation:
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)
     values: Values | None = None
     symbolic: Compilation | None = None
-    shapes: Shapes | None = None
+    shapes: Any = None
     unplanned: Unplanned | None = None
     runs: PlannedProgram | Runtime | RankProgram | None = None
     mesh_plan: MeshPlan | None = None

@@ -15,8 +15,8 @@ from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import Subject, capture_model
 from ..capture.regions import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
-from ..compiled import Compiled, Relinking
-from ..compiler import Compiler
+from ..compiled import Compiled
+from ..compiler import Compiler, Linker
 from ..guards.guard import MAX_PROGRAMS, Guard, Inputs
 from ..options import Options
 from ..passes.link import WRONG_SIZES, OverBudgetError
@@ -55,7 +55,7 @@ class _Compile:
     guard: Guard
     shapes: tuple[tuple[int, ...], ...]
     why_static: str = ""
-    linker: Relinking | None = None
+    linker: Linker | None = None
 
 
 class ShapeCache:
@@ -91,11 +91,11 @@ class ShapeCache:
         return any(compile_.linker is not None for compile_ in self._compiles)
 
     @property
-    def linkers(self) -> list[tuple[Guard, Relinking]]:
+    def linkers(self) -> list[tuple[Guard, Linker]]:
         """The programs that may be linked for further sizes, with their guards."""
         return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
 
-    def adopt(self, guard: Guard, linker: Relinking) -> None:
+    def adopt(self, guard: Guard, linker: Linker) -> None:
         """Adds a symbolic program that was compiled before, to link for the sizes of calls."""
         self._compiles = (*self._compiles, _Compile(guard, linker.sizes.shapes, "", linker))
         self.dynamic = None

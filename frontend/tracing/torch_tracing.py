@@ -327,8 +327,7 @@ class Tracer:
     @property
     def root(self) -> torch.nn.Module:
         """The module on which the tracer keeps its own constants."""
-        root: torch.nn.Module = self._tracer.root
-        return root
+        return self._tracer.root
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
         """Returns the node that represents a tensor, or None if it is not traced."""
@@ -538,8 +537,7 @@ def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
 
 def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     """Returns the operands that a node changes in-place."""
-    found: Sequence[torch.fx.Node] = node.meta.get(WRITES) or mutated_args(node)
-    return found
+    return node.meta.get(WRITES) or mutated_args(node)
 
 
 def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
