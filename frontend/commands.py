@@ -83,13 +83,10 @@ def bench(
     say: Callable[[str], None],
     **options: Any,
 ) -> list[MeasureReport]:
-    """Measures all rows and reports each as soon as it is known.
+    """Measures all rows and says each as soon as it is known.
 
-    Args:
-        make: returns a model and its inputs, for a number of layers if ``layers`` has some.
-        layers: numbers of layers, or none.
-        say: called with each line.
-        options: those of :func:`lazyinline.measure`.
+    ``make`` returns a model and its inputs, for a number of layers if ``layers`` has some;
+    ``options`` are those of :func:`lazyinline.measure`.
     """
     # All depths share C++ kernels. Without a warm-up the first row would pay for them.
     if layers:

@@ -54,12 +54,8 @@ class ClosureRecord:
 class PartRecord:
     """How one part runs of a model that runs eagerly as a whole.
 
-    Attributes:
-        path: the path of the module.
-        class_name: the class of the module.
-        num_programs: the number of programs for its calls.
-        ran_eagerly: why its newest call ran eagerly, if it did.
-        is_small: whether that was because a program would be too small.
+    ``ran_eagerly`` says why its newest call ran eagerly, if it did; ``is_small`` whether that was
+    because a program would be too small.
     """
 
     path: str
@@ -87,13 +83,7 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """The share of a program on several devices that one of them has.
-
-    Attributes:
-        device: the name of the device.
-        tensors: the names of the model's tensors there.
-        arena_bytes: the size of the arena there.
-    """
+    """What one of several devices of a program has: tensors of the model, by name, and an arena."""
 
     device: str
     tensors: tuple[str, ...]

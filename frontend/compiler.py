@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -137,20 +137,9 @@ class Compiler:
         sizes: Callable[[], Sizes] | None = None,
         watch: Watch | None = None,
     ) -> tuple[Compiled, CompileReport]:
-        """Compiles a model for inputs of these layouts.
+        """Compiles a model for inputs of these layouts; for a step, those of one micro-batch.
 
-        Args:
-            model: the model to compile.
-            args: positional example inputs (for a step, of one micro-batch); only layouts matter.
-            kwargs: keyword example inputs.
-            goal: what the model is compiled for.
-            sizes: creates the symbolic sizes, if any.
-            watch: called after each pass.
-
-        Raises:
-            CaptureError: if the model cannot be captured, or not with symbolic sizes.
-            PlanError: if it cannot be run (parameters on the meta device), or the loss of a step
-                depends on no parameter.
+        ``sizes`` creates the symbolic sizes, if any; ``watch`` is called after each pass.
         """
         # .item() of a whole batch gives another number than .item() of one micro-batch.
         is_whole = goal.batching.micro_batches == 1 and goal.on_mesh is None
@@ -169,11 +158,7 @@ class Compiler:
     def compile_gradients(
         self, captured: CapturedModel, request: GradientRequest, values: Values | None
     ) -> tuple[Linker, Compilation]:
-        """Compiles the gradients of a captured program as a program that has a backward itself.
-
-        Raises:
-            PlanError: if no gradient flows.
-        """
+        """Compiles the gradients of a captured program as a program that has a backward itself."""
         state = Compilation(
             context=self.context,
             report=self.context.report(train=request.is_differentiated),
@@ -191,7 +176,6 @@ class Linker:
     """Links one lowered program for further shapes, and with further backwards.
 
     Attributes:
-        compiler: the compiler that made the program.
         lowered: the state of the compile before link, without the model's tensors.
         replacements: what each symbol had become when the program was compiled: itself, another
             symbol, or a number.
@@ -395,8 +379,7 @@ class Linker:
     ) -> CompiledGradients | None:
         """Compiles gradients that are differentiated; with symbolic sizes, once for all shapes.
 
-        Returns:
-            The gradients; None if autograd must run the program operator by operator for them.
+        Returns None if autograd must run the program operator by operator for them.
         """
         with other_threads_waiting():
             if request in self.refused:
@@ -404,7 +387,9 @@ class Linker:
             try:
                 if values is not None and request in self.gradients:
                     return self._relinked_gradients(self.gradients[request], values, counted)
-                with one_at_a_time(), self._keeping_symbolic():
+                sizes = self.sizes
+                keeping = nullcontext() if sizes is None else sizes.keeping_symbolic()
+                with one_at_a_time(), keeping:
                     captured, compiler = self.lowered.captured, self.compiler
                     # If this specializes a size, results kept per closure would be wrong for other
                     # sizes: a symbolic program gets a compiler of its own.
@@ -426,9 +411,6 @@ class Linker:
                 self.gradients[request] = linker
             counted.num_gradients += 1
             return linker.gradients_of(linker.result(state), values, counted)
-
-    def _keeping_symbolic(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.sizes is None else self.sizes.keeping_symbolic()
 
     def _relinked_gradients(
         self, known: Linker, values: Values, counted: CompileReport

@@ -31,12 +31,8 @@ class _Held:
 class MeshParameters:
     """Replaces a model's parameters by DTensors, and keeps a stand-in of each for the guard.
 
-    Args:
-        model: the model.
-        mesh: the mesh of the DTensors.
-        plan: their placements.
-        only: the ``id`` of parameters to replace; None for all.
-        read: parameters loaded from a file, by name, in place of the model's own.
+    ``only`` has the ``id`` of parameters to replace, None for all; ``read`` has parameters loaded
+    from a file, by name, in place of the model's own.
     """
 
     def __init__(
@@ -104,13 +100,7 @@ class MeshParameters:
 
 
 class WholeParameters:
-    """The unchanged parameters of a model that is compiled for a rank on another machine.
-
-    Args:
-        model: the model.
-        plan: their placements.
-        coordinate: the coordinate of the rank on the dimensions of the plan.
-    """
+    """The unchanged parameters of a model, compiled for the rank of another machine, by place."""
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
         named = model.named_parameters()
@@ -132,11 +122,8 @@ class KeptOnMesh:
     """The part of a file for a rank's step, or its pipeline stages, over a mesh.
 
     Attributes:
-        model: the model.
-        guard: the guard of the call that it was compiled for.
         lowered: the state of its compile before link.
         plans: the memory plans of a step.
-        parameters: returns the rank's parts of parameters.
         axes: the names and sizes of the mesh's dimensions.
         row: all ranks, in the order of the mesh.
         position: the position of this rank in ``row``.
@@ -154,21 +141,22 @@ class KeptOnMesh:
     asked: Any = None
 
     @classmethod
-    def here(
+    def of(
         cls,
         mesh: Any,
+        rank: int,
         model: nn.Module,
         guard: Guard,
         lowered: Compilation,
         plans: Sequence[ArenaPlan],
-        parameters: MeshParameters,
+        parameters: MeshParameters | WholeParameters,
         asked: Any = None,
     ) -> KeptOnMesh:
-        """Returns what a file holds of this process's rank."""
+        """Returns what a file holds of a rank."""
         axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         row = mesh.mesh.flatten().tolist()
         own = model, guard, lowered, plans, parameters
-        return cls(*own, axes, row, row.index(mesh.get_rank()), asked)
+        return cls(*own, axes, row, row.index(rank), asked)
 
     @property
     def plan(self) -> MeshPlan:

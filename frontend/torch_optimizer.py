@@ -37,16 +37,9 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class StepOptimizer:
-    """The optimizer of a training step.
+    """The user's optimizer in a training step; ``target`` is the GPU, if it need not be here.
 
-    Args:
-        optimizer: the user's optimizer.
-        max_norm: clips the total norm of all gradients, if given.
-        scaler: scales the loss, and skips updates with gradients that are not finite.
-        target: the GPU that programs are compiled for, if it need not be here.
-
-    Attributes:
-        why_after: why the update runs after the step's program; empty if it is part of it.
+    ``why_after`` says why the update runs after the step's program; empty if it is part of it.
     """
 
     def __init__(
@@ -201,9 +194,8 @@ class StepOptimizer:
     ) -> None:
         """Updates the parameters by their ``.grad``, as a training loop does.
 
-        Args:
-            total_norm: computes the norm of the gradients, including those on other ranks.
-            agree: makes the scaler's found_inf equal on all ranks.
+        ``total_norm`` includes gradients on other ranks; ``agree`` makes the scaler's found_inf
+        equal on all of them.
         """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -246,11 +238,7 @@ def step_optimizer(
     scaler: torch.amp.GradScaler | None,
     target: str | None = None,
 ) -> StepOptimizer | None:
-    """Returns the optimizer of a step, if it has one.
-
-    Raises:
-        PlanError: if ``optimizer`` is none, or there are options without an optimizer.
-    """
+    """Returns the optimizer of a step, if it has one; refuses options without an optimizer."""
     if optimizer is not None:
         return StepOptimizer(optimizer, max_norm, scaler, target)
     if max_norm is not None or scaler is not None:
@@ -287,10 +275,7 @@ def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) ->
 def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: bool) -> Optimizer:
     """Returns the optimizer that :func:`optimizer_data` wrote.
 
-    Args:
-        data: the JSON data.
-        tensors: returns a tensor by name.
-        trusted: makes it without its constructor, whose checks import Dynamo.
+    A trusted one is made without its constructor, whose checks import Dynamo.
     """
     kind, groups, defaults = data
     numbers = {n: decode_value(v) for n, v in defaults.items()}
