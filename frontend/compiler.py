@@ -45,7 +45,7 @@ from .passes.context import Context
 from .passes.link import describe_gpu, link_program, linked
 from .passes.many_shapes import ManyShapes
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
-from .passes.numbers import TypesAt, results_at
+from .passes.numbers import results_at
 from .passes.recompute import choose_recompute
 from .passes.state import (
     Compilation,
@@ -431,14 +431,9 @@ class Linker:
         assert program is not None
         assert isinstance(compiled, CompiledProgram)
         further = partial(self.compile_gradients, values, counted)
-        types_ = tuple(self._cotangent_types.at(values or Values()))
+        cotangents = self.lowered.captured.program.inputs[-len(program.outputs) :]
+        types_ = tuple(type_at(one.type, values or Values()) for one in cotangents)
         return CompiledGradients(replace(compiled, gradients=further), program, types_)
-
-    @cached_property
-    def _cotangent_types(self) -> TypesAt:
-        inputs, program = self.lowered.captured.program.inputs, self.lowered.gradients
-        assert program is not None
-        return TypesAt(value.type for value in inputs[-len(program.outputs) :])
 
 
 def _linked(lowered: Compilation) -> Compilation:

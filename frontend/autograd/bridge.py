@@ -36,14 +36,8 @@ _MAX_LATE = 4  # two steps of training on forces: after these, the forward compu
 class Backward:
     """Runs one compiled backward of a program.
 
-    Args:
-        compiled: a program with a derivative.
-        full: the derivative with a cotangent for every output.
-
-    Attributes:
-        outputs: the outputs whose cotangents it takes.
-        types: the types of these cotangents.
-        places: the positions of its gradients among all gradients.
+    It takes cotangents of some ``outputs``; ``places`` are the positions of its gradients among all
+    gradients, those of the derivative ``full``.
     """
 
     def __init__(self, compiled: CompiledProgram, full: Derivative) -> None:
@@ -87,8 +81,7 @@ def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
 class Backwards:
     """The backwards of a program, each made when a loss first needs it.
 
-    Attributes:
-        expected: the one that the next forward prepares for: the last that ran.
+    The next forward prepares for the one that is ``expected``: the last that ran.
     """
 
     def __init__(self, compiled: CompiledProgram) -> None:
@@ -101,12 +94,8 @@ class Backwards:
         """Returns the backward for a loss that left these outputs unused.
 
         If none can be made (see ``MissingCotangents``), it is the one for all outputs, and the
-        caller passes zeros for the unused ones.
-
-        Args:
-            unused: positions of outputs.
-            may_be_late: whether the next forward likely needs no backward, so that PyTorch's
-                kernels suffice for this one.
+        caller passes zeros for the unused ones. It ``may_be_late``, by PyTorch's kernels, if the
+        next forward likely needs no backward.
         """
         made, facts = self._full, self._compiled.facts
         is_late = self._compiled.has_late_backward and not unused
@@ -137,9 +126,7 @@ class Backwards:
 class Bridge:
     """Runs a compiled program as a node of autograd; its runs share this object.
 
-    Args:
-        compiled: a program with a derivative.
-        written: positions of inputs that are overwritten after each run.
+    The inputs at the positions ``written`` are overwritten after each run.
     """
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
@@ -174,8 +161,7 @@ class Bridge:
     def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> bool:
         """Notes which gradients a backward computes, if it computes none of the model's tensors.
 
-        Returns:
-            Whether it computes none of those, so that the next forward may compute the gradients.
+        Returns whether it computes none of those: the next forward may compute the gradients.
         """
         first = self.facts.first_trained
         if first is None:
@@ -276,11 +262,7 @@ class Step:
             self._others_versions = counted
 
     def inputs_again(self, ctx: Any) -> list[torch.Tensor]:
-        """Returns all inputs, for a backward that will be differentiated.
-
-        Raises:
-            RuntimeError: if one was changed in-place or freed since the forward.
-        """
+        """Returns all inputs, checked to be unchanged, for a backward to be differentiated."""
         places = self.bridge.derivative.kept_inputs
         found = dict(zip(places, ctx.saved_tensors[: len(places)], strict=True))
         for tensor, version in zip(self.others, self._others_versions, strict=False):
@@ -437,11 +419,7 @@ class _CompiledFunction(torch.autograd.Function):
 def _refuse_no_numbers(
     program: Program, unused: Sequence[int], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Checks gradients that were computed with zeros for missing cotangents.
-
-    Raises:
-        PlanError: if one is NaN, which zero times an infinite derivative gives.
-    """
+    """Refuses NaN, as of zero times infinity, in gradients by zeros for missing cotangents."""
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     names = _names(program, unused)

@@ -45,9 +45,7 @@ Again = Callable[[Any], Sequence[torch.Tensor]]
 class ResultLinks:
     """Gives the results of a program autograd nodes of their own.
 
-    Args:
-        order: the results that have a gradient, in the order in which they are computed.
-        name: returns the names of results, for a warning.
+    ``order`` has those with a gradient, as they are computed; ``name`` names them for a warning.
     """
 
     def __init__(self, order: Sequence[int], name: Callable[[Iterable[int]], str]) -> None:
@@ -223,9 +221,6 @@ class Gradients:
         """Returns the program of gradients, and a function that runs it differentiably.
 
         Each is None if it cannot be compiled.
-
-        Raises:
-            PlanError: if there are no gradients.
         """
         assert self._compiled.gradients is not None
         # Requests differ by the cotangents that require grad, as others need no gradient.
@@ -275,19 +270,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class FirstBackward:
-    """A backward that ran under ``create_graph=True``.
-
-    Attributes:
-        gradients: compiles the gradients of the program.
-        outputs: the outputs that had a cotangent.
-        asked: the inputs whose gradients were wanted.
-        drawn_from: the states of the random generators before the forward, if it drew numbers.
-    """
+    """A backward that ran under ``create_graph=True``."""
 
     gradients: Gradients
-    outputs: tuple[int, ...]
-    asked: tuple[int, ...]
-    drawn_from: GeneratorStates | None
+    outputs: tuple[int, ...]  # that had a cotangent
+    asked: tuple[int, ...]  # inputs whose gradients were wanted
+    drawn_from: GeneratorStates | None  # before the forward, if it drew numbers
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -423,15 +411,10 @@ def _without_graph(compiled: CompiledProgram) -> Run:
 
 
 class Ahead:
-    """Runs a forward together with gradients of its results by some inputs.
+    """Runs a forward together with gradients of its results, for cotangents of ones.
 
-    Args:
-        forward: the program of the forward alone, whose habit notes whether they were used.
-        request: the gradients, for cotangents of ones.
-        made: the program of results and gradients.
-        wanted: all inputs that require grad.
-        run: runs ``made``.
-        again: runs the forward alone, for other gradients.
+    ``run`` runs the program of both, ``made``, and ``again`` the forward alone, for other gradients
+    of the inputs ``wanted``. The habit of ``forward`` notes whether the gradients were used.
     """
 
     def __init__(

@@ -56,11 +56,8 @@ def pass_through_autograd(
 ) -> None:
     """Sets ``.grad`` by PyTorch's own engine, so that hooks run as in one backward.
 
-    Gradients arrive from the last parameter to the first.
-
-    Args:
-        parameters: the parameters, in the order in which a forward first uses them.
-        gradients: their gradients; ``.grad`` shares their memory unless a hook replaces it.
+    Gradients arrive from the last parameter to the first, which a forward uses first; ``.grad``
+    shares their memory unless a hook replaces it.
     """
     chain = _chain(parameters, gradients)
     if chain is not None:
@@ -192,11 +189,7 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
 
 
 class GeneratorStates:
-    """The present states of the random generators.
-
-    Args:
-        devices: devices besides the CPU on which numbers may be drawn.
-    """
+    """The present states of the random generators, of the CPU and further devices."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
@@ -340,11 +333,7 @@ class SavedTensors:
         self._known: TensorLayouts | None = None
 
     def as_saved(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the tensors, with copies of those that have other strides.
-
-        Raises:
-            PlanError: if one has another shape, dtype or device, or its class intercepts operators.
-        """
+        """Returns the tensors, with copies of those that have other strides; refuses all else."""
         if self._known is not None and self._known.same(tensors):
             return tensors
         watching, pairs = why_watched(tensors), zip(tensors, self._types, strict=True)
@@ -374,9 +363,7 @@ _grad_of = operator.attrgetter("grad")
 class HandedGradients:
     """The ``.grad`` tensors of parameters, on the memory to which a step writes its gradients.
 
-    Args:
-        parameters: the parameters, in the order of their first use.
-        gradients: the step's own tensors, in the same order.
+    Parameters and gradients, the step's own tensors, are in the order of the parameters' first use.
     """
 
     def __init__(

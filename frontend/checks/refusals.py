@@ -203,13 +203,9 @@ CANNOT = "cannot be captured"
 
 
 class RaisedError(CaptureError):
-    """The model's Python raised an exception in a capture.
+    """The model's Python raised an exception in a capture."""
 
-    Attributes:
-        after_sharing: whether blocks had been shared before, which may be the cause.
-    """
-
-    after_sharing = False
+    after_sharing = False  # whether blocks had been shared before, which may be the cause
 
     @property
     def raised(self) -> str:
@@ -402,13 +398,10 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.li
 
 
 def check_operand_types(program: Program, model: str) -> None:
-    """Checks the dtypes of matrix products, once for each different closure.
+    """Raises WrongCallError for a matrix product of different dtypes, with its line.
 
     PyTorch's rules for fake tensors do not check them. Its kernels do, but only in a run, and
     without naming the layer.
-
-    Raises:
-        WrongCallError: if a product has operands of different dtypes; it names the line.
     """
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):

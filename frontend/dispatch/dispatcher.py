@@ -155,12 +155,8 @@ class _Result:
 class Dispatcher(Generic[AnyEntry]):
     """Finds the program of a call, or compiles it and keeps it.
 
-    Args:
-        model: the module to compile; for a step, the model with its loss.
-        options: the compile options.
-        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
-        names: dimensions that are known to vary, see :class:`ShapeCache`.
-        compiler: a compiler to share with other modules, so that equal closures compile once.
+    For a step the model includes its loss. For ``dynamic`` and ``names`` see :class:`ShapeCache`;
+    modules may share a compiler, so that equal closures compile once.
     """
 
     def __init__(
@@ -356,12 +352,10 @@ class Refusals:
 
 @dataclass(frozen=True)
 class RunEagerly:
-    """The decision that a call runs the model eagerly.
+    """The decision that a call runs the model eagerly, and when a capture is tried again.
 
     Attributes:
-        reason: why.
         refused: the kind of the call, if a capture has just failed for it.
-        tries: when a capture is tried again.
         raised: the exception, as text, that the model raised in the capture and may raise in eager.
             Then no part of the model is compiled before eager has run.
     """
@@ -376,11 +370,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     """Runs a module's calls: by the program that fits, or eagerly.
 
     It has the signature of the model's ``forward``, which tools inspect.
-
-    Attributes:
-        model: the module.
-        options: the compile options.
-        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
     """
 
     def __init__(

@@ -79,18 +79,11 @@ lazy_inline(Block)
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module, as recorded by the nodes in it.
+    """A call of a module, as recorded by the nodes in it."""
 
-    Attributes:
-        key: differs for each call, even of the same module.
-        path: the path of the module, such as ``layers.0``.
-        kind: the name of its class.
-        is_marked: whether the class is marked with ``lazy_inline``.
-    """
-
-    key: str
+    key: str  # differs for each call, even of the same module
     path: str
-    kind: str
+    kind: str  # the name of its class
     is_marked: bool = False
 
 

@@ -86,11 +86,7 @@ class DynamoGraph:
 
 
 def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
-    """Reads a Dynamo graph.
-
-    Raises:
-        HandedOnError: if it has something that cannot be captured.
-    """
+    """Reads a Dynamo graph; raises HandedOnError if it cannot be captured."""
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             _refuse(inner)
@@ -135,11 +131,7 @@ def _refuse(module: torch.fx.GraphModule) -> None:
 
 
 def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
-    """Returns the nodes that enter modes, each with the node that leaves it.
-
-    Raises:
-        HandedOnError: if a mode is not left.
-    """
+    """Returns the nodes that enter modes, each with the node that leaves it."""
     pairs: list[tuple[Node, Node]] = []
     waiting: list[tuple[Node, Any]] = []  # with the operand of the node that will leave it
     grad = torch.is_grad_enabled()
@@ -408,11 +400,7 @@ def _handed_on(
 
 
 def module_of_exported(exported: ExportedProgram) -> nn.Module:
-    """Returns a module with the exported model's signature, and repeated regions as blocks.
-
-    Raises:
-        CaptureError: if it has something that cannot be captured.
-    """
+    """Returns a module with the exported model's signature, and repeated regions as blocks."""
     module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
     # Only ``_guards_fn`` checks the shapes of inputs.
     if not hasattr(module, "_guards_fn"):

@@ -30,12 +30,7 @@ _EXACT = 1e-4
 
 
 def compile_page(record: CompileRecord, title: str = "") -> PageData:
-    """Returns the data of a compile's page.
-
-    Args:
-        record: the record of the compile.
-        title: the name of the model.
-    """
+    """Returns the data of a compile's page, with the name of the model as its title."""
     kind = "training" if record.train else "inference"
     tiles = () if record.ran_eagerly else _compile_tiles(record)
     return {
@@ -51,10 +46,8 @@ def measured_page(
 ) -> PageData:
     """Returns the data of a page that compares late and early inlining, and both with eager.
 
-    Args:
-        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers and
-            the late and early compiles.
-        subtitle: a line that names what was measured.
+    There is one row, or one for each number of layers, with its numbers and both compiles; the
+    deepest is drawn. The subtitle names what was measured.
     """
     # Late and early differ most in the deepest model.
     found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
@@ -146,14 +139,9 @@ def _against_eager(found: Numbers) -> list[float]:
 def tile(
     label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
 ) -> Tile:
-    """Returns a tile: one figure at the head of a page.
+    """Returns a tile: one figure at the head of a page, with a note on what it is compared with.
 
-    Args:
-        label: the name of the figure.
-        value: the figure.
-        note: what it is compared with.
-        good: whether it is a good result.
-        otherwise: the state of a tile that is not good: ``"plain"`` or ``"warn"``.
+    The state of a tile that is not good is ``"plain"`` or ``"warn"``.
     """
     return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
 

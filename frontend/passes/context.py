@@ -46,7 +46,7 @@ class Context:
     """The state that all compiles of one compiler share.
 
     Attributes:
-        backend: makes kernels.
+        cache: the results that are kept on disk.
         differentiator: makes derivatives with the backend's decompositions, each once.
         recompute: chooses what a derivative saves.
         tools: places buffers and runs launches.
@@ -60,9 +60,9 @@ class Context:
         self.backend: Backend = backend_named(options.backend, options.target)
         target = options.target or ""
         found = CompileCache.of_user(options.backend, target) if options.cache == "disk" else None
-        self._cache = found or CompileCache(None, options.backend)
+        self.cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
-        self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
+        self.differentiator = Differentiator(self.backend.recipe, self.cache.derivative)
         self.recompute = Recompute(
             self.differentiator, options.recompute, options.backend, self.tools.place.target
         )
@@ -95,7 +95,7 @@ class Context:
         return Estimates(fuses=self.options.backend == "inductor")
 
     def _tools(self) -> Tools:
-        tools = Tools(self._cache.plan, self._cache.native)
+        tools = Tools(self.cache.plan, self.cache.native)
         if self.options.target is None:
             return tools
         target = target_named(self.options.target)
@@ -109,23 +109,23 @@ class Context:
     @contextmanager
     def cached(self, report: CompileReport) -> Iterator[None]:
         """Reads the cache's settings anew for a compile, and notes in its report what was used."""
-        self._cache.begin()
+        self.cache.begin()
         yield
-        report.cache = self._cache.finish()
-
-    @property
-    def cache(self) -> CompileCache:
-        """The results that are kept on disk."""
-        return self._cache
+        report.cache = self.cache.finish()
 
     @property
     def cache_place(self) -> str:
         """Names the machine and the directory of the cache; "" without one."""
-        return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""
+        return f"{platform.node()}:{self.cache.directory}" if self.cache.directory else ""
 
     def known(self, program: Program) -> Program:
-        """Replaces leaves by equal leaves of an earlier compile."""
-        return map_leaves(program, lambda leaf: self._leaves.setdefault(_key_of(leaf), leaf))
+        """Replaces leaves by equal leaves of an earlier compile, which compute the same."""
+
+        def equal(leaf: Leaf) -> Leaf:
+            key = FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))
+            return self._leaves.setdefault(key, leaf)
+
+        return map_leaves(program, equal)
 
     def decomposed(self, program: Program) -> Program:
         """Decomposes the composite operators of each leaf."""
@@ -138,7 +138,7 @@ class Context:
                 return replace(leaf, level="aten")
             if leaf not in self._decomposed:
                 make = partial(decompose_leaf, leaf, self.backend)
-                self._decomposed[leaf] = self._cache.decomposed(leaf, make)
+                self._decomposed[leaf] = self.cache.decomposed(leaf, make)
             return self._decomposed[leaf]
 
         return map_leaves(program, of_leaf)
@@ -158,7 +158,7 @@ class Context:
             elif leaf.bodies:
                 launches = None
             else:
-                launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
+                launches = self.cache.kernels(leaf, self._unaligned.get(leaf, ()))
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
@@ -167,13 +167,12 @@ class Context:
         """Compiles the Triton kernels of leaves for a GPU that is not here."""
         if isinstance(self.backend, InductorBackend) and self.options.target is not None:
             lists = [self.recorded.get(c) or self.kernels[c].launches for c in leaves]
-            self.backend.build(lists, self._cache.machine_code)
+            self.backend.build(lists, self.cache.machine_code)
 
     def lower_unaligned(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
         """Makes kernels again for inputs that need not be aligned.
 
-        Returns:
-            False if that cannot help: a leaf has no kernels, or they allow these inputs already.
+        Returns False if that cannot help: a leaf has no kernels, or they allow these already.
         """
         known = {**self.kernels, **self.recorded}
         if any(c not in known or n <= self._unaligned.get(c, n - n) for c, n in inputs.items()):
@@ -204,7 +203,7 @@ class Context:
         elif leaf not in self.recorded:
             self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
             if not self.kernels[leaf].why_eager:  # else each process tries again, and warns
-                self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
+                self.cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded[leaf]
 
     def _control_launches(self, leaf: Leaf) -> KernelList:
@@ -232,11 +231,6 @@ class Context:
         """Returns the kernel list of each leaf, estimated where it has no kernel yet."""
         return self._estimates.lists(flats, self.recorded)
 
-    def reasons_for_eager(self, leaves: Iterable[Leaf]) -> dict[Leaf, str]:
-        """Returns why the backend has no kernel, for the leaves for which it has none."""
-        made = {leaf: self.kernels[leaf].why_eager for leaf in leaves if leaf in self.kernels}
-        return {leaf: why for leaf, why in made.items() if why}
-
     def forget(self, leaf: Leaf) -> None:
         """Drops the kernel of a leaf that no other program uses."""
         self.kernels.pop(leaf, None)
@@ -252,8 +246,3 @@ class Context:
 def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     """Returns the different leaves that flat programs launch."""
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
-
-
-def _key_of(leaf: Leaf) -> FullKey:
-    """Returns a key by which leaves that compute the same are equal."""
-    return FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))

@@ -61,12 +61,7 @@ def link_program(state: State) -> State:
 
 
 def _linked_at(state: State, values: Values) -> State:
-    """Plans a linked program for the numbers of one shape; only the plan keeps its kernels.
-
-    Raises:
-        OverBudgetError: if the recompute choice, made for other sizes, exceeds the budget here.
-        PlanError: if a kernel returns other strides than the program says.
-    """
+    """Plans a linked program for the numbers of one shape; only the plan keeps its kernels."""
     context = state.context
     leaves = {leaf: kernel_at_numbers(context, leaf, values) for leaf in leaves_of(state.linked)}
     state = _planned_and_run(replace(with_numbers(state, values, leaves), values=values))
@@ -89,8 +84,7 @@ def _check_budget(state: Compilation) -> None:
 
 def linked(state: State) -> State:
     """Lays out the calls of each part."""
-    flats = {name: link(p) for name, p in state.programs.items()}
-    return replace(state, flats=flats)
+    return replace(state, flats={name: link(p) for name, p in state.programs.items()})
 
 
 def _planned_and_run(state: State) -> State:

@@ -38,7 +38,7 @@ from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
 from .link import devices_of, noted, plan_at, runs_of, why_unplanned
-from .numbers import Signature, check_layouts, results_at, with_numbers
+from .numbers import check_layouts, results_at, signature_at, with_numbers
 from .state import Compilation, State
 
 _CPU = torch.device("cpu")
@@ -78,8 +78,10 @@ class ManyShapes:
             numbers = pattern.at(values)
             if numbers is not None:
                 derivative, runs = state.derivative, pattern.runs.at(numbers)
-                if pattern.backward is not None and derivative is not None:
-                    derivative = replace(derivative, backward=pattern.backward.at(values))
+                if derivative is not None and state.goal.kind != "step":
+                    # The first input is the saved tensors, whose type nobody reads.
+                    backward = signature_at(derivative.backward, values, num_open=1)
+                    derivative = replace(derivative, backward=backward)
                 return noted(state, runs, values=values, derivative=derivative)
         return None
 
@@ -107,22 +109,18 @@ class _Pattern:
         numbers: recomputes all sizes for another shape; None if a comparison differs for it.
         runs: the linked program.
         rooms: for each buffer, its bytes (a recorded size) and the bytes that are planned for it.
-        backward: the types of the backward, if there is one.
     """
 
     numbers: Callable[[Values], Numbers | None]
     runs: PlannedProgram | Runtime
     rooms: Sequence[tuple[int, int]]
-    backward: Signature | None
 
     @classmethod
     def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
         """Links a program with recorded sizes; None if that is not possible, or its check fails.
 
-        Args:
-            state: the lowered state with symbolic sizes.
-            room: the sizes that memory is planned for.
-            values: the sizes of a call; the launches for them must equal those recorded directly.
+        Memory is planned for the sizes ``room``. For ``values``, the sizes of a call, the launches
+        must equal those recorded directly.
         """
         if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
             return None
@@ -151,11 +149,7 @@ class _Pattern:
         other = next((v for v in (values, sizes.example) if v != room), None)
         if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
             return None
-        backward, derivative = None, state.derivative
-        if derivative is not None and state.goal.kind != "step":
-            # The first input is the saved tensors, whose type nobody reads: it stays symbolic.
-            backward = Signature(derivative.backward, num_open=1)
-        return cls(numbers, runs_of(state, program), program.rooms, backward)
+        return cls(numbers, runs_of(state, program), program.rooms)
 
     def at(self, values: Values) -> Numbers | None:
         """Returns the sizes for a shape; None if a comparison differs or a buffer is too small."""

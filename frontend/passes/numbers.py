@@ -5,7 +5,7 @@ Kernels are made once, for symbolic sizes; a shape has kernels of its own only w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
-from ...reuse.ir.types import Type, flatten_type
 from .context import Context
 from .state import State
 
@@ -117,47 +116,18 @@ def check_layouts(kernels: Any) -> None:
 
 
 def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
-    forward, backward = (Signature(c).at(values) for c in (derivative.forward, derivative.backward))
+    both = derivative.forward, derivative.backward
+    forward, backward = (signature_at(closure, values) for closure in both)
     return replace(derivative, forward=forward, backward=backward)
 
 
-class TypesAt:
-    """Types of symbolic sizes, whose symbols can be replaced by numbers.
+def signature_at(closure: Closure, values: Values, num_open: int = 0) -> Composite:
+    """Returns an empty closure with the types of another one, with the numbers of a shape.
 
-    Args:
-        types: the types.
-        num_open: how many of the first types keep their symbols.
+    The first ``num_open`` inputs keep their symbols.
     """
-
-    def __init__(self, types: Iterable[Type], num_open: int = 0) -> None:
-        self._types = tuple(types)
-        pairs = list(enumerate(self._types))[num_open:]
-        self._sized = [(i, t) for i, t in pairs if any(x.is_symbolic for x in flatten_type(t))]
-
-    def at(self, values: Values) -> list[Type]:
-        """Returns the types with the numbers of a shape."""
-        found = list(self._types)
-        for index, type_ in self._sized:
-            found[index] = type_at(type_, values)
-        return found
-
-
-class Signature:
-    """The input and output types of a symbolic closure, without its graph.
-
-    Args:
-        closure: the closure.
-        num_open: how many of the first inputs keep their symbols.
-    """
-
-    def __init__(self, closure: Closure, num_open: int = 0) -> None:
-        self._name = closure.name
-        self._inputs = TypesAt(closure.input_types, num_open)
-        self._outputs = TypesAt(closure.output_types)
-
-    def at(self, values: Values) -> Composite:
-        """Returns an empty closure with these types, with the numbers of a shape."""
-        inputs, outputs = (
-            tuple(map(Value, types.at(values))) for types in (self._inputs, self._outputs)
-        )
-        return Composite(self._name, Program(inputs, (), outputs))
+    given = closure.input_types
+    inputs = (*given[:num_open], *(type_at(t, values) for t in given[num_open:]))
+    outputs = (type_at(t, values) for t in closure.output_types)
+    program = Program(tuple(map(Value, inputs)), (), tuple(map(Value, outputs)))
+    return Composite(closure.name, program)

@@ -131,11 +131,7 @@ class RankCompilation(Compilation):
     """The state of one rank's compile. It has the stages of all ranks, to predict the pipeline.
 
     Attributes:
-        table: the actions of each rank.
-        rank: the rank that is compiled.
-        splitting: how the program is cut into stages.
         costs: predicts the time and memory of calls.
-        rates: the speed of the device.
         withheld_bytes: subtracted from the memory bound, after a plan that exceeded it by so much.
         colors: the stage of each call, if known before ``split``.
         stages: the stages of all ranks, in order.
@@ -258,11 +254,7 @@ def plan_rank(state: RankCompilation) -> RankProgram:
 
 
 def _launches_and_tools(state: RankCompilation) -> tuple[Mapping[Leaf, KernelList], Tools]:
-    """Returns the kernel list of each leaf (unplanned, one that allocates), and the tools for them.
-
-    Raises:
-        PipelineError: if tensors that are sent or received lie on several devices.
-    """
+    """Returns the kernel list of each leaf (unplanned, one that allocates), and its tools."""
     if state.unplanned is None:
         return launches(state), state.context.tools
     device = devices_of(state.linked)[0]

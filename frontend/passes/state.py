@@ -202,10 +202,6 @@ class Compilation:
         return list(self.flats.values())
 
 
-def _always(state: Any) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Pass:
     """One pass.
@@ -223,7 +219,7 @@ class Pass:
     function: Callable[[Any], Any]
     level: ProgramLevel = "shared"
     goals: Sequence[GoalKind] = GOAL_KINDS
-    wanted: Callable[[Any], bool] = _always
+    wanted: Callable[[Any], bool] = lambda state: True
     verified: Literal["always", "on request"] = "on request"
 
     @property
@@ -233,15 +229,10 @@ class Pass:
 
 
 def compile_pass(
-    name: str,
-    level: ProgramLevel = "shared",
-    *,
-    goals: Sequence[GoalKind] = GOAL_KINDS,
-    wanted: Callable[[Any], bool] = _always,
-    verified: Literal["always", "on request"] = "on request",
+    name: str, level: ProgramLevel = "shared", **options: Any
 ) -> Callable[[Callable[[State], State]], Pass]:
     """Makes a function a pass; lists of passes show the first line of its docstring."""
-    return lambda function: Pass(name, function, level, goals, wanted, verified)
+    return lambda function: Pass(name, function, level, **options)
 
 
 Watch = Callable[[Pass, Compilation, Compilation], None]
@@ -249,12 +240,7 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 
 
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
-    """Runs passes in order; times each, and verifies its result where asked.
-
-    Raises:
-        CaptureError: if a pass failed with an unexpected error.
-        VerifyError: if a pass broke a rule of its level.
-    """
+    """Runs passes in order; times each, and verifies its result where asked."""
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
     # All names at once: a progress bar needs their number.
@@ -278,11 +264,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
 
 @contextmanager
 def _explained_bugs(name: str) -> Iterator[None]:
-    """Turns an unexpected error of a pass into one after which the model runs eagerly.
-
-    Raises:
-        CaptureError: from the error; the error itself under ``LAZYINLINE_DEBUG=1``.
-    """
+    """Turns an unexpected error of a pass into one after which the model runs eagerly."""
     try:
         yield
     except Exception as error:

@@ -43,32 +43,19 @@ class CompileResult:
 
 @dataclass
 class _Compile:
-    """An earlier compile.
-
-    Attributes:
-        guard: the guard of the call that it was made for.
-        shapes: the shapes of that call.
-        why_static: why its sizes are numbers although sizes vary, if so.
-        linker: links it for another shape; None if its sizes are numbers, or a link failed.
-    """
+    """An earlier compile, with guard and shapes of the call that it was made for."""
 
     guard: Guard
     shapes: tuple[tuple[int, ...], ...]
-    why_static: str = ""
-    linker: Linker | None = None
+    why_static: str = ""  # why its sizes are numbers although sizes vary, if so
+    linker: Linker | None = None  # None if its sizes are numbers, or a link failed
 
 
 class ShapeCache:
     """Keeps the compiles of one module, and learns from them which sizes vary.
 
-    Args:
-        model: the module.
-        options: the compile options.
-        dynamic: None makes dimensions symbolic that varied, True all, False none.
-        names: names of dimensions that are known to vary from the start.
-
-    Raises:
-        PlanError: for another ``dynamic``.
+    ``dynamic`` None makes dimensions symbolic that varied, True all, False none; those with
+    ``names`` are known to vary from the start.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -61,23 +60,6 @@ _CONTROL_FLOW: dict[str, Any] = {
 CONTROL_FLOW = frozenset(_CONTROL_FLOW.values())
 """The operators of control flow, which a capture records."""
 _CONTROL_FLOW_FOLDER = str(Path(inspect.getfile(type(cond_op))).parent)
-
-
-@dataclass(frozen=True)
-class GradientCall:
-    """A call of ``torch.autograd.grad``.
-
-    Attributes:
-        outputs: the tensors to differentiate.
-        inputs: the tensors to differentiate by.
-        seeds: a cotangent for each output.
-        allow_unused: whether an input may have no gradient.
-    """
-
-    outputs: Sequence[torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    seeds: Sequence[torch.Tensor | None]
-    allow_unused: bool
 
 
 _Watcher: TypeAlias = Any
@@ -343,7 +325,7 @@ def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
         if threading.get_ident() == thread and accumulate_grad:
             watcher.backward()
         elif threading.get_ident() == thread:
-            found = watcher.gradient(GradientCall(outputs, inputs, seeds, allow_unreachable))
+            found = watcher.gradient(outputs, inputs, seeds, allow_unused=allow_unreachable)
         if found is None:
             more = (inputs, allow_unreachable, accumulate_grad)
             return engine(outputs, seeds, retain_graph, create_graph, *more)
@@ -386,7 +368,7 @@ def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Sets attributes of a class or module; returns a function that restores the old ones."""
+    """Sets attributes of an object; returns a function that restores the old ones."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
 
     def restore() -> None:
@@ -403,6 +385,16 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
         restore()
         raise
     return restore
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object inside."""
+    restore = replace_attributes(owner, attributes)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:

@@ -59,6 +59,7 @@ from ...reuse.torch_names import (
 )
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
+from .torch_patches import replaced
 
 Made = TypeVar("Made")
 
@@ -197,10 +198,8 @@ def is_context(value: Any) -> bool:
 class Tracer:
     """Runs one trace, and maps fake tensors to graph nodes.
 
-    Attributes:
-        fake_mode: makes the fake tensors.
-        casts: makes the casts of GPU autocast, when traced for a GPU that is not here.
-        answer: returns the number that a node computes, if a guard can compute it at each call.
+    For a GPU that is not here, ``casts`` makes the casts of its autocast. ``answer`` returns the
+    number that a node computes, if a guard can compute it at each call.
     """
 
     def __init__(
@@ -357,7 +356,7 @@ class Tracer:
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
-        with self._nodes.renaming():
+        with replaced(self._nodes, is_renaming=True):
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def track_size(self, size: Any) -> None:
@@ -372,10 +371,7 @@ class Tracer:
     ) -> Any:
         """Returns a new fake tensor for a node, ten times faster than by running an operator.
 
-        Args:
-            type_: its shape, strides, dtype and device.
-            history: tensors that autograd should treat as its inputs; see :func:`with_history`.
-            node: the node that computes it.
+        Autograd treats ``history`` as its inputs; see :func:`with_history`.
         """
         environment = self.fake_mode.shape_env
         shape, stride = (
@@ -453,23 +449,17 @@ class Tracer:
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table from tensors to nodes; only an in-place operator replaces a node."""
+    """The tracer's table from tensors to nodes; only an in-place operator replaces a node.
 
-    _is_renaming = False
+    While it ``is_renaming``, any new node for a tensor is allowed.
+    """
 
-    @contextmanager
-    def renaming(self) -> Iterator[None]:
-        """Allows any new node for a tensor inside."""
-        self._is_renaming = True
-        try:
-            yield
-        finally:
-            self._is_renaming = False
+    is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
         # An operator that returns its operand (``x.to(x.dtype)``, ``dropout`` in eval mode) must
         # not replace its node: under ``no_grad`` the tensor would lose its gradient.
-        if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
+        if self.is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
             super().__setitem__(tensor, proxy)
 
 
