@@ -69,7 +69,9 @@ class StepOptimizer:
     def groups(self, why_after: str = "") -> tuple[UpdateGroup, ...]:
         """Returns the updates to compile into a program; none if they run after it."""
         # Kept from the first compile on: a later change moves the update after the step.
-        if self._is_for_gpu() and not self._fixed:
+        tensors = (p for group in self.optimizer.param_groups for p in group["params"])
+        is_for_gpu = self._target is not None or any(p.is_cuda for p in tensors)
+        if is_for_gpu and not self._fixed:
             self._fixed = self._fixed_now()
         structure = self._structure()
         if structure != self._compiled_for:
@@ -135,10 +137,6 @@ class StepOptimizer:
         devices = ("cpu", "meta") if self._target else ("cpu", "cuda")
         found = (_why_not(group, devices) for group in self.optimizer.param_groups)
         return next(filter(None, found), "")
-
-    def _is_for_gpu(self) -> bool:
-        groups = self.optimizer.param_groups
-        return self._target is not None or any(p.is_cuda for g in groups for p in g["params"])
 
     def _fixed_now(self) -> list[list[float]]:
         return [_settings_of(group)[1:] for group in self.optimizer.param_groups]

@@ -17,17 +17,8 @@ from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
+from . import torch_engine as engine
 from .gradients import FirstBackward, Gradients, ResultLinks, by_pytorch, drawing
-from .torch_engine import (
-    Aliases,
-    GeneratorStates,
-    SavedTensors,
-    are_batched,
-    cotangent_like,
-    graph_is_kept,
-    needed_edges,
-    will_run,
-)
 
 _MAX_BACKWARDS = 8  # the most recently used are kept
 _MAX_LATE = 4  # two steps of training on forces: after these, the forward computes gradients
@@ -135,7 +126,7 @@ class Bridge:
         self._compiled, self.facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
-        self.aliases = Aliases(self.facts.view_roots, derivative.cotangent_outputs)
+        self.aliases = engine.Aliases(self.facts.view_roots, derivative.cotangent_outputs)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
         # The old value of a buffer that the forward overwrites is saved as a copy.
@@ -144,7 +135,7 @@ class Bridge:
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
         types = derivative.backward.input_types
-        self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
+        self.saved = engine.SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
         # Inputs that only a derivative of the backward may need. Those that the forward overwrites
@@ -167,8 +158,8 @@ class Bridge:
         if first is None:
             return False
         request = None
-        if not will_run(edges[first][0]):  # tested for one parameter in place of many
-            places = tuple(self.derivative.gradient_inputs[i] for i in needed_edges(edges))
+        if not engine.will_run(edges[first][0]):  # tested for one parameter in place of many
+            places = tuple(self.derivative.gradient_inputs[i] for i in engine.needed_edges(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
         self.facts.habit.note(request)
         return request is not None
@@ -243,7 +234,7 @@ class Step:
     inputs: Sequence[torch.Tensor]
     prepared: Backward
     flight: Any = None
-    drawn_from: GeneratorStates | None = None
+    drawn_from: engine.GeneratorStates | None = None
     used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
@@ -291,7 +282,7 @@ class Step:
             saved = ctx.saved_tensors[: self.bridge.num_kept]
             kept = self.bridge.saved.as_saved(saved)
         flight = self.flight
-        if graph_is_kept():
+        if engine.graph_is_kept():
             return kept, flight, "keep"
         # After a backward that frees the graph, another one may follow for outputs that share no
         # saved tensor with it, as in eager.
@@ -316,7 +307,7 @@ class _CompiledFunction(torch.autograd.Function):
         step.inputs = ()
         aliases = bridge.aliases
         if bridge.draws:
-            step.drawn_from = GeneratorStates(x.device for x in inputs)
+            step.drawn_from = engine.GeneratorStates(x.device for x in inputs)
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight.foreign if step.flight is not None else ()
@@ -344,7 +335,7 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         if all(cotangent is None for cotangent in cotangents):  # no gradient flows through here
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
-        if are_batched(cotangents):
+        if engine.are_batched(cotangents):
             return ctx.step.bridge.by_pytorch(ctx, cotangents)  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             may_be_late = ctx.step.is_differentiated
@@ -360,7 +351,7 @@ class _CompiledFunction(torch.autograd.Function):
         inputs = ctx.step.inputs_again(ctx)
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
-        asked = tuple(wanted[i] for i in needed_edges(ctx.next_functions))
+        asked = tuple(wanted[i] for i in engine.needed_edges(ctx.next_functions))
         first = FirstBackward(
             bridge.gradients,
             tuple(i for i in outputs if cotangents[i] is not None),
@@ -398,7 +389,7 @@ class _CompiledFunction(torch.autograd.Function):
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
         seeds = [
-            cotangent_like(t, cotangents[i])
+            engine.cotangent_like(t, cotangents[i])
             for i, t in zip(backward.outputs, backward.types, strict=True)
         ]
         gradients = backward.gradients(flight, kept, seeds, graph)
@@ -410,7 +401,7 @@ class _CompiledFunction(torch.autograd.Function):
                 if place in absent:
                     results[place + 1] = None
                 elif results[place + 1] is None:
-                    results[place + 1] = cotangent_like(type_)
+                    results[place + 1] = engine.cotangent_like(type_)
             if any(output in left for output in backward.outputs):
                 _refuse_no_numbers(bridge.program, left, [g for g in results if g is not None])
         return results

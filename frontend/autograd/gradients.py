@@ -26,17 +26,7 @@ import torch
 from ...backend.run.planned import unchanged
 from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
-from .torch_engine import (
-    GeneratorStates,
-    are_batched,
-    cotangent_like,
-    current_backward,
-    graph_is_kept,
-    is_watched,
-    new_alias,
-    outside_of_batch,
-    will_run,
-)
+from . import torch_engine as engine
 
 Again = Callable[[Any], Sequence[torch.Tensor]]
 """Runs a forward again, operator by operator, given its autograd node."""
@@ -106,10 +96,10 @@ class _Call:
         """Returns the gradients of earlier results through this one, if they are observed."""
         self._begin()
         (end, _), (origin, _) = node.next_functions[:2]
-        are_asked = not will_run(end)
-        is_for_results = are_asked and not any(will_run(n) for n, _ in origin.next_functions)
+        are_asked = not engine.will_run(end)
+        is_for_results = are_asked and not any(engine.will_run(n) for n, _ in origin.next_functions)
         there = {i: tensor for i in earlier if (tensor := self.results[i]()) is not None}
-        seen = [i for i, tensor in there.items() if is_for_results or is_watched(tensor)]
+        seen = [i for i, tensor in there.items() if is_for_results or engine.is_watched(tensor)]
         if are_asked:
             self._skipped.update(there.keys() - seen)
         if not seen:
@@ -133,7 +123,7 @@ class _Call:
         cotangent: torch.Tensor,
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of a result by earlier ones, by running the forward again."""
-        with torch.enable_grad(), outside_of_batch([cotangent]):
+        with torch.enable_grad(), engine.outside_of_batch([cotangent]):
             again = self._again(origin)
         known = [i for i in seen if again[i].requires_grad and again[place].requires_grad]
         if not known:
@@ -149,7 +139,7 @@ class _Call:
 
     def _begin(self) -> None:
         """Forgets what another backward passed on: it may have ended at a result."""
-        if self._backward != (running := current_backward()):
+        if self._backward != (running := engine.current_backward()):
             self._backward = running
             self._handed, self._skipped = {}, set()
 
@@ -168,7 +158,7 @@ class _Result(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)
-        return new_alias(result)
+        return engine.new_alias(result)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor | None) -> Any:
@@ -275,7 +265,7 @@ class FirstBackward:
     gradients: Gradients
     outputs: tuple[int, ...]  # that had a cotangent
     asked: tuple[int, ...]  # inputs whose gradients were wanted
-    drawn_from: GeneratorStates | None  # before the forward, if it drew numbers
+    drawn_from: engine.GeneratorStates | None  # before the forward, if it drew numbers
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -299,7 +289,7 @@ class FirstBackward:
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
         with torch.enable_grad(), drawing(self.drawn_from):
-            laid = list(map(cotangent_like, made.cotangent_types, used))
+            laid = list(map(engine.cotangent_like, made.cotangent_types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
 
@@ -349,11 +339,11 @@ def by_pytorch(
     inputs: Sequence[torch.Tensor],
     asked: Iterable[int],
     cotangents: Mapping[int, torch.Tensor],
-    drawn_from: GeneratorStates | None,
+    drawn_from: engine.GeneratorStates | None,
 ) -> dict[int, torch.Tensor]:
     """Runs a forward under PyTorch's autograd; returns the gradients of inputs that have one."""
     wanted = [i for i in asked if inputs[i].requires_grad]
-    with torch.enable_grad(), outside_of_batch([*cotangents.values()]), drawing(drawn_from):
+    with torch.enable_grad(), engine.outside_of_batch([*cotangents.values()]), drawing(drawn_from):
         results = run(inputs)
     flowing = {output: c for output, c in cotangents.items() if results[output].requires_grad}
     if not flowing or not wanted:
@@ -368,7 +358,7 @@ def by_pytorch(
     return {i: one for i, one in zip(wanted, found, strict=True) if one is not None}
 
 
-def drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
+def drawing(drawn_from: engine.GeneratorStates | None) -> AbstractContextManager[None]:
     """Makes code inside draw the random numbers that a forward drew, if it drew any."""
     return nullcontext() if drawn_from is None else drawn_from.again()
 
@@ -429,7 +419,7 @@ class Ahead:
         self.habit, self.request, self.wanted = forward.facts.habit, request, wanted
         self._forward, self._program = forward, made.gradients
         self._run, self._again = run, again
-        self._ones = [cotangent_like(type_).fill_(1) for type_ in made.cotangent_types]
+        self._ones = [engine.cotangent_like(type_).fill_(1) for type_ in made.cotangent_types]
         self._draws = made.compiled.facts.draws
 
     def run(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Again] | None:
@@ -437,7 +427,7 @@ class Ahead:
 
         None if the gradients cannot be computed ahead for these inputs.
         """
-        drawn_from = GeneratorStates(x.device for x in inputs) if self._draws else None
+        drawn_from = engine.GeneratorStates(x.device for x in inputs) if self._draws else None
         flight = _Flight(self, inputs, [], drawn_from)
         try:
             flight.versions = versions_of(inputs)
@@ -452,12 +442,12 @@ class Ahead:
             outputs, _Ahead.apply(flight, *own, *gradients, *wanted), strict=True
         ):
             results[output] = copied
-        return results, lambda _: self._again_of(flight)
 
-    def _again_of(self, flight: _Flight) -> Sequence[torch.Tensor]:
-        """Runs the forward of a flight again, operator by operator."""
-        with drawing(flight.drawn_from):
-            return self._forward.interpret(self._operands(flight))
+        def again(node: Any) -> Sequence[torch.Tensor]:
+            with drawing(drawn_from):
+                return self._forward.interpret(self._operands(flight))
+
+        return results, again
 
     def gradients(
         self, known: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -506,7 +496,7 @@ class _Flight:
     ahead: Ahead
     inputs: Sequence[torch.Tensor]
     versions: Sequence[int]
-    drawn_from: GeneratorStates | None
+    drawn_from: engine.GeneratorStates | None
     is_used: bool = False
 
 
@@ -526,13 +516,13 @@ class _Ahead(torch.autograd.Function):
         flight, known = ctx.flight, ctx.saved_tensors
         ahead, wanted = flight.ahead, flight.ahead.wanted
         none, nowhere = [None] * ctx.num_made, [None] * len(wanted)
-        is_kept, is_differentiated = graph_is_kept(), ahead.request.is_differentiated
+        is_kept, is_differentiated = engine.graph_is_kept(), ahead.request.is_differentiated
         given = [c for c in cotangents if c is not None]
         edges = zip(wanted, ctx.next_functions[ctx.num_made :], strict=True)
         others = (node for index, (node, _) in edges if index not in ahead.request.inputs)
-        may_serve = len(given) == len(cotangents) and not are_batched(given)
+        may_serve = len(given) == len(cotangents) and not engine.are_batched(given)
         may_serve = may_serve and (is_differentiated or not torch.is_grad_enabled())
-        if may_serve and not any(map(will_run, others)):
+        if may_serve and not any(map(engine.will_run, others)):
             found = ahead.gradients(known, given)
             if found is not None:
                 flight.is_used = True

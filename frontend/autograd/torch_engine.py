@@ -64,17 +64,6 @@ def pass_through_autograd(
         torch.autograd.backward(chain)
 
 
-def as_graph(
-    loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Returns the loss with an autograd graph whose backward gives parameters these gradients.
-
-    Wrappers that expect a forward and a backward then work. See :func:`pass_through_autograd`.
-    """
-    chain = _chain(parameters, gradients)
-    return loss if chain is None else _Loss.apply(chain, loss)
-
-
 def _chain(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> torch.Tensor | None:
@@ -411,7 +400,8 @@ class HandedGradients:
     def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns a loss whose backward sets the gradients, for wrappers that need one."""
         self._given = []
-        return as_graph(loss, self._parameters, self._handed)
+        chain = _chain(self._parameters, self._handed)
+        return loss if chain is None else _Loss.apply(chain, loss)
 
     def take_back(self, still_trained: Sequence[torch.Tensor]) -> None:
         """Sets ``.grad`` to None where it is one of these gradients, except for some parameters."""

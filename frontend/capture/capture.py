@@ -37,17 +37,12 @@ from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_restored
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
+from . import surroundings
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
 from .blocks import Blocks, NoBlocks, RepeatedBlocks, Reuse
 from .recording import Recording
 from .regions import CapturedModel, CrossingError, SharingDecision, Sizes, argument_names
-from .surroundings import (
-    garbage_collection_paused,
-    generator_kept,
-    no_python_randomness,
-    one_at_a_time,
-)
 from .watcher import ModelWatcher
 
 _NEEDS_A_VALUE = "value out of a tracing tensor"
@@ -90,7 +85,7 @@ def capture_model(
     that need not be here, whose autocast is emulated. It raises CaptureError if the model's Python
     cannot be traced, or kernels cannot read a tensor of the model.
     """
-    with one_at_a_time():
+    with surroundings.one_at_a_time():
         refusals.refuse_uncapturable(subject.model)
         if train:
             refusals.refuse_backward_hooks(subject.model)
@@ -168,9 +163,9 @@ def _capture(
             with (
                 _explained_errors(recording),
                 torch.set_grad_enabled(train),
-                garbage_collection_paused(),
-                no_python_randomness(),
-                generator_kept(subject.effects),
+                surroundings.garbage_collection_paused(),
+                surroundings.no_python_randomness(),
+                surroundings.generator_kept(subject.effects),
                 autocast_as_on_a_gpu() if for_gpu else nullcontext(),
             ):
                 outcome = _record(recording, subject)
@@ -208,8 +203,8 @@ def _explained_errors(recording: Recording) -> Iterator[None]:
 
 def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
     """Returns the error to raise for an exception of the model's Python."""
-    line = _user_line(error)
-    where = f" at {line}" if line else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = next((f" at {frame_text(f)}" for f in reversed(frames) if user_frame(f) is f), "")
     name, text = model_name(model), str(error)
     if isinstance(error, LazyInlineError):  # its message says what to do already
         return CaptureError(text)
@@ -234,11 +229,6 @@ def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> 
     is_ours = has_symbols or isinstance(error, NotImplementedError)
     kind = refusals.RaisedError if is_ours else refusals.WrongCallError
     return kind(f"{name} {refusals.CANNOT}{where}: {type(error).__name__}: {text}")
-
-
-def _user_line(error: Exception) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((frame_text(f) for f in reversed(frames) if user_frame(f) is f), "")
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:

@@ -385,7 +385,7 @@ class ModelWatcher:
                     # Inside a custom function operators make no nodes, and its tensors are local.
                     return result
                 is_operator = recording.num_nodes > num_nodes and not (
-                    changes_layout(name) and known.is_from_outside(tensor)
+                    changes_layout(name) and known.node_of(tensor) in known.sources
                 )
                 if is_operator or (name in SWITCHES and known.may_switch(tensor, before, now)):
                     return result

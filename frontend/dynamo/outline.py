@@ -41,10 +41,7 @@ def region_key(
 
 def held(root: torch.nn.Module, node: torch.fx.Node) -> Any:
     """Returns the attribute that a ``get_attr`` or ``call_module`` node refers to."""
-    found: Any = root
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
+    return operator.attrgetter(str(node.target))(root)
 
 
 def _rows(

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -168,7 +169,9 @@ def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> 
         between = [found[node] for node in inside if not _is_switch(node)]
         # Dynamo records no module for nodes that switch modes. They belong to the innermost call
         # around all nodes between them.
-        found[first] = found[last] = _common(between[0], between[-1]) if between else ()
+        both = zip(between[0], between[-1], strict=False) if between else ()
+        same = takewhile(lambda pair: pair[0] == pair[1], both)
+        found[first] = found[last] = tuple(call for call, _ in same)
     for node in module.graph.find_nodes(op="get_attr"):  # the module calls of its user
         user = next(iter(node.users), node)
         found[node] = found[node] or found[user]
@@ -190,12 +193,6 @@ def _path(text: str) -> str:
     """Returns the path of a module, ``layers.0`` for ``L['self'].layers.0``."""
     inner = re.sub(r"^[LG]\['(\w+)'\]\.?", "", text) or text
     return inner if re.fullmatch(r"\w+(\.\w+)*", inner) else re.sub(r"\W+", "_", inner).strip("_")
-
-
-def _common(calls: Sequence[ModuleCall], others: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
-    pairs = enumerate(zip(calls, others, strict=False))
-    length = next((i for i, (a, b) in pairs if a != b), min(len(calls), len(others)))
-    return tuple(calls[:length])
 
 
 # ---- calls in a form that capture sees -----------------------------------------------------

@@ -33,6 +33,7 @@ from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Place, Tools
 from ...backend.run.planned import closures_run
+from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
@@ -63,9 +64,9 @@ class Context:
         self.cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self.cache.derivative)
-        self.recompute = Recompute(
-            self.differentiator, options.recompute, options.backend, self.tools.place.target
-        )
+        gpu, fuses = self.tools.place.target, options.backend != "eager"
+        costs = OperatorCosts(gpu.rates if gpu else CPU, fused=fuses)
+        self.recompute = Recompute(self.differentiator, options.recompute, costs)
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
@@ -199,18 +200,14 @@ class Context:
     def launches_of_leaf(self, leaf: Leaf) -> KernelList:
         """Returns the kernel list of a leaf, recorded at most once."""
         if leaf.bodies and leaf not in self.recorded:
-            self.recorded[leaf] = self._control_launches(leaf)
+            bodies = [link(body.program) for body in leaf.bodies]
+            lists, function = self.launches_of(bodies), self.kernels[leaf].function
+            self.recorded[leaf] = record_control(leaf, function, bodies, lists, self.tools)
         elif leaf not in self.recorded:
             self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
             if not self.kernels[leaf].why_eager:  # else each process tries again, and warns
                 self.cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded[leaf]
-
-    def _control_launches(self, leaf: Leaf) -> KernelList:
-        """Returns the launch of a control-flow operator, which contains those of its bodies."""
-        bodies = [link(body.program) for body in leaf.bodies]
-        lists, function = self.launches_of(bodies), self.kernels[leaf].function
-        return record_control(leaf, function, bodies, lists, self.tools)
 
     def _control_kernel(self, leaf: Leaf) -> Kernel:
         """Returns a kernel that runs a control-flow operator with the kernels of its bodies."""

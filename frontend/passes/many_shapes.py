@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from ...backend.kernels.lower import (
-    has_sizes,
-    kernel_at,
-    kernel_list,
-    launches_at,
-    numbered,
-    symbolic_launches,
-)
+from ...backend.kernels import lower
 from ...backend.launches.kernel_list import (
     BufferInfo,
     KernelList,
@@ -133,11 +126,11 @@ class _Pattern:
             made, launches = leaf, None
             known = context.recorded.get(leaf)
             if isinstance(known, SymbolicList):
-                made, launches = numbered(leaf, known, tape.values)
+                made, launches = lower.numbered(leaf, known, tape.values)
                 check_layouts(launches)
-            elif known is None and has_sizes(leaf):
+            elif known is None and lower.has_sizes(leaf):
                 trace = trace or SizeTrace(tape.values)
-                made, launches = launches_at(leaf, context.kernels[leaf], tape.values, trace)
+                made, launches = lower.launches_at(leaf, context.kernels[leaf], tape.values, trace)
                 check_layouts(launches)
             leaves[leaf], lists[made] = made, launches or context.launches_of_leaf(leaf)
         if (trace is not None and not trace.holds()) or not sizes.are_right(tape.values):
@@ -178,8 +171,8 @@ def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
     """Returns the kernel list of a symbolic leaf, recorded for plain numbers."""
     known = context.recorded.get(leaf)
     if isinstance(known, SymbolicList):
-        return numbered(leaf, known, values)[1]
-    return kernel_list(*kernel_at(leaf, context.kernels[leaf], values))
+        return lower.numbered(leaf, known, values)[1]
+    return lower.kernel_list(*lower.kernel_at(leaf, context.kernels[leaf], values))
 
 
 def launches_for_all(
@@ -192,13 +185,13 @@ def launches_for_all(
     context, trace = state.context, SymbolTrace(examples)
     if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
         return None
-    new = [x for x in leaves_of(state.linked) if x not in context.recorded and has_sizes(x)]
+    new = [x for x in leaves_of(state.linked) if x not in context.recorded and lower.has_sizes(x)]
     called = state.captured.sizes.example
     try:
-        found = {x: symbolic_launches(x, context.kernels[x], trace) for x in new}
+        found = {x: lower.symbolic_launches(x, context.kernels[x], trace) for x in new}
         for leaf, launches in found.items():
             expected = _recorded_at(context, leaf, called)
-            if _described(numbered(leaf, launches, called)[1]) != _described(expected):
+            if _described(lower.numbered(leaf, launches, called)[1]) != _described(expected):
                 return None
     except Exception:  # kernels are then recorded for each shape alone
         return None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.derivative import Derivative
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...backend.kernels.lower import kernel_at, numbered
 from ...backend.launches.kernel_list import SymbolicList
@@ -92,7 +91,11 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
 def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
     """Returns a linked state with numbers for symbols; ``leaves`` maps symbolic to plain leaves."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
-    derivative = state.derivative and _derivative_at(state.derivative, values)
+    derivative = state.derivative
+    if derivative is not None:
+        both = derivative.forward, derivative.backward
+        forward, backward = (signature_at(closure, values) for closure in both)
+        derivative = replace(derivative, forward=forward, backward=backward)
     return replace(state, flats=flats, derivative=derivative)
 
 
@@ -113,12 +116,6 @@ def check_layouts(kernels: Any) -> None:
         # A stride of a dimension of size 1 is never used, so it may be anything.
         if view.shape != type_.shape or any(n > 1 and a != b for n, a, b in strides):
             raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
-
-
-def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
-    both = derivative.forward, derivative.backward
-    forward, backward = (signature_at(closure, values) for closure in both)
-    return replace(derivative, forward=forward, backward=backward)
 
 
 def signature_at(closure: Closure, values: Values, num_open: int = 0) -> Composite:
