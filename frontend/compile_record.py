@@ -24,7 +24,7 @@ from ..reuse.ir.printer import bytes_text
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse
 from .capture.regions import ModeChoice, SharingDecision
-from .reuse_table import shared_classes
+from .reuse_table import alike, shared_classes
 
 _MAX_PATHS = 3  # named in one line of parts
 _MAX_CLASSES = 2  # named in a headline
@@ -72,13 +72,10 @@ class PartRecord:
 
 def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
     """Yields a line for each group of parts of one class that run in the same way."""
-    alike: dict[tuple[str, str], list[PartRecord]] = {}
-    for part in parts:
-        alike.setdefault((part.class_name, part.how), []).append(part)
-    for (class_name, how), group in alike.items():
+    for group in alike(parts, lambda part: (part.class_name, part.how)):
         paths = ", ".join(part.path for part in group[:_MAX_PATHS])
         more = f" and {len(group) - _MAX_PATHS} more" if len(group) > _MAX_PATHS else ""
-        yield f"{paths}{more} ({class_name}): {how}"
+        yield f"{paths}{more} ({group[0].class_name}): {group[0].how}"
 
 
 @dataclass(frozen=True, slots=True)

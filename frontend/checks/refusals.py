@@ -403,21 +403,17 @@ def check_operand_types(program: Program, model: str) -> None:
     PyTorch's rules for fake tensors do not check them. Its kernels do, but only in a run, and
     without naming the layer.
     """
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
-            for node in closure.nodes:
-                _check_operands(node, model)
-
-
-def _check_operands(node: torch.fx.Node, model: str) -> None:
-    if getattr(node.target, "overloadpacket", None) not in _PRODUCTS or stamp_of(node).autocast:
-        return
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
-    if len(types) > 1:
-        shown = " and ".join(str(t).removeprefix("torch.") for t in types)
-        raise WrongCallError(
-            f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
-            f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
-            "x.to(w.dtype), or run the model under torch.autocast."
-        )
+    leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
+    for node in (node for leaf in leaves for node in leaf.nodes):
+        is_product = getattr(node.target, "overloadpacket", None) in _PRODUCTS
+        if not is_product or stamp_of(node).autocast:
+            continue
+        values = [n.meta.get("val") for n in node.all_input_nodes]
+        types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
+        if len(types) > 1:
+            shown = " and ".join(str(t).removeprefix("torch.") for t in types)
+            raise WrongCallError(
+                f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
+                f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
+                "x.to(w.dtype), or run the model under torch.autocast."
+            )

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
@@ -50,6 +50,9 @@ class Context:
         cache: the results that are kept on disk.
         differentiator: makes derivatives with the backend's decompositions, each once.
         recompute: chooses what a derivative saves.
+        gradient_programs: makes programs of gradients, which can be differentiated again.
+        derive: replaces gradients that a forward takes itself by calls of derivatives.
+        reducer: reduces programs to primitives, for inspection.
         tools: places buffers and runs launches.
         kernels: the kernel of each leaf that was lowered.
         recorded: the kernel list of each leaf whose launches were recorded.
@@ -62,46 +65,23 @@ class Context:
         target = options.target or ""
         found = CompileCache.of_user(options.backend, target) if options.cache == "disk" else None
         self.cache = found or CompileCache(None, options.backend)
-        self.tools = self._tools()
+        self.tools = Tools(self.cache.plan, self.cache.native)
+        gpu = None if options.target is None else target_named(options.target)
+        if gpu is not None:
+            place = Place(missing=gpu.name, target=gpu)
+            self.tools = replace(self.tools, alignment=ALIGNMENT_BYTES, place=place)
         self.differentiator = Differentiator(self.backend.recipe, self.cache.derivative)
-        gpu, fuses = self.tools.place.target, options.backend != "eager"
-        costs = OperatorCosts(gpu.rates if gpu else CPU, fused=fuses)
+        costs = OperatorCosts(gpu.rates if gpu else CPU, fused=options.backend != "eager")
         self.recompute = Recompute(self.differentiator, options.recompute, costs)
+        self.gradient_programs, self.derive = GradientPrograms(), InnerGradients()
+        self.reducer = Reducer()
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
+        self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
-
-    # Made on first use: most models take no gradients in their forward.
-
-    @cached_property
-    def gradient_programs(self) -> GradientPrograms:
-        """Makes programs of gradients, which can be differentiated again."""
-        return GradientPrograms()
-
-    @cached_property
-    def derive(self) -> InnerGradients:
-        """Replaces gradients that a forward takes itself by calls of derivatives."""
-        return InnerGradients()
-
-    @cached_property
-    def reducer(self) -> Reducer:
-        """Reduces programs to primitives, for inspection."""
-        return Reducer()
-
-    @cached_property
-    def _estimates(self) -> Estimates:
-        return Estimates(fuses=self.options.backend == "inductor")
-
-    def _tools(self) -> Tools:
-        tools = Tools(self.cache.plan, self.cache.native)
-        if self.options.target is None:
-            return tools
-        target = target_named(self.options.target)
-        place = Place(missing=target.name, target=target)
-        return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
     def report(self, *, train: bool) -> CompileReport:
         """Returns the report of a compile that is about to begin."""
