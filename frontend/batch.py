@@ -82,9 +82,6 @@ def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Se
     return leaf.tensor_split(count)
 
 
-# ---- the loss ------------------------------------------------------------------------------------
-
-
 LossFunction = Callable[[Any], torch.Tensor]
 """Computes the loss from a model's output."""
 

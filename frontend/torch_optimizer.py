@@ -207,8 +207,6 @@ class StepOptimizer:
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
-    # ---- the tensors that a program is bound to ----------------------------------------------
-
     def bound(
         self, updates: Updates, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], StateFacts]:

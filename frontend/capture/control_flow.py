@@ -61,8 +61,6 @@ class ControlFlow:
         }
         return runs[name](*args)
 
-    # ---- the operators -------------------------------------------------------------------
-
     def _cond(self, flag: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
         number = _flag(self._recording.fake_of(flag))
         branches = {"if_true": if_true, "if_false": if_false}
@@ -201,8 +199,6 @@ class ControlFlow:
             for i, type_ in enumerate(types)
         ]
         return torch_pytree.unflatten(results, bodies[0].spec)
-
-    # ---- operands ------------------------------------------------------------------------
 
     def _contiguous(self, init: Sequence[Any]) -> list[torch.Tensor]:
         for x in init:

@@ -104,9 +104,6 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
     return DynamoGraph(copy, {**copied, **asked}, inputs, names)
 
 
-# ---- what cannot be captured ---------------------------------------------------------------
-
-
 def _refuse(module: torch.fx.GraphModule) -> None:
     for node in module.graph.nodes:
         target = node.target
@@ -126,9 +123,6 @@ def _refuse(module: torch.fx.GraphModule) -> None:
             node.meta.get("example_value"), torch.SymFloat | torch.SymBool
         ):
             raise HandedOnError(f"the input {node.name} is a symbolic float or bool")
-
-
-# ---- modes ---------------------------------------------------------------------------------
 
 
 def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
@@ -154,9 +148,6 @@ def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
 
 def _is_switch(node: Node) -> bool:
     return node.op == "call_function" and node.target in _SWITCHES
-
-
-# ---- calls of modules ----------------------------------------------------------------------
 
 
 def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
@@ -254,9 +245,6 @@ def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
         elif node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule):
             root.add_module(str(node.target), _rewritten(held(module, node))[0])
     return torch.fx.GraphModule(root, graph), nodes
-
-
-# ---- sizes ---------------------------------------------------------------------------------
 
 
 def _ask_tensors_for_sizes(

@@ -545,9 +545,6 @@ def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     return False
 
 
-# ---- operators that are refused ------------------------------------------------------------------
-
-
 _PYTORCHS_NAMESPACES = """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
     debug_mode_ops debugprims export fsdp higher_order inductor inductor_prims mkl
