@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
-from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
+from ...reuse.ir.printer import bytes_text, counted, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
 from . import sections
-from .write import PageData, about, count_text, error_text, ratio_range, times_less, write_page
+from .write import PageData, about, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory
@@ -107,8 +107,8 @@ def _outcome(record: CompileRecord) -> str:
     if not shared:
         return f"No block is shared; compiled in {record.cpu_s:.1f} CPU s."
     return (
-        f"{count_text(record.num_block_calls, 'block call')} needed "
-        f"{count_text(record.num_block_calls - shared, 'trace')}: the compiler worked on "
+        f"{counted(record.num_block_calls, 'block call')} needed "
+        f"{counted(record.num_block_calls - shared, 'trace')}: the compiler worked on "
         f"{record.num_nodes:,} graph nodes in place of {record.num_nodes_if_inlined:,}, for "
         f"{record.cpu_s:.1f} CPU s."
     )
@@ -332,7 +332,7 @@ def plan_page(plan: ShownPlan, measured_s: sections.Measured | None = None) -> P
     step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
     peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
     fullest, emptiest = bytes_text(max(peaks)), bytes_text(min(peaks))
-    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
+    ranks, stages = counted(len(table.ranks), "rank"), counted(table.num_stages, "stage")
     tiles = [
         tile("Step, predicted", step, f"{table.num_micro_batches} micro-batches"),
         tile("Bubble, predicted", bubble, "of all ranks' time they wait"),
