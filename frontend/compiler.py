@@ -269,10 +269,7 @@ class Linker:
     def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
         """Links the program for sizes that satisfy its guards.
 
-        Raises:
-            OverBudgetError: if the recompute choice, made for other sizes, exceeds the budget here.
-            PlanError: if a kernel returns other strides than the program says, or a later compile
-                specialized a size that is symbolic in this program.
+        It raises PlanError if that shows that it is not right for them, or exceeds the budget.
         """
         if self.sizes.replacements != self.replacements:
             raise PlanError(

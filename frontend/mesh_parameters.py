@@ -100,7 +100,7 @@ class MeshParameters:
 
 
 class WholeParameters:
-    """The unchanged parameters of a model, compiled for the rank of another machine, by place."""
+    """The unchanged parameters of a model that is compiled for a rank on another machine."""
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
         named = model.named_parameters()

@@ -371,11 +371,8 @@ class ParallelPipeline(Pipeline):
     """One rank's part of a pipeline over a mesh. Made by :func:`parallelize`.
 
     The parameters of this rank's stages become DTensors over the mesh without the pipeline
-    dimension. Those of other stages are not changed, and get no gradient.
-
-    Args:
-        asked: the arguments of the pipeline.
-        read: parameters loaded from a file, by name, in place of the model's own.
+    dimension. Those of other stages are not changed, and get no gradient. ``read`` has parameters
+    loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:

@@ -213,9 +213,6 @@ class StepOptimizer:
         """Returns the tensors that a program takes besides the model's, and facts of their state.
 
         Missing state is created, as PyTorch creates it before the first step.
-
-        Raises:
-            PlanError: if a loaded state has other strides or another dtype than its parameter.
         """
         for index in updates.parameters:
             # The program sets no gradient, so an older one must not stay.
@@ -248,11 +245,7 @@ _SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
 def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
-    """Returns an optimizer without its state, as JSON data.
-
-    Raises:
-        FileError: if its update cannot be part of a program (not SGD, Adam or AdamW, or hooks).
-    """
+    """Returns an optimizer without its state, as JSON data; refuses one that runs after a step."""
     if optimizer is None:
         return None
     if why := optimizer.why_after:

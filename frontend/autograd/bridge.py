@@ -410,7 +410,7 @@ class _CompiledFunction(torch.autograd.Function):
 def _refuse_no_numbers(
     program: Program, unused: Sequence[int], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Refuses NaN, as of zero times infinity, in gradients by zeros for missing cotangents."""
+    """Raises PlanError for NaN in gradients that took zeros in place of missing cotangents."""
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     names = _names(program, unused)

@@ -72,18 +72,13 @@ class HandedOnError(Exception):
 class DynamoGraph:
     """A Dynamo graph in a form that can be captured.
 
-    Attributes:
-        module: the graph, with calls of ``torch.utils.checkpoint``, and of ``Tensor.size`` in
-            place of size inputs.
-        calls: for each operator, the module calls around it.
-        inputs: the positions of its inputs among Dynamo's.
-        names: for each input, the name of the size of each dimension, empty if static.
+    It has calls of ``torch.utils.checkpoint``, and of ``Tensor.size`` in place of size inputs.
     """
 
     module: torch.fx.GraphModule
     calls: ModuleCalls
-    inputs: tuple[int, ...]
-    names: tuple[tuple[str, ...], ...]
+    inputs: tuple[int, ...]  # their positions among Dynamo's
+    names: tuple[tuple[str, ...], ...]  # of the sizes of their dimensions, empty if static
 
 
 def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:

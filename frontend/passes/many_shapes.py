@@ -98,15 +98,12 @@ class ManyShapes:
 class _Pattern:
     """A program linked with sizes that recorded how they were computed.
 
-    Attributes:
-        numbers: recomputes all sizes for another shape; None if a comparison differs for it.
-        runs: the linked program.
-        rooms: for each buffer, its bytes (a recorded size) and the bytes that are planned for it.
+    ``numbers`` recomputes all sizes for another shape; it gives None if a comparison differs there.
     """
 
     numbers: Callable[[Values], Numbers | None]
     runs: PlannedProgram | Runtime
-    rooms: Sequence[tuple[int, int]]
+    rooms: Sequence[tuple[int, int]]  # of each buffer its bytes, a recorded size, and those planned
 
     @classmethod
     def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:

@@ -40,13 +40,8 @@ class Recompute:
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with the choice that the policy and the program's marks demand.
 
-        Args:
-            request: the derivative of a whole program.
-            peaks: measures the memory that the program holds under a request.
-            policy: replaces the compiler's own policy.
-
-        Raises:
-            PlanError: if a budget cannot be met, or a policy finds no block.
+        ``policy`` replaces the compiler's own. It raises PlanError if a budget cannot be met, or a
+        policy finds no block.
         """
         closure = request.closure
         assert isinstance(closure, Composite)
