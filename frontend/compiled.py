@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from ..reuse.ir.torch_symbols import Values
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
 from .capture.surroundings import one_at_a_time
+from .report import CompileReport
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class CompiledProgram:
         without: returns the program with a backward for a loss that leaves some outputs unused.
         gradients: compiles its gradients as a program, for ``create_graph=True`` and to compute
             them along with the forward; returns None if autograd must run the program for them.
-        linker: with symbolic sizes, the :class:`.compiler.Linker` for other shapes.
+        linker: with symbolic sizes, links the program for another shape.
         lowered: the state of the compile before link, from which a file is written.
         values: the numbers that its symbols have here.
     """
@@ -190,7 +191,7 @@ class CompiledProgram:
     watched_inputs: tuple[int, ...] = ()
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients | None] | None = None
-    linker: Any = None
+    linker: Relinking | None = None
     lowered: Any = None
     values: Values | None = None
 
@@ -236,7 +237,7 @@ class CompiledStep:
     step: StepProgram
     runner: PlannedProgram
     saved_bytes: Callable[[], int]
-    linker: Any = None
+    linker: Relinking | None = None
     lowered: Any = None
 
     @property
@@ -257,3 +258,18 @@ def step_without_tensors(step: StepProgram) -> StepProgram:
 
 
 Compiled: TypeAlias = CompiledProgram | CompiledStep
+
+
+class Relinking(Protocol):
+    """Links a program of symbolic sizes for further shapes."""
+
+    @property
+    def sizes(self) -> Any:
+        """The symbolic sizes, with the guards that the compile put on them."""
+
+    def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
+        """Links the program for sizes that satisfy its guards.
+
+        Raises:
+            PlanError: if it turns out not to be valid for them.
+        """

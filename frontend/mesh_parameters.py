@@ -31,8 +31,12 @@ class _Held:
 class MeshParameters:
     """Replaces a model's parameters by DTensors, and keeps a stand-in of each for the guard.
 
-    ``only`` has the ``id`` of parameters to replace, None for all; ``read`` has parameters loaded
-    from a file, by name, in place of the model's own.
+    Args:
+        model: the model.
+        mesh: the mesh of the DTensors.
+        plan: their placements.
+        only: the ``id`` of parameters to replace; None for all.
+        read: parameters loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(
@@ -100,7 +104,13 @@ class MeshParameters:
 
 
 class WholeParameters:
-    """The unchanged parameters of a model that is compiled for a rank on another machine."""
+    """The unchanged parameters of a model that is compiled for a rank on another machine.
+
+    Args:
+        model: the model.
+        plan: their placements.
+        coordinate: the coordinate of the rank on the dimensions of the plan.
+    """
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
         named = model.named_parameters()
@@ -122,8 +132,11 @@ class KeptOnMesh:
     """The part of a file for a rank's step, or its pipeline stages, over a mesh.
 
     Attributes:
+        model: the model.
+        guard: the guard of the call that it was compiled for.
         lowered: the state of its compile before link.
         plans: the memory plans of a step.
+        parameters: returns the rank's parts of parameters.
         axes: the names and sizes of the mesh's dimensions.
         row: all ranks, in the order of the mesh.
         position: the position of this rank in ``row``.
@@ -141,22 +154,21 @@ class KeptOnMesh:
     asked: Any = None
 
     @classmethod
-    def of(
+    def here(
         cls,
         mesh: Any,
-        rank: int,
         model: nn.Module,
         guard: Guard,
         lowered: Compilation,
         plans: Sequence[ArenaPlan],
-        parameters: MeshParameters | WholeParameters,
+        parameters: MeshParameters,
         asked: Any = None,
     ) -> KeptOnMesh:
-        """Returns what a file holds of a rank."""
+        """Returns what a file holds of this process's rank."""
         axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         row = mesh.mesh.flatten().tolist()
         own = model, guard, lowered, plans, parameters
-        return cls(*own, axes, row, row.index(rank), asked)
+        return cls(*own, axes, row, row.index(mesh.get_rank()), asked)
 
     @property
     def plan(self) -> MeshPlan:

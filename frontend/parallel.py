@@ -49,6 +49,9 @@ from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline, check_sums, table_of
 
+# ---- Steps over a mesh ---------------------------------------------------------------------------
+
+
 _State = TypeVar("_State")
 
 
@@ -157,26 +160,37 @@ def for_checkpoint(state: _State) -> _State:
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.torch_parts import with_pieces
 
-    return with_pieces(state)
+    made: _State = with_pieces(state)
+    return made
 
 
 @contextmanager
 def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
-    """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes."""
+    """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes.
+
+    Raises:
+        PlanError: if there is no process group, or a step cannot be over the mesh.
+    """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.given import check_mesh
     from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
     is_elsewhere = isinstance(asked, Mapping)
-    if not (is_elsewhere or (dist.is_available() and dist.is_initialized())):
+    if not is_elsewhere:
+        _check_processes()
+    with absent_ranks(asked) if is_elsewhere else nullcontext(asked) as mesh:
+        check_mesh(mesh, any_names=any_names)
+        yield mesh
+
+
+def _check_processes() -> None:
+    """Raises PlanError if there is no process group."""
+    if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             "A mesh is of several processes, and torch.distributed is not initialized. Start the "
             "script with torchrun --nproc-per-node N script.py and call "
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
-    with absent_ranks(asked) if is_elsewhere else nullcontext(asked) as mesh:
-        check_mesh(mesh, any_names=any_names)
-        yield mesh
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
@@ -224,6 +238,7 @@ class ParallelStep:
         read: Mapping[str, Tensor] | None = None,
     ) -> None:
         assert state.goal.on_mesh is not None
+        assert state.subject is not None
         self.model, self._batch = model, batch
         self._mesh = state.goal.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
@@ -242,8 +257,8 @@ class ParallelStep:
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]
         check_leaves([(names[i], sources[i].tensor) for i in self._step.gradients])
+        assert state.subject is not None
         subject = state.subject
-        assert subject is not None
         flat = torch_pytree.flatten((subject.args, subject.kwargs))
         self._guard = Guard(subject.model, state.captured, *flat)
         self._parameters = MeshParameters(model, self._mesh, self._layout_of, read=read)
@@ -307,7 +322,7 @@ class ParallelStep:
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
         own = self._guard, self._lowered, self._runner.plans, self._parameters
-        return KeptOnMesh.of(self._mesh, self._mesh.get_rank(), self.model, *own)
+        return KeptOnMesh.here(self._mesh, self.model, *own)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: placements and collectives, the program, its memory, its passes.
@@ -371,8 +386,11 @@ class ParallelPipeline(Pipeline):
     """One rank's part of a pipeline over a mesh. Made by :func:`parallelize`.
 
     The parameters of this rank's stages become DTensors over the mesh without the pipeline
-    dimension. Those of other stages are not changed, and get no gradient. ``read`` has parameters
-    loaded from a file, by name, in place of the model's own.
+    dimension. Those of other stages are not changed, and get no gradient.
+
+    Args:
+        asked: the arguments of the pipeline.
+        read: parameters loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
@@ -416,8 +434,8 @@ class ParallelPipeline(Pipeline):
         """Returns its parts that a file holds."""
         (state,), asked = self._made, self._asked
         assert asked.on_mesh is not None
-        own, mesh = (self._guard, state, (), self._on_mesh), asked.on_mesh.whole
-        return KeptOnMesh.of(mesh, mesh.get_rank(), asked.model.model, *own, asked)
+        own = self._guard, state, (), self._on_mesh
+        return KeptOnMesh.here(asked.on_mesh.whole, asked.model.model, *own, asked)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))
@@ -452,8 +470,10 @@ class ParallelPipeline(Pipeline):
 class _Agreement:
     """Checks that all ranks of a mesh do the same.
 
-    ``settle`` waits for collectives that a failed step left unfinished; ``collectives`` is a
-    context in which those of a program run over the mesh.
+    Attributes:
+        ranks: all ranks.
+        settle: waits for collectives that a failed step left unfinished.
+        collectives: a context in which the collectives of a program run over the mesh.
     """
 
     def __init__(self, mesh: Any) -> None:

@@ -30,8 +30,16 @@ from .pipeline import AskedPipeline, fitted
 class ParallelElsewhere:
     """A step over a mesh that is compiled for ranks on other machines, for ``save`` to write.
 
-    Made by :func:`.parallel.parallelize`. The model's parameters are not changed. It has the parts
-    of each rank that a file holds, in the order of ranks (``kept_on_mesh``).
+    Made by :func:`.parallel.parallelize`. The model's parameters are not changed.
+
+    Args:
+        kept: the parts of each rank that a file holds.
+
+    Attributes:
+        model: holds the parameters.
+        plan: the placements of tensors.
+        last_report: the report of the compile.
+        kept_on_mesh: ``kept``, in the order of ranks.
     """
 
     def __init__(self, kept: Sequence[KeptOnMesh]) -> None:
@@ -39,7 +47,11 @@ class ParallelElsewhere:
         self.model, self.plan, self.last_report = first.model, first.plan, first.lowered.report
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises PlanError, because its ranks are elsewhere."""
+        """Raises an error, because its ranks are elsewhere.
+
+        Raises:
+            PlanError: always.
+        """
         raise PlanError(
             "This step was compiled for ranks that are not here: lazyinline.save it, and "
             "lazyinline.load the file on each of them."
@@ -128,8 +140,13 @@ def _kept(
     assert isinstance(whole, LossModel) and lowered.mesh_plan is not None
     on_mesh, place = lowered.goal.on_mesh, list(coordinate)
     mesh = on_mesh.mesh if asked is None else on_mesh.whole
+    axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     if asked is not None:
-        place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
+        dim = [name for name, _ in axes].index(stage_dimension(mesh))
+        place.insert(dim, lowered.rank)
+    position = 0
+    for place_on_axis, (_, size) in zip(place, axes, strict=True):
+        position = position * size + place_on_axis
     parameters = WholeParameters(whole.model, lowered.mesh_plan, coordinate)
     own = whole.model, guard, lowered, plans, parameters
-    return KeptOnMesh.of(mesh, int(mesh.mesh[tuple(place)]), *own, asked)
+    return KeptOnMesh(*own, axes, list(range(mesh.size())), position, asked)

@@ -36,7 +36,15 @@ from .page.page import ShownPlan
 from .passes.context import Context
 from .passes.mesh import rank_memory, traffic_of
 from .passes.programs import tensor_name
-from .passes.rank import UPDATE, RankCompilation, Split, Splitting, model_places, started, sum_names
+from .passes.rank import (
+    UPDATE,
+    RankCompilation,
+    Split,
+    Splitting,
+    model_places,
+    started,
+    sum_names,
+)
 from .passes.stages import limit_bytes
 from .passes.state import OnMesh, Subject, between, run
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
@@ -148,9 +156,17 @@ def check_sums(sums: Sums) -> None:
 class AskedPipeline:
     """The arguments of a pipeline.
 
-    For a file, ``opened`` loads the state in place of the passes up to recompute, ``together`` runs
-    a function that may fail on the file (if it fails on one rank, all raise), and ``file`` is its
-    digest.
+    Attributes:
+        model: the whole model with its loss.
+        batch: splits a batch into micro-batches.
+        context: the options, and the results that compiles share.
+        ranks: the ranks of the pipeline.
+        table: the actions of each rank.
+        splitting: how the model is cut into stages.
+        on_mesh: the mesh that stages are sharded over, if any.
+        opened: loads the state from a file, in place of the passes up to recompute.
+        together: runs a function that may fail on a file; if it fails on one rank, all raise.
+        file: a digest of the file.
     """
 
     model: LossModel
@@ -305,7 +321,12 @@ class Pipeline:
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
         places = [self._places[id(source)] for source in stage.model_tensors]
-        return lambda: list(map(self._local().__getitem__, places))
+
+        def tensors() -> list[Tensor]:
+            present = self._local()
+            return [present[place] for place in places]
+
+        return tensors
 
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
         """Checks that tensors which several ranks hold have equal initial values."""
@@ -506,7 +527,10 @@ class Pipeline:
 
 
 class PipelineElsewhere(Pipeline):
-    """A pipeline compiled for ranks on other machines, to be saved. Made by :func:`pipeline`."""
+    """A pipeline that is compiled for ranks on other machines, for ``save`` to write.
+
+    Made by :func:`pipeline`.
+    """
 
     def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None) -> None:
         state = asked.begun()
@@ -520,7 +544,11 @@ class PipelineElsewhere(Pipeline):
             self._made = tuple(map(fitted, ranks))
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises PipelineError, because its ranks are elsewhere."""
+        """Raises an error, because its ranks are elsewhere.
+
+        Raises:
+            PipelineError: always.
+        """
         raise PipelineError(
             "This pipeline was compiled for ranks that are not here: lazyinline.save it, and "
             "lazyinline.load the file on each of them."
@@ -528,7 +556,11 @@ class PipelineElsewhere(Pipeline):
 
 
 def fitted(state: RankCompilation) -> RankCompilation:
-    """Runs the passes from recompute to link, with less memory each time until the plan fits."""
+    """Runs the passes from recompute to link, again with less memory until the plan fits.
+
+    Raises:
+        PipelineError: if no plan fits.
+    """
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
         limit = limit_bytes(made, state.rank)

@@ -198,7 +198,7 @@ def where_one_cannot_open(rank: int, path: pathlib.Path) -> list[str]:
     named = next(name for name in texts if name.endswith("captured.txt"))
     damaged = {
         "MemoryError: no room": whole,
-        f"Bad CRC-32 for file '{named}'": whole.replace(texts[named], texts[named][::-1]),
+        f"{named} is damaged": whole.replace(texts[named], texts[named][::-1]),
         "rank 1 says: copy.lz cannot be opened": whole[:-30],
         "rank 1 says: There is no file copy.lz": b"",
     }

@@ -20,7 +20,8 @@ _CALL_HOOKS = tuple(name for name in HOOK_TABLES if name.startswith(("_forward",
 
 def in_slot(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the content of a module's slot."""
-    return module_state(module).get(CALL_SLOT)
+    held: Callable[..., Any] | None = module_state(module).get(CALL_SLOT)
+    return held
 
 
 def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:

@@ -17,9 +17,14 @@ _DEBUG = "LAZYINLINE_DEBUG"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status.
+    """Runs the command line.
 
-    It is 2 if the command cannot be carried out or the user's model failed, 130 if interrupted.
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status: 0; 2 if the command cannot be carried out or the user's model failed; 130
+        if it was interrupted.
     """
     parser = make_parser()
     options = parser.parse_args(argv)

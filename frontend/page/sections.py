@@ -66,10 +66,12 @@ def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> di
 
 
 class _Calls:
-    """Finds the call and the launch at each moment, before the moment ``end``.
+    """Finds the call and the launch at each moment.
 
-    Launches are in order: moment, a key that differs between calls, name of the call, name of the
-    launch. A moment without a launch belongs to the launch before it.
+    Args:
+        launches: in order, (moment, a key that differs between calls, name of the call, name of
+            the launch).
+        end: the number of moments. A moment without a launch belongs to the launch before it.
     """
 
     def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
@@ -272,7 +274,9 @@ class _Closures:
     def strip(self, program: Program, twins: Mapping[Closure, Closure]) -> list[dict[str, Any]]:
         """Returns the groups of a program's calls, in order.
 
-        ``twins`` has, for each closure, the captured one, with the user's source lines.
+        Args:
+            program: a program, or that of a ``Composite``.
+            twins: for each closure, the captured one, which has the user's source lines.
         """
         calls = _shown(program)
         numbers = [self._number(call.closure, twins.get(call.closure)) for call in calls]
@@ -490,9 +494,12 @@ def mesh_section(
     traffic: Mapping[str, Sequence[Collective]],
     memory: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the layouts of tensors on a mesh, and the traffic of one rank in a step, by stage.
+    """Returns the layouts of tensors on a mesh, and the traffic of one rank in a step.
 
-    ``memory`` has the bytes of a rank, by purpose.
+    Args:
+        layouts: the plan.
+        traffic: the collectives by name of the stage; a step without stages has one entry.
+        memory: the bytes of a rank, by purpose.
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ...pipeline_parallel.mesh.traffic import traffic_rows
@@ -515,7 +522,12 @@ def mesh_section(
 
 
 def predicted_section(rows: Iterable[Row], lead: str = HELD) -> dict[str, Any] | None:
-    """Returns the rows with a known figure, and how it was found; None if there is none."""
+    """Returns the rows with a known figure; None if there is none.
+
+    Args:
+        rows: predicted and measured figures.
+        lead: how they were found.
+    """
     known = [row for row in rows if row[2] is not None or row[3] is not None]
     return {"lead": lead, "rows": known} if known else None
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
@@ -110,6 +110,16 @@ class Unplanned:
     reason: str
 
 
+class Shapes(Protocol):
+    """Programs that are linked once for many shapes."""
+
+    def at(self, state: State, values: Values) -> State | None:
+        """Returns the linked state of one shape, or None if the shape needs a link of its own."""
+
+    def known(self, state: State, values: Values) -> State | None:
+        """Like ``at``, but only reuses programs that are linked already."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
     """The state of one compile between two passes. Passes replace it and never change it.
@@ -129,7 +139,7 @@ class Compilation:
         flats: the linked programs, by part.
         values: with symbolic sizes, the number of each symbol for the shape being linked.
         symbolic: the state before numbers replaced the symbols; a further shape starts here.
-        shapes: links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
+        shapes: links a symbolic program once for many shapes.
         unplanned: why memory is not planned, once that is known.
         runs: the runtime of the linked programs.
         mesh_plan: the placements of a step over a mesh.
@@ -154,7 +164,7 @@ class Compilation:
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)
     values: Values | None = None
     symbolic: Compilation | None = None
-    shapes: Any = None
+    shapes: Shapes | None = None
     unplanned: Unplanned | None = None
     runs: PlannedProgram | Runtime | RankProgram | None = None
     mesh_plan: MeshPlan | None = None
@@ -202,6 +212,10 @@ class Compilation:
         return list(self.flats.values())
 
 
+def _always(state: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Pass:
     """One pass.
@@ -219,7 +233,7 @@ class Pass:
     function: Callable[[Any], Any]
     level: ProgramLevel = "shared"
     goals: Sequence[GoalKind] = GOAL_KINDS
-    wanted: Callable[[Any], bool] = lambda state: True
+    wanted: Callable[[Any], bool] = _always
     verified: Literal["always", "on request"] = "on request"
 
     @property
@@ -229,10 +243,15 @@ class Pass:
 
 
 def compile_pass(
-    name: str, level: ProgramLevel = "shared", **options: Any
+    name: str,
+    level: ProgramLevel = "shared",
+    *,
+    goals: Sequence[GoalKind] = GOAL_KINDS,
+    wanted: Callable[[Any], bool] = _always,
+    verified: Literal["always", "on request"] = "on request",
 ) -> Callable[[Callable[[State], State]], Pass]:
     """Makes a function a pass; lists of passes show the first line of its docstring."""
-    return lambda function: Pass(name, function, level, **options)
+    return lambda function: Pass(name, function, level, goals, wanted, verified)
 
 
 Watch = Callable[[Pass, Compilation, Compilation], None]
@@ -240,7 +259,12 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 
 
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
-    """Runs passes in order; times each, and verifies its result where asked."""
+    """Runs passes in order; times each, and verifies its result where asked.
+
+    Raises:
+        CaptureError: if a pass failed with an unexpected error.
+        VerifyError: if a pass broke a rule of its level.
+    """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
     # All names at once: a progress bar needs their number.
@@ -264,7 +288,11 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
 
 @contextmanager
 def _explained_bugs(name: str) -> Iterator[None]:
-    """Turns an unexpected error of a pass into one after which the model runs eagerly."""
+    """Turns an unexpected error of a pass into one after which the model runs eagerly.
+
+    Raises:
+        CaptureError: from the error; the error itself under ``LAZYINLINE_DEBUG=1``.
+    """
     try:
         yield
     except Exception as error:

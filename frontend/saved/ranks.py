@@ -75,10 +75,13 @@ def save_together(
     """Writes the parts of the ranks in ``row``, on the first of them; a collective of all ranks."""
     me = dist.get_rank()
     parts = together(ranks, lambda: make() if me in row else {})
-    whole = {name: b"".join(content) for name, content in parts.items()}
+    whole = {  # a memoryview cannot be sent
+        name: [one if isinstance(one, bytes) else bytearray(one) for one in content]
+        for name, content in parts.items()
+    }
     everyone: list[Any] | None = [None] * dist.get_world_size() if me == row[0] else None
     dist.gather_object(whole, everyone, dst=row[0])
-    merged = {n: [c] for rank in row for n, c in everyone[rank].items()} if everyone else {}
+    merged = {n: c for rank in row for n, c in everyone[rank].items()} if everyone else {}
     together(ranks, lambda: write_parts(path, merged, open_cache()) if merged else None)
 
 

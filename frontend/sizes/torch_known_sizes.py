@@ -52,7 +52,10 @@ def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 class KnownSizes:
     """The symbols of one program's inputs, and the conditions on them.
 
-    They are in PyTorch's shape environment; ``names`` says which dimensions of the inputs have one.
+    Args:
+        environment: PyTorch's shape environment, with the symbols and the guards on them.
+        leaves: the flat inputs of a call.
+        names: which of their dimensions are symbols.
     """
 
     def __init__(self, environment: Any, leaves: Sequence[Any], names: Names) -> None:
@@ -201,7 +204,11 @@ class KnownSizes:
 
     @contextmanager
     def keeping_symbolic(self) -> Iterator[None]:
-        """Removes guards on sizes added inside, if code there raises or specializes a size."""
+        """Removes guards on sizes that were added inside, if code there raises or specializes one.
+
+        Raises:
+            PlanError: if a size was specialized.
+        """
         env, replacements = self._env, self.replacements
         before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
         try:
@@ -240,11 +247,17 @@ def _holds(condition: Any, values: Values) -> bool:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Conditions on sizes, most of them compiled into a function that returns None for False."""
+    """Conditions on sizes, most of them compiled into one function.
 
-    asked: Sequence[Any] = ()  # all conditions
+    Attributes:
+        asked: all conditions.
+        function: returns None if one of its conditions does not hold.
+        others: the conditions that it does not evaluate.
+    """
+
+    asked: Sequence[Any] = ()
     function: Callable[[Values], object] = lambda values: None
-    others: Sequence[Any] = ()  # those that it does not evaluate
+    others: Sequence[Any] = ()
 
     @classmethod
     def of(cls, asked: Sequence[Any], values: Values) -> _Answers:
@@ -272,8 +285,13 @@ _ON_TAPE = frozenset(
 class ReadKnownSizes(KnownSizes):
     """The symbols of a program that is read from a file, as :meth:`KnownSizes.told` wrote them.
 
-    The flat inputs are like those that it was compiled for. It raises FileError if names of sizes
-    and conditions contradict each other.
+    Args:
+        leaves: flat inputs like those that it was compiled for.
+        names: which of their dimensions are symbols.
+        sizes: the symbols, with their conditions.
+
+    Raises:
+        FileError: if they contradict each other.
     """
 
     def __init__(

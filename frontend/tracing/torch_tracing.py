@@ -11,10 +11,8 @@ not known here, the recorded kernel copies its result to the strides of the fake
 
 from __future__ import annotations
 
-import logging
 import operator
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.fake_tensor import log as failures
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.proxy_tensor import (
@@ -47,7 +44,7 @@ from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.torch_fake_rules import laid_out_by_kernel
+from ...reuse.ir.torch_fake_rules import errors_unlogged, laid_out_by_kernel
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import (
@@ -59,7 +56,6 @@ from ...reuse.torch_names import (
 )
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
-from .torch_patches import replaced
 
 Made = TypeVar("Made")
 
@@ -198,8 +194,10 @@ def is_context(value: Any) -> bool:
 class Tracer:
     """Runs one trace, and maps fake tensors to graph nodes.
 
-    For a GPU that is not here, ``casts`` makes the casts of its autocast. ``answer`` returns the
-    number that a node computes, if a guard can compute it at each call.
+    Attributes:
+        fake_mode: makes the fake tensors.
+        casts: makes the casts of GPU autocast, when traced for a GPU that is not here.
+        answer: returns the number that a node computes, if a guard can compute it at each call.
     """
 
     def __init__(
@@ -245,7 +243,7 @@ class Tracer:
             lazy_modules(),
             modules_left(),
             suppress(_Finished),
-            _errors_unlogged(),
+            errors_unlogged(),
             wrapped_globals_left() as started,
         ):
             readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
@@ -326,7 +324,8 @@ class Tracer:
     @property
     def root(self) -> torch.nn.Module:
         """The module on which the tracer keeps its own constants."""
-        return self._tracer.root
+        root: torch.nn.Module = self._tracer.root
+        return root
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
         """Returns the node that represents a tensor, or None if it is not traced."""
@@ -356,7 +355,7 @@ class Tracer:
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
-        with replaced(self._nodes, is_renaming=True):
+        with self._nodes.renaming():
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def track_size(self, size: Any) -> None:
@@ -371,7 +370,10 @@ class Tracer:
     ) -> Any:
         """Returns a new fake tensor for a node, ten times faster than by running an operator.
 
-        Autograd treats ``history`` as its inputs; see :func:`with_history`.
+        Args:
+            type_: its shape, strides, dtype and device.
+            history: tensors that autograd should treat as its inputs; see :func:`with_history`.
+            node: the node that computes it.
         """
         environment = self.fake_mode.shape_env
         shape, stride = (
@@ -449,33 +451,24 @@ class Tracer:
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table from tensors to nodes; only an in-place operator replaces a node.
+    """The tracer's table from tensors to nodes; only an in-place operator replaces a node."""
 
-    While it ``is_renaming``, any new node for a tensor is allowed.
-    """
+    _is_renaming = False
 
-    is_renaming = False
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Allows any new node for a tensor inside."""
+        self._is_renaming = True
+        try:
+            yield
+        finally:
+            self._is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
         # An operator that returns its operand (``x.to(x.dtype)``, ``dropout`` in eval mode) must
         # not replace its node: under ``no_grad`` the tensor would lose its gradient.
-        if self.is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
+        if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
             super().__setitem__(tensor, proxy)
-
-
-@contextmanager
-def _errors_unlogged() -> Iterator[None]:
-    """Stops PyTorch from also logging errors of fake tensors that it raises in this thread."""
-    thread, log = threading.get_ident(), failures
-
-    def says(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or threading.get_ident() != thread
-
-    log.addFilter(says)
-    try:
-        yield
-    finally:
-        log.removeFilter(says)
 
 
 class _Finished(BaseException):
@@ -527,7 +520,8 @@ def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
 
 def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     """Returns the operands that a node changes in-place."""
-    return node.meta.get(WRITES) or mutated_args(node)
+    found: Sequence[torch.fx.Node] = node.meta.get(WRITES) or mutated_args(node)
+    return found
 
 
 def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
@@ -543,6 +537,9 @@ def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
         seen.add(edge)
         pending += edge[0].next_functions
     return False
+
+
+# ---- operators that are refused ------------------------------------------------------------------
 
 
 _PYTORCHS_NAMESPACES = """

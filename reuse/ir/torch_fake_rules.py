@@ -6,6 +6,8 @@ kernel goes on checking its operands. Other rules say other strides than their k
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import log as failures
 
 _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
 
@@ -34,6 +37,21 @@ def kernels_own_rules() -> Iterator[None]:
         yield
     finally:
         _IS_ACTIVE.reset(token)
+
+
+@contextmanager
+def errors_unlogged() -> Iterator[None]:
+    """Stops PyTorch from also logging errors of fake tensors that it raises in this thread."""
+    thread, log = threading.get_ident(), failures
+
+    def says(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or threading.get_ident() != thread
+
+    log.addFilter(says)
+    try:
+        yield
+    finally:
+        log.removeFilter(says)
 
 
 def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

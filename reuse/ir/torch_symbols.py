@@ -30,7 +30,7 @@ from torch.utils._sympy.symbol import SymT, make_symbol
 
 from ..errors import CaptureError
 from ..torch_names import module_of
-from .torch_fake_rules import kernels_own_rules
+from .torch_fake_rules import errors_unlogged, kernels_own_rules
 from .types import StructType, TensorType, Type
 
 
@@ -549,5 +549,5 @@ class ReadSizes:
         """Runs operators inside the context on fake tensors, whose sizes keep the symbols."""
         # Some operators read sizes as numbers in C++; PyTorch has these in Python, too.
         python = enable_python_dispatcher() if self._symbols else nullcontext()
-        with self._mode, python, kernels_own_rules():
+        with self._mode, python, kernels_own_rules(), errors_unlogged():
             yield
