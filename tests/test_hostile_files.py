@@ -32,7 +32,7 @@ Parts = dict[str, bytes]
 
 
 def pieces(name: str, content: bytes) -> list[bytes | memoryview]:
-    """Returns the header of tensors and each of them, if this is a part of tensors that is whole."""
+    """Returns the header of a part of tensors, and each of them, if it is whole."""
     if name.endswith(".safetensors"):
         start = 8 + int.from_bytes(content[:8], "little")
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
