@@ -7,11 +7,10 @@ be overwritten, follow from the order of actions.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from graphlib import CycleError, TopologicalSorter
 
 from ..reuse.errors import PipelineError
 from ..reuse.ir.costs import Cost, Rates
@@ -71,57 +70,47 @@ def simulate(
     """Runs an action table on a model of the ranks.
 
     Args:
-        table: what each rank does, in order.
+        table: the actions of each rank, in order.
         duration_s: how long an action takes.
         transfer_s: how long it takes to send an action's result to the next rank.
 
     Raises:
         PipelineError: if actions wait for each other (a deadlock).
     """
-    waiting = [list(reversed(actions)) for actions in table.ranks]
     done: dict[Action, float] = {}
     clock = [0.0] * len(table.ranks)
     slots: list[Slot] = []
-    while any(waiting):
-        moved = False
-        for rank, actions in enumerate(waiting):
-            while actions:
-                ready = _ready_s(actions[-1], table, done, transfer_s)
-                if ready is None:
-                    break
-                action = actions.pop()
-                start = max(clock[rank], ready)
-                clock[rank] = done[action] = start + duration_s(action)
-                slots.append(Slot(action, rank, start, clock[rank]))
-                moved = True
-        if not moved:
-            stuck = [str(actions[-1]) for actions in waiting if actions]
-            raise PipelineError(
-                f"The schedule cannot go on: {', '.join(stuck)} wait for each other."
-            )
+    for action, needed in _ordered(table).items():
+        rank = table.rank_of[action.stage]
+        # A result of the same rank needs no transfer.
+        travels = {one: table.rank_of[one.stage] != rank for one in needed}
+        ready = [done[one] + (transfer_s(one) if travels[one] else 0.0) for one in needed]
+        start = max([clock[rank], *ready])
+        clock[rank] = done[action] = start + duration_s(action)
+        slots.append(Slot(action, rank, start, clock[rank]))
     return Timeline(tuple(slots), len(table.ranks))
 
 
-def _ready_s(
-    action: Action,
-    table: ActionTable,
-    done: dict[Action, float],
-    transfer_s: Callable[[Action], float],
-) -> float | None:
-    """Returns when all inputs of an action are available; None if that is not known yet."""
-    times = [0.0]
-    for options in _needs(action, table.num_stages):
-        made = next((o for o in options if o in done), None)
-        if made is None:
-            return None
-        # A result of the same rank needs no transfer.
-        travels = table.rank_of[made.stage] != table.rank_of[action.stage]
-        times.append(done[made] + (transfer_s(made) if travels else 0.0))
-    return max(times)
+def _ordered(table: ActionTable) -> dict[Action, list[Action]]:
+    """Returns all actions, each with those whose results it needs, and after them."""
+    known = dict.fromkeys(action for actions in table.ranks for action in actions)
+    needed = {
+        action: [next(filter(known.__contains__, options)) for options in _needs(action, table)]
+        for action in known
+    }
+    sorter = TopologicalSorter(needed)
+    for actions in table.ranks:
+        for before, action in itertools.pairwise(actions):
+            sorter.add(action, before)
+    try:
+        return {action: needed[action] for action in sorter.static_order()}
+    except CycleError as error:
+        stuck = ", ".join(map(str, error.args[1]))
+        raise PipelineError(f"The schedule cannot go on: {stuck} wait for each other.") from error
 
 
-def _needs(action: Action, num_stages: int) -> list[list[Action]]:
-    """Returns lists of actions: one of each list must be done before this one."""
+def _needs(action: Action, table: ActionTable) -> list[list[Action]]:
+    """Returns lists of actions: the one of each list that is in the table precedes this one."""
     stage, number = action.stage, action.micro_batch
     if action.kind == FORWARD:
         return [[Action(FORWARD, stage - 1, number)]] if stage else []
@@ -129,7 +118,7 @@ def _needs(action: Action, num_stages: int) -> list[list[Action]]:
         return [[Action(BACKWARD_INPUT, stage, number)]]
     # The last stage computes the loss itself: its backward waits for no other stage.
     own = [Action(FORWARD, stage, number)]
-    if stage == num_stages - 1:
+    if stage == table.num_stages - 1:
         return [own]
     # A whole backward or its early half sends the gradient: a schedule may mix the two.
     return [own, [Action(kind, stage + 1, number) for kind in TRAVELS_BACK]]
@@ -345,9 +334,10 @@ def _wire_bytes(types: Sequence[TensorType]) -> int:
 #
 # PyTorch's runtime starts a receive some actions before the action that needs it, and waits for
 # sends when the step ends. The memory of a sent value can be reused much sooner: as soon as this
-# rank has received something that the other rank sent after it had that value. Vector clocks over
-# the action tables of all ranks tell when that is; nothing has to wait for it. (Lamport, "Time,
-# Clocks, and the Ordering of Events in a Distributed System", 1978; Mattern, "Virtual Time", 1989.)
+# rank has received something that the other rank sent after it had that value. The order of all
+# ranks' actions tells when that is: those of a rank follow one another, and an action follows the
+# one that sends to it. Nothing has to wait for it. (Lamport, "Time, Clocks, and the Ordering of
+# Events in a Distributed System", 1978.)
 #
 # Without a memory plan, sent and received tensors and the gradients of one backward are counted
 # besides what micro-batches keep: PyTorch's runtime frees what it sent when the step ends (1F1B:
@@ -396,7 +386,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
     actions, rank_of = split.ranks[rank], split.rank_of
     takers = _takers(split, boundaries)
     makers = {taker: action for action, taker in takers.items()}
-    arrivals = _arrivals(split, rank, takers, makers)
+    proofs = _proofs(split, rank, takers)
     posted: dict[Action, int] = {}
     delivered: dict[Action, int] = {}
     for index, action in enumerate(actions):
@@ -404,7 +394,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
         if maker is not None and rank_of[maker.stage] != rank:
             posted[action] = split.posted.get(action, index)
         if taker is not None and rank_of[taker.stage] != rank:
-            found = arrivals.get(action, len(actions))
+            found = proofs[taker]
             # PyTorch's runtime may itself wait for a send before that.
             if table.num_actions_sending is not None:
                 found = min(found, index + table.num_actions_sending)
@@ -446,47 +436,17 @@ def _takers(table: ActionTable, boundaries: Boundaries) -> dict[Action, Action]:
     return found
 
 
-def _arrivals(
-    table: ActionTable,
-    rank: int,
-    takers: Mapping[Action, Action],
-    makers: Mapping[Action, Action],
-) -> dict[Action, int]:
-    """Returns for a rank's sending actions the action at which it knows that the value arrived."""
-    place = {a: (r, i) for r, actions in enumerate(table.ranks) for i, a in enumerate(actions)}
-    clocks = _clocks(table, place, makers)[rank]
-    found: dict[Action, int] = {}
-    for index, action in enumerate(table.ranks[rank]):
-        other, position = place[takers[action]] if action in takers else (rank, 0)
-        # The action that takes the value has it when it begins. So an action that can only run
-        # after that beginning proves that the value arrived.
-        known = np.flatnonzero(clocks[index + 1 :, other] >= position)
-        if other != rank and len(known):
-            found[action] = index + 1 + int(known[0])
-    return found
+def _proofs(table: ActionTable, rank: int, takers: Mapping[Action, Action]) -> dict[Action, int]:
+    """Returns, for each action, the number of this rank's first action that runs only after it.
 
-
-def _clocks(
-    table: ActionTable, place: Mapping[Action, tuple[int, int]], makers: Mapping[Action, Action]
-) -> list[np.ndarray]:
-    """Returns for each action the last action of each rank that has certainly begun before it."""
-    num_ranks = len(table.ranks)
-    clocks = [np.full((len(actions), num_ranks), -1) for actions in table.ranks]
-    for rank, index in _in_some_order(table):
-        clock = clocks[rank][index]
-        # Knowledge of other ranks comes from this rank's last action, and from the received value.
-        if index:
-            np.maximum(clock, clocks[rank][index - 1], out=clock)
-        maker = makers.get(table.ranks[rank][index])
-        if maker is not None:
-            np.maximum(clock, clocks[place[maker][0]][place[maker][1]], out=clock)
-        clock[rank] = index
-    return clocks
-
-
-def _in_some_order(table: ActionTable) -> Iterator[tuple[int, int]]:
-    """Yields every action (rank, number) in an order in which none waits for a later one."""
-    num_done: Counter[int] = Counter()
-    for slot in simulate(table, lambda _: 0.0, lambda _: 0.0).slots:
-        yield slot.rank, num_done[slot.rank]
-        num_done[slot.rank] += 1
+    An action that takes a value has it when it begins, so the action of this number proves that the
+    value has arrived. It is ``len(table.ranks[rank])``, the end of the step, if there is none.
+    """
+    own = {action: number for number, action in enumerate(table.ranks[rank])}
+    following = {a: b for actions in table.ranks for a, b in itertools.pairwise(actions)}
+    first: dict[Action, int] = {}
+    for action in reversed(_ordered(table)):
+        later = [one for one in (following.get(action), takers.get(action)) if one is not None]
+        numbers = (own[one] if one in own else first[one] for one in later)
+        first[action] = min(numbers, default=len(own))
+    return first
