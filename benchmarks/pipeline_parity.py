@@ -17,6 +17,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -169,8 +170,8 @@ def compare(name: str, schedule: str, backend: str, split: str = "auto") -> dict
                 gradient_error = max(gradient_error, relative_error(parameter.grad, want))
         ours.step()
         theirs.step()
-    runs = [c.backward or c.backward_input for c in pipe.counts.values()]
-    runs += [c.backward_weight for c in pipe.counts.values() if c.backward_input]
+    counts = [Counter({kind: n for kind, (n, _) in c.items()}) for c in pipe.counts.values()]
+    runs = [c["B"] + c["I"] for c in counts] + [c["B"] + c["W"] for c in counts]
     everyone: list[Any] = [None] * ranks
     own = (loss_error, gradient_error, sorted(parameters), runs)
     dist.all_gather_object(everyone, own)

@@ -46,7 +46,7 @@ def main() -> None:
         pipe.step(*args)
         best = float("inf")
         for count in pipe.counts.values():
-            count.reset()
+            count.clear()
         for _ in range(options.steps):
             dist.barrier()
             start = time.perf_counter()

@@ -15,9 +15,8 @@ from ..backend.kernels.lower import BackendName
 from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.process_groups import GradientSums, Ranks, ranks_elsewhere, ranks_of
-from ..pipeline_parallel.stage_derivative import StageDerivative
-from ..pipeline_parallel.steps import Progress, StageCounts, StageDraws, StageSteps
+from ..pipeline_parallel.process_groups import Ranks, ranks_elsewhere, ranks_of, users_of
+from ..pipeline_parallel.steps import Progress, StageDraws, StageSteps
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
@@ -41,6 +40,7 @@ from .passes.rank import (
     RankCompilation,
     Split,
     Splitting,
+    held_sums,
     model_places,
     started,
     sum_names,
@@ -207,7 +207,13 @@ class AskedPipeline:
 
 
 class Pipeline:
-    """One rank's part of a pipeline. Made by :func:`pipeline`."""
+    """One rank's part of a pipeline. Made by :func:`pipeline`.
+
+    Attributes:
+        last_report: the report of the compile.
+        counts: for each stage of this rank and each kind of action, how often it ran, and its
+            seconds.
+    """
 
     def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None = None) -> None:
         ranks, table = asked.ranks, asked.table
@@ -215,7 +221,10 @@ class Pipeline:
         self._table, self._ranks, self._batch = table, ranks, asked.batch
         state = asked.begun()
         self.last_report, program = state.report, state.captured.program
-        ranks.check_same(None if asked.opened else program, table, asked.file)
+        same = {"schedule": table.schedule, "num_stages": table.num_stages}
+        same |= {"micro_batches": table.num_micro_batches, "file (its digest)": asked.file[:12]}
+        why = "so their stages would not fit together"
+        ranks.check_same_program(None if asked.opened else program, same, why)
         self._guard = asked.guard(state)
         self._places = model_places(program)
         self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
@@ -232,21 +241,24 @@ class Pipeline:
         assert isinstance(state.runs, RankProgram)
         self._runs = state.runs
         self._sum_names = sum_names(state)
-        self._sums = GradientSums()
         own = self._own_tensors()
         self._parameters = {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
-        self._check_tensors(state.derived)
+        users, types = users_of(state.derived, table)
+        self._check_tensors(users)
         forwards = [one.forward for one in state.derived]
         self._draws = StageDraws(() if state.mesh_plan is None else forwards)
         self._steps = self._compile(state)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
+        self.counts = {one.stage_index: one.counts for one in made}
         self._runner = Runner(table, made)
         if state.mesh_plan is not None and not state.mesh_plan.replicas:
             ranks = replace(ranks, data_group=None)
-        self._reduction = ranks.reduction(state.derived, table, self._sums)
-        self._sums.allocate()
+        held = held_sums(state)
+        types = {name: type_ for name, type_ in types.items() if name not in held}
+        self._reduction = ranks.reduction(users, types)
+        self._sums = self._reduction.sums
 
     @cached_property
     def plan(self) -> ShownPlan:
@@ -305,12 +317,8 @@ class Pipeline:
         return self._guard.tensors
 
     def _compile(self, state: RankCompilation) -> list[StageSteps]:
-        """Makes the steps of this rank's stages, and the buffers of gradient sums."""
+        """Makes the steps of this rank's stages."""
         seed = 1.0 / self._table.num_micro_batches
-        for derived in self._derived:
-            for source, type_ in derived.trained_types:
-                if source.name in self._sum_names:
-                    self._sums.add_parameter(source.name, type_)
         progress, splits = Progress(state.order), self._table.splits_backward
         return [
             StageSteps(
@@ -328,17 +336,16 @@ class Pipeline:
 
         return tensors
 
-    def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
+    def _check_tensors(self, users: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that tensors which several ranks hold have equal initial values."""
         check_runnable(self._model)
         check_leaves((s.name, s.tensor) for s in self._own_tensors())
         own = {s.name: self._first_value(s) for s in self._own_tensors()}
-        ranks: dict[str, set[int]] = {}
-        for one in derived:
-            for source in one.stage.model_tensors:
-                ranks.setdefault(source.name, set()).add(self._table.rank_of[one.stage.index])
-        shared = {n: t for n, t in own.items() if len(ranks[n]) > 1}
-        self._ranks.check_same_tensors(shared, own)
+        text = "Ranks start from different values. Seed them alike or load one checkpoint"
+        shared = {name: tensor for name, tensor in own.items() if len(users[name]) > 1}
+        self._ranks.check_same_values(shared, text)
+        if self._ranks.data_group is not None:
+            self._ranks.check_same_values(own, text, self._ranks.data_group)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         """Returns the initial value of a tensor of the model on this rank."""
@@ -404,16 +411,12 @@ class Pipeline:
 
         ``plan.simulated(pipe.measured_s())`` predicts the time of a step from them.
         """
-        own: dict[tuple[int, str], float] = {}
-        for index, counts in self.counts.items():
-            for kind, (number, total) in counts.seconds.items():
-                own[index, kind] = total / number
+        own = {
+            (stage, kind): total / number
+            for stage, counts in self.counts.items()
+            for kind, (number, total) in counts.items()
+        }
         return self._ranks.merged(own)
-
-    @property
-    def counts(self) -> dict[int, StageCounts]:
-        """For each stage of this rank, the number of runs and their time."""
-        return {s.derived.stage.index: s.counts for s in self._steps}
 
     @door
     @called_without_autocast

@@ -29,30 +29,23 @@ class GradientSums:
 
     Two stages of one rank that use the same parameter share its buffer. The buffers of one dtype
     are parts of one flat tensor, so that replicas sum them in one all-reduce.
+
+    Args:
+        types: the type of each parameter's gradient, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, types: Mapping[str, TensorType]) -> None:
         self.buffers: dict[str, Tensor] = {}
         self.flat: list[Tensor] = []
-        self._types: dict[str, TensorType] = {}
-
-    def add_parameter(self, name: str, type_: TensorType) -> None:
-        """Adds a parameter, for whose gradient a buffer will be allocated; once."""
-        self._types.setdefault(name, type_)
-
-    def allocate(self) -> None:
-        """Allocates the buffers, those of one dtype and device as parts of one tensor."""
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, type_ in self._types.items():
+        for name, type_ in types.items():
             kinds.setdefault((type_.dtype, type_.device), []).append(name)
         for (dtype, device), names in kinds.items():
-            sizes = [math.prod(self._types[n].shape) for n in names]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            self.flat.append(flat)
-            for name, part in zip(names, flat.split(sizes), strict=True):
-                type_ = self._types[name]
+            sizes = [math.prod(types[n].shape) for n in names]
+            self.flat.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
+            for name, part in zip(names, self.flat[-1].split(sizes), strict=True):
                 # ``torch.save`` of one gradient would write the whole flat tensor otherwise.
-                buffer = part.as_strided(type_.shape, type_.stride)
+                buffer = part.as_strided(types[name].shape, types[name].stride)
                 self.buffers[name] = in_own_storage(buffer)
 
     def zero(self) -> None:
@@ -97,16 +90,6 @@ class Ranks:
         everyone = _gathered(dict(own), self.group)
         return {key: value for part in everyone for key, value in part.items()}
 
-    def check_same(self, program: Program | None, table: ActionTable, file: str = "") -> None:
-        """Raises PipelineError on every rank if programs or options of ranks differ."""
-        asked = {
-            "schedule": table.schedule,
-            "num_stages": table.num_stages,
-            "micro_batches": table.num_micro_batches,
-            "file (its digest)": file[:12],
-        }
-        self.check_same_program(program, asked, "so their stages would not fit together")
-
     def check_same_program(
         self, program: Program | None, asked: Mapping[str, Any], why: str
     ) -> None:
@@ -126,24 +109,17 @@ class Ranks:
             own["model (its captured program)"] = digest[:12]
         self._compare(own, f"Ranks do not agree, {why}")
 
-    def check_same_values(self, tensors: Mapping[str, Tensor], text: str) -> None:
-        """Raises PipelineError on every rank if tensors of one name differ."""
-        self._compare({n: _digest(t) for n, t in tensors.items()}, text)
-
-    def check_same_tensors(
-        self, shared: Mapping[str, Tensor], replicated: Mapping[str, Tensor]
+    def check_same_values(
+        self, tensors: Mapping[str, Tensor], text: str, group: Any = None
     ) -> None:
-        """Raises PipelineError if tensors that several ranks hold differ.
+        """Raises PipelineError on every rank if tensors of one name differ within a group.
 
         Args:
-            shared: tensors of this rank that other ranks of its pipeline use, too.
-            replicated: all tensors of this rank; replicas must have equal ones.
+            tensors: the tensors of this rank, by name.
+            text: says what differs.
+            group: the ranks to compare; None for those of this pipeline.
         """
-        text = "Ranks start from different values. Seed them alike or load one checkpoint"
-        self._compare({n: _digest(t) for n, t in shared.items()}, text)
-        if self.data_group is not None:
-            own = {n: _digest(t) for n, t in replicated.items()}
-            self._compare(own, text, group=self.data_group)
+        self._compare({n: _digest(t) for n, t in tensors.items()}, text, group)
 
     def _compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
         everyone = _gathered(dict(own), self.group if group is None else group)
@@ -194,19 +170,21 @@ class Ranks:
         return value
 
     def reduction(
-        self, derived: Sequence[StageDerivative], table: ActionTable, sums: GradientSums
+        self, users: Mapping[str, tuple[int, ...]], types: Mapping[str, TensorType]
     ) -> Reduction:
-        """Returns how gradients are summed over the ranks that use a parameter."""
-        users, types = users_of(derived, table)
-        shared = {n: ranks for n, ranks in users.items() if len(ranks) > 1}
+        """Returns what sums gradients over the ranks that use a parameter; a collective.
+
+        Args:
+            users: the ranks that use each parameter.
+            types: the types of the gradients that are summed outside of the arenas of ranks.
+        """
         groups: dict[tuple[int, ...], Any] = {}
-        for members in dict.fromkeys(shared.values()):
+        for members in dict.fromkeys(users[name] for name in types if len(users[name]) > 1):
             subsets = [[row[m] for m in members] for row in self.rows]
             groups[members] = _member_group(subsets, self.timeout)
-        own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
-        for name in own:
-            sums.add_parameter(name, types[name])
-        return Reduction(sums, own, self)
+        own = {name: type_ for name, type_ in types.items() if self.rank in users[name]}
+        shared = {name: groups[users[name]] for name in own if len(users[name]) > 1}
+        return Reduction(GradientSums(own), shared, self)
 
 
 @dataclass(frozen=True)
@@ -399,17 +377,13 @@ def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) ->
 
 def users_of(
     derived: Sequence[StageDerivative], table: ActionTable
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Returns for each parameter with a gradient the ranks that use it, and its type."""
+) -> tuple[dict[str, tuple[int, ...]], dict[str, TensorType]]:
+    """Returns the ranks that use each tensor of the model, and the type of each gradient."""
     ranks: dict[str, set[int]] = {}
-    types: dict[str, Any] = {}
-    for one in derived:
-        for source, type_ in one.trained_types:
-            types[source.name] = type_
     for one in derived:
         for source in one.stage.model_tensors:
-            if source.name in types:
-                ranks.setdefault(source.name, set()).add(table.rank_of[one.stage.index])
+            ranks.setdefault(source.name, set()).add(table.rank_of[one.stage.index])
+    types = {source.name: type_ for one in derived for source, type_ in one.trained_types}
     return {n: tuple(sorted(r)) for n, r in ranks.items()}, types
 
 

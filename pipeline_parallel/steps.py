@@ -1,4 +1,4 @@
-"""The steps of a stage in a schedule, one micro-batch at a time, and their counts.
+"""The steps of a stage in a schedule, one micro-batch at a time.
 
 ``backend/run`` has what runs them, with or without a memory plan.
 
@@ -9,10 +9,9 @@ generator's state before each forward of a stage.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -83,30 +82,6 @@ def _drawing_nodes(program: Program) -> Iterator[Any]:
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class StageCounts:
-    """Counts runs of each step, and the seconds of each kind of action; for reports and tests."""
-
-    forward: int = 0
-    backward: int = 0
-    backward_input: int = 0
-    backward_weight: int = 0
-    seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Counts from nothing again."""
-        self.forward = self.backward = self.backward_input = self.backward_weight = 0
-        self.seconds = {}
-
-    @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        """Adds the time inside to a kind of action, which has a count and total seconds."""
-        start = time.perf_counter()
-        yield
-        number, total = self.seconds.get(kind, (0, 0.0))
-        self.seconds[kind] = (number + 1, total + time.perf_counter() - start)
 
 
 class RankRunner(Protocol):
@@ -189,7 +164,6 @@ class StageSteps:
     seed: float
     splits: bool
     draws: StageDraws
-    counts: StageCounts = field(default_factory=StageCounts)
 
     def __post_init__(self) -> None:
         stage = self.derived.stage
@@ -205,7 +179,6 @@ class StageSteps:
 
     def forward(self, micro_batch: int, user: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs the forward; returns the results, on the last stage."""
-        self.counts.forward += 1
         self._given[micro_batch] = [*(user[i] for i in self._users), *self._seeds]
         self.draws.begin(self.derived.stage.index, micro_batch)
         outputs = self._run(FORWARD, micro_batch)
@@ -224,18 +197,15 @@ class StageSteps:
             self.backward_input(micro_batch)
             self.backward_weight(micro_batch)
             return
-        self.counts.backward += self.derived.derivative is not None
         self._run(BACKWARD, micro_batch)
         del self._given[micro_batch]
 
     def backward_input(self, micro_batch: int) -> None:
         """Runs the early half of the backward: gradients that are sent."""
-        self.counts.backward_input += self.derived.halves is not None
         self._run(BACKWARD_INPUT, micro_batch)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Runs the late half of the backward, after the early one: gradients of parameters."""
-        self.counts.backward_weight += self.derived.halves is not None
         self._run(BACKWARD_WEIGHT, micro_batch)
         del self._given[micro_batch]
 

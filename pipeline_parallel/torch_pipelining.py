@@ -8,6 +8,7 @@ of PyTorch's stage that a schedule calls. Private names for this are used only h
 from __future__ import annotations
 
 import contextlib
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -133,6 +134,10 @@ class ClosureStage(PipelineStage):
         num_stages: stages of the whole pipeline.
         device: the device of this rank.
         group: the ranks of this pipeline.
+
+    Attributes:
+        doing: the last action, for errors.
+        counts: for each kind of action, how often it ran, and its seconds.
     """
 
     def __init__(
@@ -143,6 +148,7 @@ class ClosureStage(PipelineStage):
         super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
         self.steps = steps
         self.doing = ""
+        self.counts: dict[str, tuple[int, float]] = {}
         self._user: Sequence[Sequence[Tensor]] = ()
 
     def give(self, user: Sequence[Sequence[Tensor]]) -> None:
@@ -224,13 +230,21 @@ class ClosureStage(PipelineStage):
 
     # ---- steps ---------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _counted(self, kind: str, micro_batch: int) -> Iterator[None]:
+        """Counts and times the action inside."""
+        self.doing = str(Action(kind, self.stage_index, micro_batch))
+        start = time.perf_counter()
+        yield
+        number, total = self.counts.get(kind, (0, 0.0))
+        self.counts[kind] = (number + 1, total + time.perf_counter() - start)
+
     @torch.no_grad()
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         """Runs the forward of a micro-batch."""
-        self.doing = str(Action("F", self.stage_index, fwd_chunk_id))
-        with self.steps.counts.timed("F"):
+        with self._counted("F", fwd_chunk_id):
             return self.steps.forward(fwd_chunk_id, self._user[fwd_chunk_id])
 
     @torch.no_grad()
@@ -243,16 +257,14 @@ class ClosureStage(PipelineStage):
     ) -> None:
         """Runs the backward of a micro-batch, or its early half."""
         kind = "B" if full_backward else "I"
-        self.doing = str(Action(kind, self.stage_index, bwd_chunk_id))
         step = self.steps.backward if full_backward else self.steps.backward_input
-        with self.steps.counts.timed(kind):
+        with self._counted(kind, bwd_chunk_id):
             step(bwd_chunk_id)
 
     @torch.no_grad()
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the late half of a micro-batch's backward."""
-        self.doing = str(Action("W", self.stage_index, bwd_chunk_id))
-        with self.steps.counts.timed("W"):
+        with self._counted("W", bwd_chunk_id):
             self.steps.backward_weight(bwd_chunk_id)
 
 

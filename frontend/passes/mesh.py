@@ -290,7 +290,7 @@ def rank_memory(state: RankCompilation) -> RankMemory:
 def _summed(state: RankCompilation) -> tuple[dict[str, TensorType], list[str]]:
     """Returns the gradients that a rank sums, by name, and those that other ranks sum as well."""
     users, types = users_of(state.derived, state.table)
-    own = {name: types[name] for name, ranks in users.items() if state.rank in ranks}
+    own = {name: type_ for name, type_ in types.items() if state.rank in users[name]}
     return own, [name for name in own if len(users[name]) > 1]
 
 
