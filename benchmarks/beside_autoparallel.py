@@ -134,11 +134,11 @@ def ours(config: DecoderConfig) -> Cost:
     end = time.process_time()
     costs, total = Costs(), Cost()
     taken = Taken(choices, costs.moves, solution)
-    for number, role in enumerate(choices.folded.roles):
+    for number, (_, count) in enumerate(choices.folded.leaves):
         for node, item in choices.items_of(number).items():
             tensors, layouts = [*item.inputs, *item.outputs], list(chain(*taken.ways(item)))
             pairs = [(t, x) for t, x in zip(tensors, layouts, strict=True) if t is not None]
-            total += costs.operator(node, *zip(*pairs, strict=True)) * role.count
+            total += costs.operator(node, *zip(*pairs, strict=True)) * count
     total += Cost(moves_s=solution.seconds - sum(g.seconds[o] for g, o in solution.options.items()))
     assert math.isclose(total.seconds, solution.seconds, rel_tol=1e-6)
     print(f"lazyinline:   captured in {middle - start:.1f} s, planned in {end - middle:.1f} s")

@@ -263,9 +263,9 @@ def test_what_memory_cannot_hold_is_refused() -> None:
 
 def test_the_number_of_layers_does_not_count() -> None:
     few, many = (folded_step(decoder_step("llama", layers=n)) for n in (3, 6))
-    assert [role.name for role in few.roles] == [role.name for role in many.roles]
+    assert [leaf.name for leaf, _ in few.leaves] == [leaf.name for leaf, _ in many.leaves]
     assert len(few.slots) == len(many.slots)
-    assert max(role.count for role in many.roles) == 6
+    assert max(count for _, count in many.leaves) == 6
 
 
 def test_a_plan_shows_what_moves_and_what_else_there_was() -> None:
@@ -356,8 +356,8 @@ def test_every_kind_of_operator_can_be_split() -> None:
     axes = [axis("tensor", 2)]
     choices = Choices(folded_step(step), axes, RATES)
     assert choices.unknown == []
-    roles = range(len(choices.folded.roles))
-    items = [item for role in roles for item in choices.items_of(role).values()]
+    leaves = range(len(choices.folded.leaves))
+    items = [item for leaf in leaves for item in choices.items_of(leaf).values()]
     assert len(items) > 50
     for item in items:
         if any(tensor is not None and tensor.dim() for tensor in item.inputs):

@@ -31,10 +31,10 @@ from .torch_sharding_rules import Rules, Way
 
 @dataclass(eq=False)
 class Item:
-    """An operator of a role, or a slot.
+    """An operator of a leaf, or a slot.
 
     Attributes:
-        role: position of the role; -1 for a slot.
+        leaf: position of the leaf in :class:`Folded`; -1 for a slot.
         node: the operator; None for a slot.
         slot: the slot; None for an operator.
         inputs: its operands; None for one that is not a tensor.
@@ -43,7 +43,7 @@ class Item:
         group: the group that it is in.
     """
 
-    role: int
+    leaf: int
     node: torch.fx.Node | None
     slot: Slot | None
     inputs: list[torch.Tensor | None]
@@ -222,7 +222,7 @@ class Choices:
         self._rules = [by_size[axis.size] for axis in axes]
         self.slots = [self._slot_item(slot) for slot in folded.slots]
         self._by_node: dict[tuple[int, torch.fx.Node], Item] = {}
-        edges = [edge for role in range(len(folded.roles)) for edge in self._role(role)]
+        edges = [edge for leaf in range(len(folded.leaves)) for edge in self._edges(leaf)]
         items = [*self.slots, *self._by_node.values()]
         self.unknown = sorted(set[str]().union(*(rules.unknown for rules in self._rules)))
         _prune(edges)
@@ -239,12 +239,12 @@ class Choices:
         for group in self.groups:
             group.finish(axes, rates, [self._count(item) for item in group.items])
 
-    def items_of(self, role: int) -> dict[torch.fx.Node, Item]:
-        """Returns the operators of a role."""
-        return {node: item for (r, node), item in self._by_node.items() if r == role}
+    def items_of(self, leaf: int) -> dict[torch.fx.Node, Item]:
+        """Returns the operators of a leaf."""
+        return {node: item for (own, node), item in self._by_node.items() if own == leaf}
 
     def _count(self, item: Item) -> int:
-        return 1 if item.role < 0 else self.folded.roles[item.role].count
+        return 1 if item.leaf < 0 else self.folded.leaves[item.leaf][1]
 
     def _slot_item(self, slot: Slot) -> Item:
         tensor = slot.type.empty("meta")
@@ -266,13 +266,13 @@ class Choices:
             ways.append([Way((one,), (one,)) for one in layouts])
         return Item(-1, None, slot, [tensor], [tensor], ways)
 
-    def _role(self, number: int) -> Iterator[Edge]:
-        """Makes the items of a role; yields its edges."""
-        role = self.folded.roles[number]
+    def _edges(self, number: int) -> Iterator[Edge]:
+        """Makes the items of a leaf; yields its edges."""
+        leaf, count = self.folded.leaves[number]
         made: dict[torch.fx.Node, tuple[Item, int]] = {}
-        for index, entry in enumerate(role.leaf.entries):
+        for index, entry in enumerate(leaf.entries):
             made[entry] = self.slots[self.folded.slot_of[Port(number, False, index)]], 0
-        for node in role.leaf.nodes:
+        for node in leaf.nodes:
             if node.target is operator.getitem:
                 # It computes nothing: it picks an output of the operator before it.
                 base, _ = made[node.args[0]]  # type: ignore[index]
@@ -287,13 +287,13 @@ class Choices:
             made[node] = item, 0
             for operand, source in enumerate(operands):
                 if tensors[operand] is not None:
-                    yield Edge(*made[source], item, operand, role.count)
-        for index, output in enumerate(outputs_of(role.leaf.module)):
+                    yield Edge(*made[source], item, operand, count)
+        for index, output in enumerate(outputs_of(leaf.module)):
             port = Port(number, True, index)
             if isinstance(output, torch.fx.Node) and port in self.folded.slot_of:
                 slot = self.slots[self.folded.slot_of[port]]
                 if made[output][0] is not slot:
-                    yield Edge(*made[output], slot, 0, role.count)
+                    yield Edge(*made[output], slot, 0, count)
 
 
 def _is_constant(item: Item) -> bool:
@@ -323,8 +323,8 @@ def _place(node: torch.fx.Node) -> int:
 def _factors(folded: Folded) -> Iterator[tuple[int, int]]:
     """Yields sizes of dimensions that views join or split, each with the size of its first part."""
     found: dict[tuple[int, int], None] = {}
-    for role in folded.roles:
-        for node in role.leaf.nodes:
+    for leaf, _ in folded.leaves:
+        for node in leaf.nodes:
             if node.target in _VIEWS:
                 ends = (node.all_input_nodes[0], node)
                 before, after = (tuple(tensors_of(n)[0].shape) for n in ends)

@@ -1,15 +1,16 @@
-"""Folds a step program: each different closure once, and its tensors grouped into slots.
+"""Folds a step for planning: each different closure once, and its tensors in slots.
 
-All calls of a closure have the same plan, so tensors at one input or output of a closure have the
-same layout: they are one *slot*, together with the tensors at each place that they flow to. A
-parameter, the tensors that forward and backward get of it, and its gradient are one slot, too. The
-size of the planning problem does not depend on the number of layers.
+All calls of a closure get the same plan, so the tensors that arrive at one of its inputs, or leave
+one of its outputs, have one layout. They form a *slot*, with the tensors at each input or output
+that they flow to. A parameter, what forward and backward read of it, and its gradient form one slot
+as well. So the size of the planning problem does not depend on the number of layers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -19,37 +20,21 @@ from networkx.utils import UnionFind
 
 from ...autodiff.training_program import StepProgram
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import StructType, TensorType
 
 Kind = Literal["parameter", "batch", "buffer", "result", "saved", "passed"]
-"""Kinds of slots: parameters and their gradients; the batch; further inputs, and results without
-gradients, both replicated; values that a forward saves for a backward; values that one call passes
-to another."""
+"""Kinds of slots: parameters with their gradients; the batch; other inputs, and results that are
+no gradients, both replicated; values saved for a backward; values passed from call to call."""
 
 
 class Port(NamedTuple):
-    """A flat input or output of a role's closure."""
+    """A flat input or output of a leaf, which is given by its position in :class:`Folded`."""
 
-    role: int
+    leaf: int
     is_output: bool
     place: int
-
-
-@dataclass(frozen=True, eq=False)
-class Role:
-    """The calls of one closure, which have one plan.
-
-    Attributes:
-        leaf: the closure.
-        count: how often it runs in a step.
-        name: for the printed plan.
-    """
-
-    leaf: Leaf
-    count: int
-    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +42,12 @@ class Slot:
     """Tensors that have the same layout.
 
     Attributes:
-        type: of each.
-        kind: what they are.
-        ports: the inputs and outputs of closures where they occur.
+        type: the type of each tensor.
+        kind: where they come from or go to.
+        ports: the inputs and outputs of leaves where they occur.
         held: how many of them are live at once.
-        names: of the parameters.
-        inputs: positions among the program's inputs.
+        names: the names of parameters among them.
+        inputs: their positions among the step's inputs.
     """
 
     type: TensorType
@@ -75,28 +60,39 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """A step, folded.
+    """A folded step.
 
     Attributes:
-        roles: the different closures, in the order of their first call.
-        slots: what flows between them.
-        slot_of: the slot of each port.
+        leaves: different leaves, with the numbers of their calls, in the order of first calls.
+        slots: the tensors between them.
+        slot_of: the position of each port's slot.
     """
 
-    roles: tuple[Role, ...]
+    leaves: tuple[tuple[Leaf, int], ...]
     slots: tuple[Slot, ...]
     slot_of: Mapping[Port, int]
 
 
 @dataclass
 class _Flat:
-    """The calls of a program's leaves, in order, with the tensors that they take and return."""
+    """The calls of a program's leaves, in order, with the numbers of the tensors that they use.
+
+    Attributes:
+        calls: each call, its operands and its results.
+        types: the type of each tensor, by its number.
+        saved: the tensors that are packed into structs, for a backward.
+        made: the number of the call that makes a tensor.
+        last: the number of the last call that reads a tensor.
+    """
 
     calls: list[tuple[Call, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     types: list[TensorType] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
+    made: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
 
     def new(self, value: Value) -> tuple[int, ...]:
+        """Numbers the tensors of a value."""
         first = len(self.types)
         self.types += flat_types([value.type])
         made = tuple(range(first, len(self.types)))
@@ -119,58 +115,40 @@ class _Flat:
                 results = list(map(tuple, grouped(flat, [v.type for v in call.results])))
             else:
                 results = [self.new(result) for result in call.results]
-                self.calls.append((call, flat, tuple(t for r in results for t in r)))
+                made = tuple(t for r in results for t in r)
+                self.made.update(dict.fromkeys(made, len(self.calls)))
+                self.last.update(dict.fromkeys(flat, len(self.calls)))
+                self.calls.append((call, flat, made))
             env.update(zip(call.results, results, strict=True))
         return [env[o] for o in program.outputs]
 
+    def most_saved(self, tensors: Iterable[int]) -> int:
+        """Returns how many of some tensors are saved at once, each until its last reader."""
+        changes: Counter[int] = Counter()
+        for one in self.saved.intersection(tensors):
+            if one in self.made and one in self.last:
+                changes[self.made[one]] += 1
+                changes[self.last[one] + 1] -= 1
+        return max(itertools.accumulate(changes[call] for call in sorted(changes)), default=0)
+
 
 def folded_step(step: StepProgram) -> Folded:
-    """Returns a step folded: each different closure once."""
-    num_batch = sum(map(len, step.batch))
-    num_losses = len(step.batch)
-    names = {
+    """Returns a decomposed step, folded."""
+    num_batch, num_losses = sum(map(len, step.batch)), len(step.batch)
+    parameters = {
         num_batch + i: source.name
         for i, source in enumerate(step.model)
         if source.tensor.requires_grad
     }
     gradients = {num_losses + i: num_batch + at for i, at in enumerate(step.gradients)}
-    return fold(step.program, names, gradients, range(num_batch))
-
-
-def fold(
-    program: Program,
-    parameters: Mapping[int, str],
-    gradients: Mapping[int, int],
-    batch: Collection[int],
-) -> Folded:
-    """Folds a step.
-
-    Args:
-        program: after ``decompose``.
-        parameters: names of the inputs that are parameters.
-        gradients: for outputs that are gradients, the input that each belongs to.
-        batch: the inputs that are the user's.
-    """
     flat = _Flat()
-    inputs = [flat.new(value) for value in program.inputs]
+    inputs = [flat.new(value) for value in step.program.inputs]
     # Structs among the inputs were not saved by this program.
     flat.saved.clear()
-    outputs = flat.run(program, inputs)
-    input_ids = {t: i for i, ids in enumerate(inputs) for t in ids}
-    roles = _roles(flat)
-    number: dict[Closure, int] = {leaf: i for i, leaf in enumerate(roles)}
-    sets = UnionFind(range(len(flat.types)))
-    by_port: dict[Port, list[int]] = defaultdict(list)
-    for call, taken, given in flat.calls:
-        # The result of a closure without a role (a sum of gradients) has its operands' layout.
-        if call.closure not in number:
-            sets.union(*taken, *given)
-            continue
-        for is_output, tensors in ((False, taken), (True, given)):
-            for place, one in enumerate(tensors):
-                by_port[Port(number[call.closure], is_output, place)].append(one)
-    for alike in by_port.values():
-        sets.union(*alike)
+    outputs = flat.run(step.program, inputs)
+    input_of = {t: i for i, tensors in enumerate(inputs) for t in tensors}
+    leaves = _leaves(flat)
+    sets, by_port = _sets(flat, {leaf: number for number, leaf in enumerate(leaves)})
     for output, target in gradients.items():
         sets.union(*outputs[output], *inputs[target])
     members: dict[int, list[int]] = defaultdict(list)
@@ -179,35 +157,53 @@ def fold(
     ports: dict[int, list[Port]] = defaultdict(list)
     for port, alike in by_port.items():
         ports[sets[alike[0]]].append(port)
-    held = _held(flat, set(input_ids))
     results = {t for i, ids in enumerate(outputs) if i not in gradients for t in ids}
     slots, slot_of = list[Slot](), dict[Port, int]()
     for root, own in members.items():
-        given_as = tuple(input_ids[t] for t in own if t in input_ids)
-        names = tuple(parameters[i] for i in given_as if i in parameters)
-        kind, count = _kind(own, given_as, results, flat, batch), held(own)
-        if names:
-            kind, count = "parameter", len(names)
+        given = tuple(input_of[t] for t in own if t in input_of)
+        names = tuple(parameters[i] for i in given if i in parameters)
+        kind = "parameter" if names else _kind(own, given, results, flat.saved, num_batch)
+        held = len(names) or flat.most_saved(own)
         slot_of.update(dict.fromkeys(ports[root], len(slots)))
-        slots.append(Slot(flat.types[root], kind, tuple(ports[root]), count, names, given_as))
-    return Folded(tuple(roles.values()), tuple(slots), slot_of)
+        slots.append(Slot(flat.types[root], kind, tuple(ports[root]), held, names, given))
+    return Folded(tuple(leaves.items()), tuple(slots), slot_of)
+
+
+def _sets(flat: _Flat, number: Mapping[Leaf, int]) -> tuple[UnionFind, dict[Port, list[int]]]:
+    """Returns the sets of tensors that have one layout, and the tensors at each port."""
+    sets, by_port = UnionFind(range(len(flat.types))), defaultdict[Port, list[int]](list)
+    for call, taken, given in flat.calls:
+        leaf = call.closure
+        assert isinstance(leaf, Leaf)
+        # A sum of gradients is planned with its operands.
+        if leaf not in number:
+            sets.union(*taken, *given)
+            continue
+        for is_output, tensors in ((False, taken), (True, given)):
+            for place, one in enumerate(tensors):
+                by_port[Port(number[leaf], is_output, place)].append(one)
+    for alike in by_port.values():
+        sets.union(*alike)
+    return sets, by_port
 
 
 def _kind(
-    ids: Collection[int],
-    given_as: Collection[int],
+    tensors: Collection[int],
+    inputs: Collection[int],
     results: set[int],
-    flat: _Flat,
-    batch: Collection[int],
+    saved: set[int],
+    num_batch: int,
 ) -> Kind:
-    if given_as:
-        return "batch" if all(i in batch for i in given_as) else "buffer"
-    if not results.isdisjoint(ids):
+    """Returns the kind of a slot without parameters."""
+    if inputs:
+        return "batch" if max(inputs) < num_batch else "buffer"
+    if not results.isdisjoint(tensors):
         return "result"
-    return "saved" if not flat.saved.isdisjoint(ids) else "passed"
+    return "passed" if saved.isdisjoint(tensors) else "saved"
 
 
-def _roles(flat: _Flat) -> dict[Leaf, Role]:
+def _leaves(flat: _Flat) -> Counter[Leaf]:
+    """Counts the calls of each leaf that is planned."""
     counts: Counter[Leaf] = Counter()
     for call, _, _ in flat.calls:
         assert isinstance(call.closure, Leaf)
@@ -215,27 +211,4 @@ def _roles(flat: _Flat) -> dict[Leaf, Role]:
         # which need not have one layout: each sum has the layout of its operands.
         if [node.target for node in call.closure.nodes] != [torch.ops.aten.add.Tensor]:
             counts[call.closure] += 1
-    return {leaf: Role(leaf, count, leaf.name) for leaf, count in counts.items()}
-
-
-def _held(flat: _Flat, given: set[int]) -> Callable[[Sequence[int]], int]:
-    """Returns a function that counts how many of some tensors are live at once."""
-    made: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for number, (_, taken, results) in enumerate(flat.calls):
-        made.update(dict.fromkeys(results, number))
-        last.update(dict.fromkeys(taken, number))
-
-    def count(ids: Sequence[int]) -> int:
-        changes: Counter[int] = Counter()
-        for one in ids:
-            if one in flat.saved and one not in given and one in last:
-                changes[made[one]] += 1
-                changes[last[one] + 1] -= 1
-        most = present = 0
-        for number in sorted(changes):
-            present += changes[number]
-            most = max(most, present)
-        return most
-
-    return count
+    return counts

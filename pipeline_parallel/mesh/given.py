@@ -312,8 +312,8 @@ def with_joint_projections(
         return plan
     folded = folded_step(make_step())
     weights = (
-        (folded.roles[role].leaf.entries[place], folded.slots[slot].names)
-        for (role, is_output, place), slot in folded.slot_of.items()
+        (folded.leaves[leaf][0].entries[place], folded.slots[slot].names)
+        for (leaf, is_output, place), slot in folded.slot_of.items()
         if not is_output and folded.slots[slot].names
     )
     for weight, names in weights:

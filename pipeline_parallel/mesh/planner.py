@@ -72,28 +72,28 @@ class Taken:
         return tuple(self._placements(lies[user]) for user in sorted(lies))
 
     def leaf_plans(self) -> dict[Closure, LeafPlan]:
-        """Returns the plan of the leaf of each role."""
-        roles = enumerate(self.choices.folded.roles)
-        return {role.leaf: self._leaf_plan(number) for number, role in roles}
+        """Returns the plan of each leaf."""
+        leaves = enumerate(self.choices.folded.leaves)
+        return {leaf: self._leaf_plan(number) for number, (leaf, _) in leaves}
 
-    def _leaf_plan(self, role: int) -> LeafPlan:
+    def _leaf_plan(self, number: int) -> LeafPlan:
         folded = self.choices.folded
         nodes: dict[torch.fx.Node, NodeLayouts] = {}
-        for node, item in self.choices.items_of(role).items():
+        for node, item in self.choices.items_of(number).items():
             inputs, outputs = self.ways(item)
             nodes[node] = NodeLayouts(
                 tuple(None if one is None else self._asked(one) for one in inputs),
                 tuple(map(self._placements, outputs)),
             )
-        leaf = folded.roles[role].leaf
+        leaf, _ = folded.leaves[number]
 
         def lies(port: Port) -> Placements | None:
             slot = folded.slot_of.get(port)
             return None if slot is None else self._placements(self.slot(slot))
 
         return LeafPlan(
-            tuple(lies(Port(role, False, i)) for i in range(len(leaf.entries))),
-            tuple(lies(Port(role, True, i)) for i in range(len(outputs_of(leaf.module)))),
+            tuple(lies(Port(number, False, i)) for i in range(len(leaf.entries))),
+            tuple(lies(Port(number, True, i)) for i in range(len(outputs_of(leaf.module)))),
             nodes,
         )
 
@@ -118,9 +118,9 @@ class Taken:
         for edges in sharing(self.choices.edges):
             by_layout = {layouts_at(edge, self.solution.options): edge for edge in edges}
             for edge in by_layout.values():
-                role = self.choices.folded.roles[max(edge.source.role, edge.target.role)]
+                leaf, _ = self.choices.folded.leaves[max(edge.source.leaf, edge.target.leaf)]
                 steps = (step for step in self.moved(edge) if step.is_collective)
-                found += [(role.name, step, edge.count) for step in steps]
+                found += [(leaf.name, step, edge.count) for step in steps]
         return found
 
     def more_s(self, group: Group, option: int) -> float:
@@ -140,7 +140,7 @@ _HEAD = ("operator", "operands -> results", "moved before", "next best")
 
 
 def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
-    """Returns a table per role: matrix products, and operators with collectives before them.
+    """Returns a table per leaf: matrix products, and operators with collectives before them.
 
     Layouts have a word for each axis: ``R`` is replicated, ``S0`` sharded along dimension 0,
     ``S0/3`` sharded in each third of it, ``P`` partial.
@@ -155,11 +155,11 @@ def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
         lines.append(f"no plan with equal layers takes less than {seconds_text(solution.bound_s)}")
     if taken.choices.unknown:
         lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
-    for number, role in enumerate(folded.roles):
+    for number, (leaf, count) in enumerate(folded.leaves):
         items = taken.choices.items_of(number).values()
         rows = [row for item in items if (row := _row(taken, item, axes))]
         if rows:
-            lines += ["", f"@{role.name}, {role.count} calls", *_aligned([_HEAD, *rows])]
+            lines += ["", f"@{leaf.name}, {count} calls", *_aligned([_HEAD, *rows])]
     return "\n".join(lines)
 
 

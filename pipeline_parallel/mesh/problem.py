@@ -251,8 +251,8 @@ def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
     """Groups edges of one tensor, which is redistributed to each layout once per group."""
     parts: dict[tuple[Item, int, int], list[Edge]] = defaultdict(list)
     for edge in edges:
-        role = edge.target.role if edge.source.role < 0 else edge.source.role
-        parts[edge.source, edge.output, role].append(edge)
+        leaf = edge.target.leaf if edge.source.leaf < 0 else edge.source.leaf
+        parts[edge.source, edge.output, leaf].append(edge)
     return list(parts.values())
 
 
