@@ -336,7 +336,7 @@ class _Offline:
 
         moves, places = Moves(self._axes), {name: i for i, name in enumerate(self.mesh)}
         taken = [
-            (sum(moves.taken_s(c.kind, places[c.axis], c.num_bytes)), c.num_beside)
+            (sum(moves.step_s(c.kind, places[c.axis], c.num_bytes)), c.num_beside)
             for c in collectives
         ]
         alone_s = sum(seconds for seconds, num_beside in taken if not num_beside)

@@ -103,8 +103,13 @@ LAYOUTS = {  # in place of S0
         (STEP, "'fsdp'", "'tensor'", "runs over 'tensor', and the mesh has fsdp"),
         (STEP, "'sum', 'fsdp'", "'xor', 'fsdp'", "which has 2 ranks, is told ['xor']"),
         (STEP, GATHER, GATHER.replace("2", "3"), "the operator gives"),
-        (STEP, "lazyinline.wait.default(%a0, %a1)", "aten.clone.default(%a0)", "nothing waits for"),
-        (STEP, GATHER, "aten.cat.default([%a0, %a0])", "waits for what no collective makes"),
+        (
+            STEP,
+            "lazyinline.wait.default(%a0, %a1)",
+            "aten.clone.default(%a0)",
+            "never waits for it",
+        ),
+        (STEP, GATHER, "aten.cat.default([%a0, %a0])", "waits for a tensor that no"),
     ],
 )
 def test_layouts_and_collectives_that_cannot_be_are_refused(

@@ -329,7 +329,7 @@ class WithoutRule(nn.Module):
 def test_an_operator_without_a_rule_is_whole_on_each_rank_and_named() -> None:
     found = find_plan(step_of(WithoutRule(), torch.zeros(8, 8)), [axis("tensor", 2)], RATES)
     assert found.taken.choices.unknown == ["aten.searchsorted.Tensor"]
-    assert "for want of a rule: aten.searchsorted.Tensor" in found.plan.table
+    assert "without a rule: aten.searchsorted.Tensor" in found.plan.table
 
 
 class Operators(nn.Module):

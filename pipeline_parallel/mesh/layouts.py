@@ -1,7 +1,8 @@
-"""Layouts of a tensor on the axes of a mesh, and the cost of redistribution between them.
+"""Layouts of tensors on the axes of a mesh, and the cost of redistributing a tensor.
 
-A tensor has one :class:`Layout` per axis. A redistribution takes steps, each on one axis, in the
-order of PyTorch's ``redistribute``.
+The planner compares many layouts, so they are plain tuples, and their costs are cached. A tensor has
+one :class:`Layout` for each axis. It is redistributed in steps, each on one axis, in the order of
+DTensor's ``redistribute``, so that the predicted steps are those that will run.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ class Layout(NamedTuple):
     """The layout of a tensor on one axis of a mesh.
 
     Attributes:
-        kind: ``"whole"`` (replicated); ``"split"`` (sharded); ``"sum"`` and ``"max"`` are partial;
-            ``"masked"`` is a partial sum in which each rank has other elements.
-        dim: the dimension that is sharded.
-        factor: the dimension consists of ``factor`` equal parts, each of which is sharded by
-            itself, as three projections in one weight.
+        kind: ``"whole"`` (replicated), ``"split"`` (sharded), ``"sum"`` or ``"max"`` (partial), or
+            ``"masked"``: a partial sum to which each rank contributes other elements.
+        dim: the sharded dimension.
+        factor: how many equal parts the dimension consists of, each of which is sharded by itself,
+            such as the three projections in one weight.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class Layout(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the tensor is a reduction of the ranks' tensors, not yet done."""
+        """Whether the tensor is a reduction of the ranks' tensors that is still to be done."""
         return self.kind in ("sum", "max", "masked")
 
     def __str__(self) -> str:
@@ -55,17 +56,17 @@ def split(dim: int, factor: int = 1) -> Layout:
 
 
 def text(layouts: Sequence[Layout | None]) -> str:
-    """Returns layouts as one word: ``S0,R``."""
+    """Returns layouts as one word, such as ``S0,R``."""
     return ",".join("-" if one is None else str(one) for one in layouts)
 
 
 @dataclass(frozen=True)
 class AxisRates:
-    """Rates between the ranks of an axis.
+    """How fast the ranks along an axis communicate.
 
     Attributes:
-        bytes_per_s: bytes that a rank sends per second while it receives as many.
-        latency_s: of one collective.
+        bytes_per_s: the bytes that a rank sends per second while it receives as many.
+        latency_s: the seconds of an empty collective.
     """
 
     bytes_per_s: float
@@ -77,18 +78,12 @@ LINKS: Mapping[str, AxisRates] = {
     "h100-nvlink": AxisRates(3.6e11, 1e-5),
     "h100-network": AxisRates(5e10, 2e-5),
 }
-"""Rates of axes within a host, and between hosts (with eight network cards each)."""
+"""Rates within a host, and between hosts that have eight network cards each."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of the mesh.
-
-    Attributes:
-        name: its name.
-        size: its ranks.
-        rates: between them.
-    """
+    """A dimension of the mesh, with its number of ranks and the rates between them."""
 
     name: str
     size: int
@@ -96,13 +91,15 @@ class Axis:
 
 
 class Step(NamedTuple):
-    """A part of a redistribution.
+    """A step of a redistribution.
 
     Attributes:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, or
-            ``"slice"``, which needs no communication (for a partial sum, a division).
-        axis: position of the axis.
-        num_bytes: of one rank's tensor before or after it, the larger one; of a slice, after it.
+            ``"slice"``, which needs no communication: a rank takes its shard, or a fraction of a
+            value that becomes a partial sum.
+        axis: the position of the axis.
+        num_bytes: the bytes of a rank's tensor before the step or after it, whichever is larger; of
+            a slice, after it.
     """
 
     kind: str
@@ -131,11 +128,11 @@ _SLICE_S = 1e-9
 
 
 class Move(NamedTuple):
-    """A redistribution of tensors of any size.
+    """The redistribution of a tensor of any size.
 
     Attributes:
-        steps: kind, axis, and the share of the tensor's bytes.
-        fixed_s: seconds for an empty tensor.
+        steps: the kind of each step, its axis, and the fraction of the tensor's bytes in it.
+        fixed_s: the seconds for an empty tensor.
         byte_s: further seconds for each byte of the whole tensor.
     """
 
@@ -144,17 +141,17 @@ class Move(NamedTuple):
     byte_s: float
 
 
-_NONE = Move((), math.inf, 0.0)
+_IMPOSSIBLE = Move((), math.inf, 0.0)
 
 
 class Moves:
-    """Finds the steps from any layout of a tensor to another, and their seconds.
+    """Finds the steps from a layout to another, and their seconds.
 
     Args:
         axes: the axes of the mesh.
 
     Attributes:
-        sizes: the sizes of the axes.
+        sizes: their numbers of ranks.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -163,29 +160,23 @@ class Moves:
         self._known: dict[tuple[Layouts, Layouts], Move] = {}
 
     def steps(self, before: Layouts, after: Layouts, num_bytes: int) -> list[Step]:
-        """Returns the steps for a tensor of this size."""
+        """Returns the steps that redistribute a tensor of so many bytes."""
         steps = self._move(before, after).steps
         return [Step(kind, axis, round(share * num_bytes)) for kind, axis, share in steps]
 
     def seconds(self, before: Layouts, after: Layouts, num_bytes: int) -> float:
-        """Returns the seconds of these steps; infinite if there are no such steps."""
+        """Returns the seconds of these steps; infinite if no steps lead there."""
         move = self._move(before, after)
         return move.fixed_s + move.byte_s * num_bytes
 
     def _move(self, before: Layouts, after: Layouts) -> Move:
         key = (before, after)
-        known = self._known.get(key)
-        if known is None:
-            steps = self._found(before, after)
-            known = _NONE
-            if steps is not None:
-                costs = [self.taken_s(kind, axis, share) for kind, axis, share in steps]
-                known = Move(steps, sum(c[0] for c in costs), sum(c[1] for c in costs))
-            self._known[key] = known
-        return known
+        if key not in self._known:
+            self._known[key] = self._found(before, after)
+        return self._known[key]
 
-    def taken_s(self, kind: str, axis: int, num_bytes: float) -> tuple[float, float]:
-        """Returns the seconds of a step: of an empty one, and those that its bytes add."""
+    def step_s(self, kind: str, axis: int, num_bytes: float) -> tuple[float, float]:
+        """Returns the seconds of a step without bytes, and the seconds that its bytes add."""
         if kind == "slice":
             return _SLICE_S, num_bytes / _COPY_BYTES_PER_S
         size, rates = self._axes[axis].size, self._axes[axis].rates
@@ -194,37 +185,39 @@ class Moves:
             sent *= 2
         return rates.latency_s, sent / rates.bytes_per_s
 
-    def _found(self, before: Layouts, after: Layouts) -> tuple[tuple[str, int, float], ...] | None:
+    def _found(self, before: Layouts, after: Layouts) -> Move:
         present, steps = list(before), list[tuple[str, int, float]]()
         for axis, target in _targets(before, after):
-            for kind, reached in _ways(present[axis], target, self.sizes[axis]):
+            for kind, reached in _steps_on_axis(present[axis], target, self.sizes[axis]):
                 if kind == "":
-                    return None
+                    return _IMPOSSIBLE
                 # A gather moves its output's bytes, a scatter its input's: the larger of both.
                 share = 0.0 if kind == "slice" else self.share(present)
                 present[axis] = reached
                 steps.append((kind, axis, max(share, self.share(present))))
-        return tuple(steps)
+        costs = [self.step_s(*step) for step in steps]
+        return Move(tuple(steps), sum(c[0] for c in costs), sum(c[1] for c in costs))
 
     def share(self, layouts: Sequence[Layout]) -> float:
-        """Returns the share of a tensor that a rank has."""
+        """Returns the fraction of a tensor's elements that a rank holds."""
         sizes = [a.size for a, one in zip(self._axes, layouts, strict=True) if one.is_split]
         return 1 / math.prod(sizes)
 
 
 def _targets(before: Layouts, after: Layouts) -> Iterator[tuple[int, Layout]]:
-    """Yields axes and their target layouts, in the order of DTensor's ``redistribute``."""
+    """Yields axes with the layouts to reach, in the order of DTensor's ``redistribute``."""
     axes = range(len(before))
     present = list(before)
     if any(one.is_split for one in before):
-        # From the inner axes outwards; a shard inside of one that changes is gathered first.
+        # From inner to outer axes. A tensor that an outer axis splits along the same dimension, but
+        # no longer after the redistribution (or only then), is gathered on the inner axis first.
         for axis in reversed(axes):
             target, outer = after[axis], range(axis)
             if target.is_split and any(
                 _splits(present[i], target) != _splits(after[i], target) for i in outer
             ):
                 target = WHOLE
-            # Partial or split layouts may become whole here; whole ones change in the second loop.
+            # Partial and split layouts may become whole here; whole ones change in the second loop.
             present[axis] = target
             yield axis, target
     for axis in axes:
@@ -235,12 +228,12 @@ def _splits(one: Layout, like: Layout) -> bool:
     return one.is_split and one.dim == like.dim
 
 
-def _ways(before: Layout, after: Layout, size: int) -> list[tuple[str, Layout]]:
-    """Returns the steps on one axis, each with its result; one with an empty kind if none exist."""
+def _steps_on_axis(before: Layout, after: Layout, size: int) -> list[tuple[str, Layout]]:
+    """Returns the kinds of the steps on one axis with their results; ``""`` if there is no way."""
     if before == after:
         return []
     if before.is_split and after.is_split:
-        # For the exchange, the parts are a dimension of their own: only one of both can have parts.
+        # An all-to-all exchanges parts as a dimension of their own, so only one side may have any.
         factor = max(before.factor, after.factor)
         if 1 in (before.factor, after.factor) and (before.dim != after.dim or factor % size == 0):
             return [("all_to_all", after)]

@@ -1,4 +1,4 @@
-"""Measures the rates of a mesh's links, and keeps them in a file for finding plans."""
+"""Measures how fast the ranks of a mesh communicate, for plans, and keeps that in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...reuse.errors import PlanError, door
 from .layouts import AxisRates
 
 Links: TypeAlias = "Mapping[str, AxisRates] | str | os.PathLike[str]"
-"""Rates by the name of a dimension, or the path of a file with them."""
+"""Rates by the name of a mesh dimension, or the path of a file that holds them."""
 
 # A small gather shows the latency of a collective, a large one the bandwidth.
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**25
@@ -26,10 +26,10 @@ _TIMES = 5
 
 @door
 def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict[str, AxisRates]:
-    """Measures latency and bandwidth of each dimension of a mesh; every rank calls it.
+    """Measures latency and bandwidth along each dimension of a mesh; call it on every rank.
 
-    All groups of a dimension gather at once, as they do in a step, and the slowest rank counts. Of
-    several runs the quickest is taken.
+    All groups of a dimension gather at once, as they do in a step. A gather takes as long as on its
+    slowest rank, and the fastest of several gathers counts.
 
     Args:
         mesh: a ``DeviceMesh``; dimensions of one rank are left out.
@@ -37,8 +37,8 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
             ``lazyinline fit --links``; rank 0 writes it.
 
     Returns:
-        For each dimension bytes per second that a rank sends, and seconds of an empty collective;
-        the same on every rank.
+        For each dimension, the bytes per second that a rank sends, and the seconds of an empty
+        collective; the same on every rank.
 
     Example:
         >>> lazyinline.measure_links(mesh, "links.json")
@@ -46,7 +46,7 @@ def measure_links(mesh: Any, path: str | os.PathLike[str] | None = None) -> dict
         ...     model, (ids, targets), mesh=mesh, plan="auto", links="links.json"
         ... )
     """
-    # Imported here: DTensor takes as long to import as all of lazyinline.
+    # Imported late: DTensor takes as long to import as all of lazyinline.
     from .given import check_mesh
     from .torch_collectives import collectives_over, groups_of
 
@@ -70,16 +70,16 @@ def _measured(device: str, name: str, size: int) -> AxisRates:
 
 
 def _gather_s(device: str, name: str, size: int, num_bytes: int) -> float:
-    """Returns the seconds of a gather with this many bytes of output, on the slowest rank."""
+    """Returns the seconds of an all-gather of so many bytes in all, on the slowest rank."""
     from .torch_collectives import WAIT
 
     own = torch.ones(num_bytes // size, dtype=torch.uint8, device=device)
     best = torch.full((), float("inf"), device=device)
-    for _ in range(_TIMES + 1):  # the first one connects
+    for _ in range(_TIMES + 1):  # the first one also connects the ranks
         dist.barrier()
         start = time.perf_counter()
         made = WAIT(torch.ops.lazyinline.all_gather(own, size, name), own)
-        made[-1].item()  # waits for the device, too
+        made[-1].item()  # waits until the device is done, too
         taken = torch.full((), time.perf_counter() - start, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         best = torch.minimum(best, taken)
@@ -87,10 +87,10 @@ def _gather_s(device: str, name: str, size: int, num_bytes: int) -> float:
 
 
 def links_from(links: Links, names: Sequence[str], sizes: Sequence[int]) -> Mapping[str, AxisRates]:
-    """Returns the rates of the dimensions of a mesh.
+    """Returns rates of the dimensions of a mesh, read from a file if ``links`` is a path.
 
     Raises:
-        PlanError: if a file holds none, or a dimension of several ranks has no rates.
+        PlanError: if the file cannot be read, or a dimension of several ranks has no rates.
     """
     if isinstance(links, (str, os.PathLike)):
         try:

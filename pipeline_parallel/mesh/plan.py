@@ -1,8 +1,7 @@
-"""The plan of a step over a mesh: how parameters, the batch and the tensors of closures lie.
+"""The plan of a step over a mesh: the placements of parameters, of the batch, and in closures.
 
-A layout is a tuple of ``torch.distributed.tensor`` placements, one for each dimension of the mesh.
-Whoever makes a plan, by hand or by search, makes these objects; whoever shards a program reads
-them.
+``given`` makes a plan of what the user says, ``planner`` finds one, and ``sharded`` rewrites a
+program by it.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ REPLICATED = ("data", "dp", "dp_replicate")
 GATHERED = ("fsdp", "dp_shard")
 TENSOR = ("tensor", "tp")
 PIPELINE = ("pipeline", "pp")
-"""Names of dimensions of a mesh, by their purpose."""
+"""The names that a dimension of a mesh may have, by its purpose."""
 
 Placements: TypeAlias = "tuple[Placement, ...]"
-"""The layout of one tensor: a DTensor placement for each dimension of the mesh."""
+"""The placement of one tensor on each dimension of the mesh, as DTensor has them."""
 
 
 @dataclass(frozen=True)
 class NodeLayouts:
-    """The layouts of one operator.
+    """The placements of one operator's tensors.
 
     Attributes:
-        inputs: of each tensor operand, in the order of ``node.all_input_nodes``; None leaves it to
-            DTensor's propagation.
-        outputs: of each result, which is redistributed to this layout; a partial one is left as
-            DTensor's rules make it.
+        inputs: for each operand, in the order of ``node.all_input_nodes``, the placements that it is
+            redistributed to; None for no change.
+        outputs: the same for each result. A partial result is left as DTensor's rules make it.
     """
 
     inputs: tuple[Placements | None, ...] = ()
@@ -45,12 +43,12 @@ class NodeLayouts:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """The layouts of a leaf's calls, by flat tensors.
+    """The placements in each call of a leaf.
 
     Attributes:
-        inputs: of each operand; None accepts any layout.
-        outputs: of each result; None keeps the layout that is computed.
-        nodes: of operators; those left out follow DTensor's propagation.
+        inputs: for each flat operand; None accepts any placements.
+        outputs: for each flat result; None keeps the placements in which it is computed.
+        nodes: for operators; those that are left out follow DTensor's propagation.
     """
 
     inputs: tuple[Placements | None, ...] = ()
@@ -60,22 +58,22 @@ class LeafPlan:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The layouts of a step.
+    """The placements of a step's tensors. The last four attributes are set by the planner alone.
 
     Attributes:
-        axes: name and size of each dimension of the mesh.
-        parameters: the layout of each parameter and buffer between steps, by its name.
-        batch: the layout of each tensor of the batch, in the order of the flattened arguments.
-        results: the layouts of modules' results that are fixed, by path of the module.
-        gathered: dimensions along which parameters are sharded for memory alone (FSDP): they are
-            all-gathered before a leaf uses them.
-        leaves: plans of leaves of the decomposed step; others follow their operands' layouts.
-        whole: operators that every rank runs on whole tensors, as found when leaves were sharded.
-        table: of a found plan, the choice for each operator, as text.
-        moved_bytes: of a found plan, the predicted bytes of a step's collectives.
-        held_bytes: of a found plan, the predicted bytes on a rank: parameters, gradients, optimizer
-            state, tensors saved for backward.
-        recompute: of a found plan, the recompute policy of each block that makes it fit.
+        axes: the name and size of each dimension of the mesh.
+        parameters: the placements of each parameter and buffer between steps, by name.
+        batch: the placements of each tensor of the batch, in the order of the flattened arguments.
+        results: the placements that the user fixed for modules' results, by path of the module.
+        gathered: the dimensions along which parameters are sharded only to save memory (FSDP): they
+            are all-gathered before a leaf uses them.
+        leaves: the plans of leaves of the decomposed step; other leaves follow their operands.
+        whole: the operators that every rank runs on whole tensors, noted when leaves were sharded.
+        table: the choice for each operator, as text.
+        moved_bytes: the predicted bytes of a step's collectives.
+        held_bytes: the predicted bytes on a rank: parameters, gradients, optimizer state, tensors
+            saved for backward.
+        recompute: the recompute policy of each block with which the plan fits memory.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -91,8 +89,7 @@ class MeshPlan:
     recompute: RecomputeMark = ""
 
     def used(self, held: Placements) -> Placements | None:
-        """Returns the layout in which leaves use a parameter; None if it is the one held."""
-        # Imported here, and only if something is sharded.
+        """Returns the placements in which leaves use a parameter; None if they are those held."""
         from torch.distributed.tensor import Replicate
 
         gathered = tuple(Replicate() if i in self.gathered else p for i, p in enumerate(held))
@@ -100,17 +97,13 @@ class MeshPlan:
 
     @property
     def replicas(self) -> frozenset[int]:
-        """Dimensions along which stages sum gradients once per step, at its end.
+        """The dimensions along which stages sum gradients once, at the end of a step.
 
         Empty if a parameter is sharded along one of them: then each micro-batch reduces.
         """
         dims = frozenset(i for i, (name, _) in enumerate(self.axes) if name in REPLICATED)
-        layouts = self.parameters.values()
-        return (
-            dims
-            if all(layout[i].is_replicate() for layout in layouts for i in dims)
-            else frozenset()
-        )
+        held = (placements[i] for placements in self.parameters.values() for i in dims)
+        return dims if all(one.is_replicate() for one in held) else frozenset()
 
     def __str__(self) -> str:
         lines = [f"mesh: {self.mesh_text}"]
@@ -125,14 +118,14 @@ class MeshPlan:
         return " x ".join(f"{name} {size}" for name, size in self.axes)
 
     def by_layout(self) -> dict[str, list[str]]:
-        """Returns the names of parameters by layout, with those of equal layers merged."""
+        """Returns the names of parameters by their placements in words; equal layers are merged."""
         groups: dict[str, list[str]] = {}
         for name, placements in self.parameters.items():
             groups.setdefault(self.layout_text(placements), []).append(name)
         return {layout: merged_names(names) for layout, names in groups.items()}
 
     def layout_text(self, placements: Placements) -> str:
-        """Returns a layout in words: ``dimension 0 split over tensor`` for ``Shard(0)`` there."""
+        """Returns placements in words, such as ``dimension 0 split over tensor``."""
         texts = [
             f"{placement_text(placement)} over {name}"
             for (name, _), placement in zip(self.axes, placements, strict=True)
@@ -153,6 +146,6 @@ def placement_text(placement: Placement) -> str:
 
 
 def merged_names(names: Sequence[str]) -> list[str]:
-    """Returns names with ``*`` in place of numbers, each once."""
+    """Replaces the numbers in names by ``*``, and returns each name once."""
     merged = (".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names)
     return list(dict.fromkeys(merged))

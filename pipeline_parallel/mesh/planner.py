@@ -1,6 +1,7 @@
 """Finds the plan of a step over a mesh: a layout for every tensor, without the user's help.
 
-Turns a solution of the linear program into a plan that shards a program, and into text.
+``choices`` lists what can be chosen, ``problem`` chooses by a linear program, and here the solution
+becomes a plan, and a text about it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taken:
-    """A solution, read by operator and by slot.
+    """A solution, as layouts of operators and of slots.
 
     Attributes:
-        choices: the options.
-        moves: costs of redistributing tensors.
-        solution: the chosen options.
+        choices: the options there were.
+        moves: the costs of redistributing tensors.
+        solution: the options that were chosen.
     """
 
     choices: Choices
@@ -47,7 +48,7 @@ class Taken:
     def ways(
         self, item: Item, option: int | None = None
     ) -> tuple[tuple[Layouts | None, ...], tuple[Layouts, ...]]:
-        """Returns the layouts of an item's operands and results: as chosen, or in an option."""
+        """Returns the layouts of an item's operands and results, by default as chosen."""
         group = item.group
         option = self.solution.options[group] if option is None else option
         ways = group.ways(option)[group.items.index(item)]
@@ -68,8 +69,8 @@ class Taken:
         """Returns the layout of each user input."""
         by_input = {i: n for n, slot in enumerate(self.choices.folded.slots) for i in slot.inputs}
         inputs = [user for micro_batch in step.batch for user in micro_batch]
-        lies = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
-        return tuple(self._placements(lies[user]) for user in sorted(lies))
+        layouts = {user: self.slot(by_input[i]) for i, user in enumerate(inputs)}
+        return tuple(self._placements(layouts[user]) for user in sorted(layouts))
 
     def leaf_plans(self) -> dict[Closure, LeafPlan]:
         """Returns the plan of each leaf."""
@@ -87,18 +88,18 @@ class Taken:
             )
         leaf, _ = folded.leaves[number]
 
-        def lies(port: Port) -> Placements | None:
+        def at(port: Port) -> Placements | None:
             slot = folded.slot_of.get(port)
             return None if slot is None else self._placements(self.slot(slot))
 
         return LeafPlan(
-            tuple(lies(Port(number, False, i)) for i in range(len(leaf.entries))),
-            tuple(lies(Port(number, True, i)) for i in range(len(outputs_of(leaf.module)))),
+            tuple(at(Port(number, False, i)) for i in range(len(leaf.entries))),
+            tuple(at(Port(number, True, i)) for i in range(len(outputs_of(leaf.module)))),
             nodes,
         )
 
     def _asked(self, layouts: Layouts) -> Placements | None:
-        """Returns a layout to request; None for a partial one, which DTensor's rules make."""
+        """Returns placements to redistribute to; None for partial ones, which rules make."""
         return None if any(one.is_partial for one in layouts) else self._placements(layouts)
 
     def _placements(self, layouts: Layouts) -> Placements:
@@ -110,9 +111,9 @@ class Taken:
         return [] if before == after else self.moves.steps(before, after, edge.num_bytes)
 
     def collectives(self) -> list[tuple[str, Step, int]]:
-        """Returns the collectives of a step: the name of the closure, the collective, its count.
+        """Returns the collectives of a step, each with the name of its leaf and its count.
 
-        One that several operators share is listed once.
+        A collective whose result several operators read is listed once.
         """
         found = []
         for edges in sharing(self.choices.edges):
@@ -124,7 +125,7 @@ class Taken:
         return found
 
     def more_s(self, group: Group, option: int) -> float:
-        """Returns the seconds that another option of a group adds, if all others stay."""
+        """Returns the seconds that another option of a group adds, if all other groups stay."""
         before = self.solution.options
         near = [e for e in self.choices.edges if group in (e.source.group, e.target.group)]
         own = float(group.seconds[option] - group.seconds[before[group]])
@@ -140,9 +141,9 @@ _HEAD = ("operator", "operands -> results", "moved before", "next best")
 
 
 def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
-    """Returns a table per leaf: matrix products, and operators with collectives before them.
+    """Returns a table for each leaf: its matrix products, and operators that wait for collectives.
 
-    Layouts have a word for each axis: ``R`` is replicated, ``S0`` sharded along dimension 0,
+    A layout has a word for each axis: ``R`` is replicated, ``S0`` sharded along dimension 0,
     ``S0/3`` sharded in each third of it, ``P`` partial.
     """
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in axes)
@@ -154,7 +155,7 @@ def format_plan(taken: Taken, axes: Sequence[Axis]) -> str:
     if solution.bound_s < (1 - _CERTAIN) * solution.seconds:
         lines.append(f"no plan with equal layers takes less than {seconds_text(solution.bound_s)}")
     if taken.choices.unknown:
-        lines.append(f"whole on each rank, for want of a rule: {', '.join(taken.choices.unknown)}")
+        lines.append(f"whole on each rank, without a rule: {', '.join(taken.choices.unknown)}")
     for number, (leaf, count) in enumerate(folded.leaves):
         items = taken.choices.items_of(number).values()
         rows = [row for item in items if (row := _row(taken, item, axes))]
@@ -167,7 +168,7 @@ def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | No
     assert item.node is not None
     into = [e for e in taken.choices.edges if e.target is item]
     steps = [step for edge in into for step in taken.moved(edge) if step.is_collective]
-    # Elementwise operators without collectives have their operands' layout: they are left out.
+    # Elementwise operators without collectives are left out: they have their operands' layout.
     if not steps and not is_heavy(item.node):
         return None
     moves = " + ".join(step_text(step, axes) for step in steps)
@@ -176,7 +177,7 @@ def _row(taken: Taken, item: Item, axes: Sequence[Axis]) -> tuple[str, ...] | No
 
 
 def _next_best(taken: Taken, item: Item) -> str:
-    """Returns the cheapest other option, if all else stays, and why it costs more."""
+    """Returns the cheapest other option of an item, if other groups stay, and why it costs more."""
     group = item.group
     chosen = taken.solution.options[group]
     others = [i for i in range(len(group)) if i != chosen]
@@ -185,7 +186,7 @@ def _next_best(taken: Taken, item: Item) -> str:
     more = [taken.more_s(group, i) for i in others]
     best = int(np.argmin(more))
     own = float(group.seconds[others[best]] - group.seconds[chosen])
-    # A layout costs more by computation in it, or by redistribution to it and from it.
+    # It costs more time to compute in another layout, or to redistribute to it and from it.
     reason = "computing" if own > 0 else "moving"
     found = _layouts(taken, item, others[best])
     if not np.isfinite(more[best]):
@@ -221,11 +222,12 @@ STATES_PER_PARAMETER = 4
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan and its cost.
+    """A plan that was found.
 
     Attributes:
-        plan: the layouts.
-        seconds: of a step, by the costs that it was chosen by, or by other costs.
+        plan: the placements.
+        seconds: the seconds of a step: as the linear program predicts them, or as the caller of
+            :func:`cheapest_plan` judges.
         taken: the solution, with all options.
     """
 
@@ -237,12 +239,10 @@ class FoundPlan:
 def axes_of_mesh(
     names: Sequence[str], sizes: Sequence[int], device: str, links: Links | None = None
 ) -> tuple[Axis, ...]:
-    """Returns the axes of a mesh with their rates, measured or from the table of links.
-
-    The table has different rates for axes within a host, the inner ones, and between hosts.
-    """
+    """Returns the axes of a mesh with their rates, as measured or by the table ``LINKS``."""
     measured = {} if links is None else links_from(links, names, sizes)
-    # Ranks are numbered from the inner dimension outwards, and those of a host one after another.
+    # Ranks are numbered along the innermost dimension first, and those of a host one after another:
+    # so the inner axes are within a host.
     axes, within = list[Axis](), 1
     for name, size in reversed(list(zip(names, sizes, strict=True))):
         within *= size
@@ -262,19 +262,20 @@ def find_plan(
 ) -> FoundPlan:
     """Finds the plan that takes the least time by the costs of a device and of a mesh.
 
-    Every different closure is planned once, forward and backward together, so the number of layers
-    does not matter. Layers of one closure get one plan.
+    Each different closure is planned once, forward and backward together, so equal layers get one
+    plan, and their number does not matter.
 
     Args:
-        step: after ``decompose``, of global shapes; its tensors may be on the meta device.
-        axes: of the mesh.
-        rates: of a rank's device.
+        step: the decomposed step, of global shapes; its tensors may be on the meta device.
+        axes: the axes of the mesh.
+        rates: the speed of a rank's device.
         memory_bytes_per_rank: the most bytes of parameters, gradients, optimizer state and tensors
-            saved for backward; activations within one closure are not counted.
-        pinned: position of an axis, and the placement along it, of parameters by their names.
+            saved for backward; other tensors within one closure are not counted.
+        pinned: for parameters that the user fixed, by name: the position of an axis, and the
+            placement along it.
 
     Raises:
-        PlanError: if nothing fits the memory, or equal layers are pinned in different ways.
+        PlanError: if no plan fits memory, or equal layers are pinned in different ways.
     """
     folded = folded_step(step)
     moves = Moves(axes)
@@ -300,15 +301,14 @@ def cheapest_plan(
 ) -> FoundPlan:
     """Returns the plan that takes the least time, with recompute or without.
 
-    If the plan without recompute is not limited by memory, no policy is tried.
+    If more memory would not make the plan without recompute faster, no policy is tried.
 
     Args:
-        found: finds the plan of a step in which each block is recomputed by a policy; ``""`` is
-            none.
+        found: finds the plan of a step whose blocks are recomputed by a policy; ``""`` is none.
         policies: the policies to try.
 
     Raises:
-        OverMemoryError: if nothing fits; that of the policy with the least memory.
+        OverMemoryError: if no plan fits memory; the error of the policy that needs least.
     """
     plans: dict[RecomputeMark, FoundPlan] = {}
     lines, refused = list[str](), list[OverMemoryError]()
@@ -335,7 +335,7 @@ def cheapest_plan(
 
 
 def _memory(choices: Choices, moves: Moves) -> dict[Group, Any]:
-    """Returns the bytes that a rank holds of each slot, for each of its options."""
+    """Returns the bytes that a rank holds of each group's slot, in each option."""
     found = {}
     for item in choices.slots:
         slot = item.slot

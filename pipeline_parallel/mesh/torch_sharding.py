@@ -1,8 +1,8 @@
 """Adapter: turns a leaf of global shapes into a graph of local shapes, by PyTorch's DTensor.
 
 The leaf's graph runs once on DTensors over fake local tensors, under a trace. DTensor's own rules
-give the layouts of each operator's results and redistribute operands, so the trace has local
-operators and functional collectives, and no DTensors.
+decide the placements of each operator's results and redistribute its operands, so the trace holds
+local operators and functional collectives, and no DTensors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.node import map_aggregate as aggregate
 
 from ...autodiff.traces.torch_make_fx import Decompositions, fake_tensor, new_fake_mode, traced
 from ...reuse.errors import PlanError
@@ -49,12 +50,13 @@ from .torch_sharding_rules import (
     has_rows,
     has_rule,
     is_local_attention,
+    is_zero,
     layout_of,
     placements,
 )
 
 _ATEN = torch.ops.aten
-# Views through which a partial value can pass before it is summed.
+# Views of a partial tensor are partial too, so it may be summed after them.
 _VIEWS = frozenset(
     {
         *RESHAPES,
@@ -82,9 +84,9 @@ class LocalGraph:
 
     Attributes:
         module: takes and returns local tensors.
-        input_types: of the local inputs.
-        output_layouts: the layouts of the results.
-        whole: the operators that every rank runs on whole tensors, since no rule splits them.
+        input_types: the types of the local inputs.
+        output_layouts: the placements of the results.
+        whole: the operators that every rank runs on whole tensors, because no rule splits them.
         is_even: whether all shards of operands and results have equal sizes.
     """
 
@@ -96,7 +98,7 @@ class LocalGraph:
 
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
-    """Returns the type of this rank's shard of a tensor; the order of strides stays."""
+    """Returns the type of this rank's shard of a tensor, with the same order of strides."""
     if not any(isinstance(p, SPLIT) for p in layout):
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
@@ -106,7 +108,7 @@ def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> Tenso
 
 
 def replicated(mesh: DeviceMesh) -> Placements:
-    """Returns the layout of a replicated tensor."""
+    """Returns the placements of a replicated tensor."""
     return (Replicate(),) * mesh.ndim
 
 
@@ -123,32 +125,35 @@ def local_graph(
     """Makes the local graph of a leaf.
 
     Args:
-        leaf: of global shapes.
+        leaf: the leaf, of global shapes.
         mesh: the mesh that it runs on.
-        input_types: of this rank's shards of the inputs.
-        layouts: of the inputs.
-        plan: of the leaf.
-        partial_outputs: results that are returned as partial ones, to be summed later.
-        decompositions: of the local operators.
+        input_types: the types of this rank's shards of the inputs.
+        layouts: the placements of the inputs.
+        plan: the plan of the leaf.
+        partial_outputs: the results that may stay partial: the caller sums them.
+        decompositions: the decompositions of local operators.
     """
     mode = new_fake_mode(leaf.module)
     locals_ = [fake_tensor(mode, t) for t in input_types]
     runs: list[_Sharding] = []
-    types = zip(flat_types(leaf.input_types), layouts, strict=True)
-    lying = ((t, p) for t, lies in types for p in lies if isinstance(p, _StridedShard))
-    parts = tuple({(t.shape[p.dim], int(p.split_factor)): None for t, p in lying})
-    rules = [Rules(size, parts) for size in mesh.shape if parts]  # made outside of the trace
+    pairs = [*zip(flat_types(leaf.input_types), layouts, strict=True)]
+    strided = ((t, p) for t, layout in pairs for p in layout if isinstance(p, _StridedShard))
+    parts = tuple({(t.shape[p.dim], int(p.split_factor)): None for t, p in strided})
+    # Made here, because the trace would record the tensors that they hold.
+    rules = [Rules(size, parts) for size in mesh.shape if parts]
 
     def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        parts = zip(flat, flat_types(leaf.input_types), layouts, strict=True)
-        given = [distributed(local, mesh, lies, type_) for local, type_, lies in parts]
+        given = [
+            distributed(local, mesh, layout, type_)
+            for local, (type_, layout) in zip(flat, pairs, strict=True)
+        ]
         runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs, rules))
         return runs[-1].local_results(given)
 
     try:
         with mode, torch.no_grad(), exchanges():
             module = traced(run, [locals_], (), decompositions)
-    except RuntimeError as error:  # a rule of DTensor's that asks for numbers, or has no way
+    except RuntimeError as error:  # a rule of DTensor that reads values, or supports no placement
         raise PlanError(
             f"@{leaf.name} cannot be split over the mesh as planned. Leave what it computes with "
             f"whole on each rank. {first_line(error)}"
@@ -166,10 +171,10 @@ def local_graph(
 
 
 class _Sharding(torch.fx.Interpreter):
-    """Runs a graph on DTensors: redistributes operands to the plan's layouts, sums if needed.
+    """Runs a graph on DTensors, with operands redistributed as planned and sums taken late.
 
-    A partial value is summed over ranks at its first use by a nonlinear operator; all later readers
-    use the sum.
+    A partial tensor is summed over ranks where a nonlinear operator first reads it. All later readers
+    get the sum.
     """
 
     def __init__(
@@ -189,13 +194,13 @@ class _Sharding(torch.fx.Interpreter):
         self.output_layouts: list[Placements] = []
         self.whole: dict[str, None] = {}
         self.is_even = True
-        self._known: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
+        self._redistributed: dict[tuple[torch.fx.Node, Placements], DTensor] = {}
 
     def local_results(self, given: Sequence[DTensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; returns this rank's shards of the results."""
         planned = self._plan.inputs or (None,) * len(given)
         for node, tensor, layout in zip(input_nodes(self.module), given, planned, strict=True):  # type: ignore[arg-type]
-            self.env[node] = self._at(tensor, layout)
+            self.env[node] = self._placed(tensor, layout)
         for node in self.module.graph.nodes:  # type: ignore[union-attr]
             if node.op not in ("placeholder", "output"):
                 self.env[node] = self._run(node)
@@ -207,10 +212,10 @@ class _Sharding(torch.fx.Interpreter):
         made = []
         for index, (node, layout) in enumerate(zip(nodes, planned, strict=True)):
             if layout is None and index not in self._partial_outputs:
-                self._summed(node)
-            tensor = self._wrapped(self.env[node])
+                self._sum(node)
+            tensor = self._as_dtensor(self.env[node])
             if layout is not None:
-                tensor = self._moved(node, layout)
+                tensor = self._operand(node, layout)
             self.output_layouts.append(tuple(tensor.placements))
             made.append(tensor.to_local())
         return made
@@ -219,48 +224,48 @@ class _Sharding(torch.fx.Interpreter):
         layouts = self._plan.nodes.get(node)
         as_made = {}
         if layouts is not None:
-            pairs = zip(node.all_input_nodes, layouts.inputs)  # noqa: B905  (may say less)
+            pairs = zip(node.all_input_nodes, layouts.inputs)  # noqa: B905  (may name fewer)
             for operand, layout in pairs:
                 if layout is not None:
                     as_made[operand] = self.env[operand]
-                    self.env[operand] = self._moved(operand, layout)
+                    self.env[operand] = self._operand(operand, layout)
         result = self._computed(node, layouts)
-        # Other readers may need other layouts: each is made from the original one.
+        # Other readers may need other placements, which are made from the original ones.
         self.env.update(as_made)
         return result
 
-    def _moved(self, node: torch.fx.Node, layout: Placements) -> DTensor:
-        """Returns a value in a layout; redistributes it once for all its readers."""
+    def _operand(self, node: torch.fx.Node, layout: Placements) -> DTensor:
+        """Returns a node's tensor redistributed, which is done once for all its readers."""
         key = (node, layout)
-        if key not in self._known:
-            self._known[key] = self._at(self._wrapped(self.env[node]), layout)
-        return self._known[key]
+        if key not in self._redistributed:
+            self._redistributed[key] = self._placed(self._as_dtensor(self.env[node]), layout)
+        return self._redistributed[key]
 
     def _computed(self, node: torch.fx.Node, layouts: NodeLayouts | None) -> Any:
-        self._sum_operands(node)
-        # Results from PyTorch's caches may be on an equal mesh with other process groups.
+        self._sum_partial_operands(node)
+        # PyTorch caches results by equal meshes, so theirs may have other process groups.
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
         if layouts is None or not layouts.outputs:
             return result
         # Partial results stay as they are.
         wanted = [o if o and not any(p.is_partial() for p in o) else None for o in layouts.outputs]
         if isinstance(result, torch.Tensor):
-            return self._at(self._wrapped(result), wanted[0])
+            return self._placed(self._as_dtensor(result), wanted[0])
         planned = iter(wanted)  # of tensors only: attention on a GPU also returns numbers
         return tuple(
-            self._at(self._wrapped(t), next(planned)) if isinstance(t, torch.Tensor) else t
+            self._placed(self._as_dtensor(t), next(planned)) if isinstance(t, torch.Tensor) else t
             for t in result
         )
 
     def _on_own_mesh(self, tensor: DTensor) -> DTensor:
-        self._note_parts(tensor, tuple(tensor.placements))
+        layout = tuple(tensor.placements)
+        self._note_uneven(tensor, layout)
         if tensor.device_mesh is self._mesh:
             return tensor
-        layout = tuple(tensor.placements)
         return distributed(tensor.to_local(), self._mesh, layout, without_data(tensor))
 
-    def _note_parts(self, tensor: DTensor, layout: Placements) -> None:
-        """Notes if a tensor has shards of different sizes in a layout."""
+    def _note_uneven(self, tensor: DTensor, layout: Placements) -> None:
+        """Notes if ranks would hold shards of different sizes."""
         left = list(tensor.shape)
         for p, size in zip(layout, self._mesh.shape, strict=True):
             if isinstance(p, SPLIT):
@@ -268,24 +273,24 @@ class _Sharding(torch.fx.Interpreter):
                 self.is_even = self.is_even and left[p.dim] % parts == 0
                 left[p.dim] //= size
 
-    def _sum_operands(self, node: torch.fx.Node) -> None:
-        """Sums the partial operands that an operator cannot take."""
+    def _sum_partial_operands(self, node: torch.fx.Node) -> None:
+        """Sums the operands of an operator, unless it is linear in the partial ones."""
         held = [self.env[n] for n in node.all_input_nodes]
         if not any(map(_is_partial, held)):
             return
-        if self._takes_parts(node):
+        if self._may_sum_later(node):
             return
         layouts = {tuple(t.placements) for t in held if isinstance(t, DTensor)}
         tensors = all(isinstance(a, (torch.fx.Node, int)) for a in node.args)
         if node.target in _LINEAR and len(layouts) == 1 and tensors and not node.kwargs:
             return
         for operand in node.all_input_nodes:
-            self._summed(operand)
+            self._sum(operand)
 
-    def _takes_parts(self, node: torch.fx.Node) -> bool:
-        """Whether a sum may be taken after an operator: a view, or a cast to more precision.
+    def _may_sum_later(self, node: torch.fx.Node) -> bool:
+        """Whether a sum may as well be taken after an operator: a view, or a cast to more precision.
 
-        A result of the leaf is summed in its own dtype: a gradient in that of its parameter.
+        After any cast of a result of the leaf, because a gradient is summed in its parameter's dtype.
         """
         if node.target in CASTS:
             asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
@@ -295,21 +300,23 @@ class _Sharding(torch.fx.Interpreter):
             return is_float and (is_result or asked.itemsize > held.itemsize)
         return node.target in _VIEWS
 
-    def _summed(self, node: torch.fx.Node) -> None:
-        """Sums a value over ranks; for a view, sums its base, so that all views share the sum."""
+    def _sum(self, node: torch.fx.Node) -> None:
+        """Sums a node's tensor over ranks; if it is a view, sums its base, which all views share."""
         tensor = self.env[node]
         if not isinstance(tensor, DTensor) or not _is_partial(tensor):
             return
         chain = [node]
-        while self._takes_parts(chain[-1]) and _is_partial(self.env[chain[-1].all_input_nodes[0]]):
+        while self._may_sum_later(chain[-1]) and _is_partial(
+            self.env[chain[-1].all_input_nodes[0]]
+        ):
             chain.append(chain[-1].all_input_nodes[0])
         if len(chain) > 1:
-            self._summed(chain[-1])
+            self._sum(chain[-1])
             for view in reversed(chain[:-1]):
                 self.env[view] = self._call(view)
             return
         layout = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
-        self.env[node] = self._at(tensor, layout)
+        self.env[node] = self._placed(tensor, layout)
 
     def _call(self, node: torch.fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
@@ -318,32 +325,20 @@ class _Sharding(torch.fx.Interpreter):
         flat = [self.env[n] for n in node.all_input_nodes]
         target: Any = node.target
         if not any(isinstance(t, DTensor) for t in flat):
-            return target(*args, **kwargs)  # no operands: the same on each rank
+            return target(*args, **kwargs)  # without operands: the same on each rank
         if not isinstance(target, torch._ops.OpOverload):
-            return target(*args, **kwargs)  # an item of a tuple
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._wrapped)  # type: ignore[misc]
+            return target(*args, **kwargs)  # a getitem
+        args, kwargs = aggregate((args, kwargs), self._as_dtensor)  # type: ignore[misc]
         if target is _CAT:  # rules of PyTorch 2.13 split an empty operand (a new cache), too
             args = ([t for t in args[0] if t.shape != (0,)] or args[0], *args[1:])
-            if (made := joined_in_parts(args, self._asked(node))) is not None:
-                return made
-        if target is _COPY and (made := laid_out_as(*args[:2])) is not None:
-            return made
-        if is_local_attention(node) and (made := self._attention(args, kwargs, target)) is not None:
-            return made
-        if target in _TABLES and (made := self._looked_up(target, args)) is not None:
-            return made
-        if target in _LOSSES and (made := self._loss(target, args)) is not None:
-            return made
-        if target is _DROPOUT and (made := self._dropout(args)) is not None:
-            return made
-        if target is _ADD_ROWS and (made := self._rows_added(node, args)) is not None:
+        if (made := self._by_own_rule(node, args, kwargs)) is not None:
             return made
         draws = torch.Tag.nondeterministic_seeded in target.tags
         if draws or target in _LOSSES_OF_IMAGES or not has_rule(target):
-            return self._call_whole(node, args, kwargs)
-        planned = self._plan.nodes.get(node) or self._in_parts(node)
+            return self._call_on_whole(node, args, kwargs)
+        planned = self._plan.nodes.get(node) or self._layouts_in_parts(node)
         if planned is None and self._rules:
-            args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._joined)  # type: ignore[misc]
+            args, kwargs = aggregate((args, kwargs), self._without_parts)  # type: ignore[misc]
         if target in RESHAPES:
             return self._reshaped(args, kwargs, planned or NodeLayouts())
         if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
@@ -352,72 +347,90 @@ class _Sharding(torch.fx.Interpreter):
             return _ATEN._to_copy.default(args[0], dtype=args[1])
         return target(*args, **kwargs)
 
-    def _in_parts(self, node: torch.fx.Node) -> NodeLayouts | None:
-        """Returns an operator's layouts by our rules for sharded parts; DTensor has few of them."""
+    def _by_own_rule(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        """Runs an operator that DTensor would refuse or gather for; None if DTensor runs it."""
+        target: Any = node.target
+        if target is _CAT:
+            return joined_in_parts(args, self._planned_output(node))
+        if target is _COPY:
+            return laid_out_as(*args[:2])
+        if target in _TABLES:
+            return self._look_up(target, args)
+        if target in _LOSSES:
+            return self._loss(target, args)
+        if target is _DROPOUT:
+            return self._dropout(args)
+        if target is _ADD_ROWS and is_zero(node.args[0]):
+            return self._add_rows(args)
+        return self._attention(args, kwargs, target) if is_local_attention(node) else None
+
+    def _layouts_in_parts(self, node: torch.fx.Node) -> NodeLayouts | None:
+        """Returns an operator's placements if a dimension is sharded in parts; None if not.
+
+        They follow from our rules, since few rules of DTensor take such a dimension.
+        """
         held = {n: t for n in node.all_input_nodes if isinstance(t := self.env[n], torch.Tensor)}
-        lies = [tuple(self._wrapped(t).placements) for t in held.values()]
+        present = [tuple(self._as_dtensor(t).placements) for t in held.values()]
         ways = []
         for axis, rules in enumerate(self._rules):
-            present = tuple(layout_of(one[axis]) for one in lies)
-            ways += [w for w in rules.ways(node) if w.inputs == present][:1]
+            inputs = tuple(layout_of(one[axis]) for one in present)
+            ways += [w for w in rules.ways(node) if w.inputs == inputs][:1]
         if not ways or len(ways) < len(self._rules):
             return None
         layouts = zip(*(way.outputs for way in ways), strict=True)
         made = tuple(placements(one, self._mesh.shape) for one in layouts)
-        in_parts = any(isinstance(p, _StridedShard) for one in (*lies, *made) for p in one)
-        return NodeLayouts(tuple(lies), made) if in_parts else None
+        in_parts = any(isinstance(p, _StridedShard) for one in (*present, *made) for p in one)
+        return NodeLayouts(tuple(present), made) if in_parts else None
 
-    def _joined(self, value: Any) -> Any:
-        """Gathers a tensor that is sharded in parts, for an operator without a rule for that."""
+    def _without_parts(self, value: Any) -> Any:
+        """Gathers a tensor that is sharded in parts, for an operator without a rule for parts."""
         if not isinstance(value, DTensor):
             return value
-        lies = (Replicate() if isinstance(p, _StridedShard) else p for p in value.placements)
-        return self._at(value, tuple(lies))
+        layout = (Replicate() if isinstance(p, _StridedShard) else p for p in value.placements)
+        return self._placed(value, tuple(layout))
 
-    def _asked(self, node: torch.fx.Node) -> Placements | None:
-        """Returns the planned layout of an operator's first result."""
+    def _planned_output(self, node: torch.fx.Node) -> Placements | None:
+        """Returns the planned placements of an operator's first result."""
         planned = self._plan.nodes.get(node)
         return planned.outputs[0] if planned is not None and planned.outputs else None
 
     def _reshaped(self, args: Any, kwargs: Any, planned: NodeLayouts) -> DTensor:
-        """Reshapes; gathers first if the result would be a strided shard, which few rules take."""
-        lies: Placements = tuple(args[0].placements)
+        """Reshapes as planned; without a plan, gathers first if the result would be in parts."""
+        layout: Placements = tuple(args[0].placements)
         asked = planned.outputs[0] if planned.outputs else None
-        in_parts = any(isinstance(p, _StridedShard) for p in (*lies, *(asked or ())))
-        sums, asked_sums = ([p.is_partial() for p in one] for one in (lies, asked or ()))
-        as_planned = in_parts or planned.inputs[:1] == (lies,)
+        in_parts = any(isinstance(p, _StridedShard) for p in (*layout, *(asked or ())))
+        sums, asked_sums = ([p.is_partial() for p in one] for one in (layout, asked or ()))
+        as_planned = in_parts or planned.inputs[:1] == (layout,)
         if asked and as_planned and sums == asked_sums:
-            # As planned, a rank's shard of the result is its shard of the operand. DTensor has no
-            # rule if several mesh dimensions shard one dimension in parts, and treats a view of the
-            # whole as a view of each shard, which a collective may have laid out in another order.
+            # As planned, a rank's shard of the result is its reshaped shard of the operand. DTensor
+            # has no rule if several mesh dimensions shard one dimension in parts. And it views each
+            # shard as it would the whole, but a collective may have changed a shard's strides.
             return reshaped_in_parts(args[0], args[1], asked)
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
         if not any(strided):
             return made
-        layout = tuple(
-            Replicate() if is_strided else p
-            for p, is_strided in zip(args[0].placements, strided, strict=True)
-        )
-        return _ATEN.reshape.default(self._at(args[0], layout), *args[1:], **kwargs)
+        pairs = zip(layout, strided, strict=True)
+        gathered = tuple(Replicate() if is_strided else p for p, is_strided in pairs)
+        return _ATEN.reshape.default(self._placed(args[0], gathered), *args[1:], **kwargs)
 
-    def _call_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on whole tensors on each rank; all ranks draw the same numbers."""
+    def _call_on_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on whole tensors on each rank; all ranks draw the same random numbers."""
         self.whole[str(node.target).removesuffix(".default")] = None
 
         def whole(value: Any) -> Any:
             if not isinstance(value, DTensor):
                 return value
-            made = self._at(value, self._replicated).to_local()
-            # Some operators depend on the memory layout, so it is that of one process.
+            made = self._placed(value, self._replicated).to_local()
+            # Some operators depend on strides, so these are those of a single process.
             return laid_out(made, value.stride())
 
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), whole)  # type: ignore[misc]
+        args, kwargs = aggregate((args, kwargs), whole)  # type: ignore[misc]
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-        return torch.utils._pytree.tree_map_only(torch.Tensor, self._wrapped, result)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._as_dtensor, result)
 
     def _dropout(self, args: Any) -> Any:
-        """Applies dropout by its shard of a mask that is drawn for the whole tensor."""
+        """Applies dropout with this rank's shard of the mask of the whole tensor; None if unknown."""
         tensor, p, train = args
         if not any(placement.is_shard() for placement in tensor.placements) or not train:
             return None if train else (tensor, torch.ones_like(tensor, dtype=torch.bool))
@@ -425,16 +438,16 @@ class _Sharding(torch.fx.Interpreter):
             return None
         if not is_dense(tuple(tensor.shape), tuple(tensor.stride())):
             return None
-        # Random numbers are drawn in the order of memory.
+        # Random numbers are drawn in the order of memory, so the mask has the tensor's strides.
         order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
         shape = [tensor.shape[d] for d in order]
         ones = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
         ones = ones.permute([order.index(d) for d in range(tensor.dim())])
-        mask = self._at(self._wrapped(_DROPOUT(ones, p, True)[1]), tuple(tensor.placements))
+        mask = self._placed(self._as_dtensor(_DROPOUT(ones, p, True)[1]), tuple(tensor.placements))
         return tensor * mask * (1.0 / (1.0 - p)), mask
 
-    def _looked_up(self, target: Any, args: Any) -> Any:
-        """Looks up ids in its rows of a table, for a partial result; None if it has all rows."""
+    def _look_up(self, target: Any, args: Any) -> Any:
+        """Looks up ids in this rank's rows of a table, for a partial result; None if it has all."""
         table, ids, dim = (*args[:2], 0) if target is _EMBEDDING else (args[0], args[2], args[1])
         dim %= table.dim()
         split = [p.is_shard(dim) for p in table.placements]
@@ -444,9 +457,9 @@ class _Sharding(torch.fx.Interpreter):
         own = tuple(p if s else h for p, s, h in zip(table.placements, split, held, strict=True))
         layout = own if target is _GATHER else tuple(ids.placements)
         layout = tuple(Replicate() if s else p for p, s in zip(layout, split, strict=True))
-        part = self._at(table, own).to_local()
-        found = self._in_own_part(
-            self._at(ids, layout).to_local(), part.shape[dim], split, table.shape[dim]
+        part = self._placed(table, own).to_local()
+        found = self._own_rows(
+            self._placed(ids, layout).to_local(), part.shape[dim], split, table.shape[dim]
         )
         if found is None:
             return None
@@ -460,12 +473,12 @@ class _Sharding(torch.fx.Interpreter):
         whole = torch.empty(shape, device="meta")
         return distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
 
-    def _in_own_part(
+    def _own_rows(
         self, ids: torch.Tensor, num_rows: int, split: Sequence[bool], num_all: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns ids relative to this rank's rows (0 if outside), and which are inside.
+        """Returns ids as positions in this rank's rows (0 for other ids), and which are in them.
 
-        None if rows are not sharded evenly.
+        Returns None if rows are not sharded evenly.
         """
         coordinate = self._mesh.get_coordinate()
         assert coordinate is not None
@@ -476,16 +489,17 @@ class _Sharding(torch.fx.Interpreter):
         if num_rows * num_parts != num_all:
             return None
         rows = ids - place * num_rows
-        # An id out of range stays so on the first or the last rank, and raises an error there.
+        # An id that is out of range of the table stays so on the first or last rank, and fails there.
         inside = rows >= 0 if place else torch.ones_like(rows, dtype=torch.bool)
         if place + 1 < num_parts:
             inside = inside & (rows < num_rows)
         return rows * inside, inside
 
     def _loss(self, target: Any, args: Any) -> Any:
-        """Divides the sum of losses over ranks by that of counted targets (some are ignored).
+        """Divides the sum of losses over ranks by the number of targets that are not ignored.
 
-        None if it is not a mean over rows; rules of PyTorch 2.13 take the mean of ranks' means.
+        Rules of PyTorch 2.13 take the mean of the ranks' means, which ignore different numbers.
+        Returns None if it is not a mean over sharded rows.
         """
         is_forward = target is _LOSSES[0]
         scores, targets, weight, reduction, *others = args if is_forward else args[1:]
@@ -493,47 +507,45 @@ class _Sharding(torch.fx.Interpreter):
         if reduction != _MEAN or scores.dim() != 2 or not is_split:
             return None
         lead = tuple(p if _splits_rows(p) else Replicate() for p in scores.placements)
-        own: list[Any] = [self._at(t, lead).to_local() for t in (scores, targets)]
-        own.append(weight if weight is None else self._at(weight, self._replicated).to_local())
+        own: list[Any] = [self._placed(t, lead).to_local() for t in (scores, targets)]
+        own.append(weight if weight is None else self._placed(weight, self._replicated).to_local())
         if is_forward:
             layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
             sums = target(*own, _SUM, *others)
             number = torch.empty((), device="meta")
             parts = (distributed(t, self._mesh, layout, number) for t in sums)
-            total, num_counted = (self._at(part, self._replicated) for part in parts)
+            total, num_counted = (self._placed(part, self._replicated) for part in parts)
             return total / num_counted, num_counted
-        gradient, count = (self._at(t, self._replicated).to_local() for t in (args[0], args[-1]))
+        gradient, count = (
+            self._placed(t, self._replicated).to_local() for t in (args[0], args[-1])
+        )
         made = target(gradient, *own, reduction, *others[:-1], count)
         return distributed(made, self._mesh, lead, without_data(scores))
 
-    def _rows_added(self, node: torch.fx.Node, args: Any) -> Any:
-        """Adds this rank's rows to zeros, a partial result; None for another operation."""
+    def _add_rows(self, args: Any) -> Any:
+        """Adds this rank's rows to zeros, a partial result; None if not only rows are sharded."""
         zeros, mask, indices, values = args
-        base: Any = node.args[0]
-        is_zero = base.target is _ATEN.full.default and base.args[1] == 0
         lead = tuple(values.placements)
-        if (
-            not is_zero
-            or len(indices) != 1
-            or not all(p.is_replicate() or _splits_rows(p) for p in lead)
-        ):
+        if len(indices) != 1 or not all(p.is_replicate() or _splits_rows(p) for p in lead):
             return None
-        parts = [self._at(t, lead).to_local() for t in (mask, indices[0], values)]
+        parts = [self._placed(t, lead).to_local() for t in (mask, indices[0], values)]
         made = _ADD_ROWS(zeros.to_local(), parts[0], [parts[1]], parts[2])
         layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
         return distributed(made, self._mesh, layout, zeros)
 
     def _attention(self, args: Any, kwargs: Any, target: Any) -> Any:
-        """Runs attention on this rank's rows and heads; None if they are not sharded so."""
+        """Runs attention on this rank's rows and heads; None if other dimensions are sharded."""
         mask = kwargs.get("attn_mask")
         tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
         alone = (*map(Shard, range(ROWS_AND_HEADS)), Replicate())
-        splits = [lies for lies in (t.placements for t in tensors) if all(p in alone for p in lies)]
+        layouts = (tensor.placements for tensor in tensors)
+        splits = [layout for layout in layouts if all(p in alone for p in layout)]
         if not splits:
             return None
-        # In a backward, the layout of the forward's tensors: the gradient may have another one.
-        lead = max(splits, key=lambda lies: sum(p.is_shard() for p in lies))
-        if not all(self._splits_alike(tensors, dim) for dim in map(_split_dim, lead)):
+        # The placements that shard most: those of the forward's tensors, since a gradient may have
+        # come replicated.
+        lead = max(splits, key=lambda layout: sum(p.is_shard() for p in layout))
+        if not all(self._divides_alike(tensors, dim) for dim in map(_split_dim, lead)):
             return None
         if isinstance(mask, DTensor) and mask.dim() not in (2, 4):
             return None
@@ -542,41 +554,41 @@ class _Sharding(torch.fx.Interpreter):
             if not isinstance(value, DTensor):
                 return value
             if not has_rows(value) and value is not mask:
-                return self._at(value, self._replicated).to_local()
-            own = value is mask  # of size 1, a dimension of the mask is for all rows or heads
+                return self._placed(value, self._replicated).to_local()
+            own = value is mask  # where its size is 1, one mask is for all rows or heads
             layout = (
                 Replicate() if own and p.is_shard() and _is_single(value, _split_dim(p)) else p
                 for p in lead
             )
-            return self._at(value, tuple(layout)).to_local()
+            return self._placed(value, tuple(layout)).to_local()
 
-        own_args, own_kwargs = torch.fx.node.map_aggregate((args, kwargs), local)  # type: ignore[misc]
+        own_args, own_kwargs = aggregate((args, kwargs), local)  # type: ignore[misc]
         made = target(*own_args, **own_kwargs)
-        # A run on whole meta tensors gives the types of the whole results.
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), without_data)  # type: ignore[misc]
-        with disable_proxy_modes_tracing():  # on a GPU it would stay in the graph: it may draw
+        # A run on whole meta tensors tells the types of the whole results.
+        args, kwargs = aggregate((args, kwargs), without_data)  # type: ignore[misc]
+        with disable_proxy_modes_tracing():  # traced, it would stay in the graph if it may draw
             whole = target(*args, **kwargs)
-        # On a GPU results have the operands' layout; others are numbers and a generator's state.
+        # Kernels of a GPU keep the strides of operands, and also return a generator's state.
         return tuple(
             distributed(in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
             for t, w in zip(made, whole, strict=True)
         )
 
-    def _splits_alike(self, tensors: Sequence[DTensor], dim: int) -> bool:
-        """Whether each rank's shards of a dimension belong together in all tensors."""
-        # There may be fewer heads of keys: each is for several consecutive heads of queries.
+    def _divides_alike(self, tensors: Sequence[DTensor], dim: int) -> bool:
+        """Whether a rank's shards of a dimension belong together in all tensors."""
+        # Several consecutive heads of queries may share one head of keys.
         sizes = {t.shape[dim] for t in tensors} if dim >= 0 else {1}
         pairs = zip(tensors[0].placements, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, size in pairs if _split_dim(p) == dim)
         return len(sizes) == 1 or all(size % num_parts == 0 for size in sizes)
 
-    def _wrapped(self, tensor: Any) -> Any:
-        """Returns a tensor that is the same on each rank as a DTensor."""
+    def _as_dtensor(self, tensor: Any) -> Any:
+        """Returns a tensor as a DTensor; a plain one is the same on each rank."""
         if isinstance(tensor, DTensor) or not isinstance(tensor, torch.Tensor):
             return tensor
         return DTensor.from_local(tensor, self._mesh, self._replicated, run_check=False)
 
-    def _at(self, tensor: DTensor, layout: Placements | None) -> DTensor:
+    def _placed(self, tensor: DTensor, layout: Placements | None) -> DTensor:
         if layout is None:
             return tensor
         layout = tuple(
@@ -584,13 +596,13 @@ class _Sharding(torch.fx.Interpreter):
         )
         if tuple(tensor.placements) == layout:
             return tensor
-        self._note_parts(tensor, layout)
+        self._note_uneven(tensor, layout)
         pairs = zip(tensor.placements, layout, strict=True)
         whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
         made = moved(tensor, whole)
         if whole == layout:
             return made
-        # A replicated value becomes a partial one of equal parts.
+        # A replicated tensor becomes partial: each rank has an equal fraction.
         sizes = zip(whole, layout, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, q, size in sizes if p != q)
         return distributed(made.to_local() / num_parts, self._mesh, layout, made)

@@ -222,7 +222,7 @@ class Rules:
                     split(dim) if f and not m else WHOLE for f, m in zip(full, masks, strict=True)
                 )
                 yield list(made), list(inputs)
-        elif node.target is _ADD_ROWS and _is_zero(node.args[0]):
+        elif node.target is _ADD_ROWS and is_zero(node.args[0]):
             # The gradient of an embedding: each rank adds up the rows that it has.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
         elif node.target is _COPY:
@@ -305,7 +305,8 @@ def _with(arguments: Any, values: Mapping[torch.fx.Node, Any]) -> Any:
     return map_arg(arguments, values.__getitem__)
 
 
-def _is_zero(operand: Any) -> bool:
+def is_zero(operand: Any) -> bool:
+    """Whether an operand is a tensor full of zeros."""
     if not isinstance(operand, torch.fx.Node) or operand.target is not _FULL:
         return False
     return isinstance(operand.args[1], (int, float)) and operand.args[1] == 0

@@ -1,4 +1,4 @@
-"""Counts the collectives of one rank's program, their bytes, and the rank's memory."""
+"""Lists the collectives of a rank's program with their bytes, and counts the rank's memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Collective:
     """One collective of a step.
 
     Attributes:
-        path: of the call that it is in, such as ``micro_batch_0.blocks.1``.
-        part: the name of the closure, such as ``Block.forward``.
+        path: the module path of the call that it belongs to, such as ``micro_batch_0.blocks.1``.
+        part: the name of the called closure, such as ``Block.forward``.
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, or
             ``"send"`` from a stage to its neighbour.
         axis: the dimension of the mesh.
-        num_bytes: of this rank's input or output, whichever is larger.
-        num_beside: launches between its start and the wait for it; None if it is not linked.
+        num_bytes: the bytes of this rank's input or output, whichever is larger.
+        num_beside: the number of launches that overlap with it; None if it is not linked.
     """
 
     path: str
@@ -44,18 +44,18 @@ class Collective:
 def collectives_of(
     program: Program, launches: Iterable[Any], part: str = ""
 ) -> tuple[Collective, ...]:
-    """Returns the collectives of a program in the order in which they start.
+    """Returns the collectives of a linked program in the order in which they start.
 
     Args:
-        program: of a step, or a part of a stage.
+        program: the program of a step, or of a part of a stage.
         launches: the placed launches that it was linked to.
-        part: its name.
+        part: the name of the program.
 
     Raises:
-        VerifyError: unless there is one wait for each.
+        VerifyError: unless the program waits for each collective once.
     """
     found, beside = list(collectives_in(program, part=part)), list[int]()
-    begun: dict[int, int] = {}
+    begun: dict[int, int] = {}  # buffer of the result -> number of the collective
     for place, one in enumerate(launches):
         launch = one.launch
         if launch.function in INTO:
@@ -64,20 +64,20 @@ def collectives_of(
         elif launch.function is WAIT:
             number = begun.pop(one.place(launch.args[0]).instance, -1)
             if number < 0:
-                raise VerifyError("A program waits for what no collective makes.")
+                raise VerifyError("A program waits for a tensor that no collective writes.")
             beside[number] = place - beside[number] - 1
     if begun or len(found) != len(beside):
-        raise VerifyError("A program has a collective that nothing waits for.")
+        raise VerifyError("A program starts a collective and never waits for it.")
     pairs = zip(found, beside, strict=True)
     return tuple(replace(one, num_beside=number) for one, number in pairs)
 
 
 def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator[Collective]:
-    """Yields the collectives of a program that is not linked, in the order of its calls.
+    """Yields the collectives of a sharded program, in the order of its calls.
 
     Args:
-        program: of local shapes.
-        path: the module path of its call.
+        program: the program, of local shapes.
+        path: the module path of the call of this program.
         part: the name of its closure.
     """
     for call in program.calls:
@@ -85,7 +85,7 @@ def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator
         inner = ".".join(p for p in (path, call.path) if p)
         if isinstance(closure, Composite):
             yield from collectives_in(closure.program, inner, closure.name)
-        elif isinstance(closure, Leaf) and closure.first_target in COLLECTIVES:  # reads no other
+        elif isinstance(closure, Leaf) and closure.first_target in COLLECTIVES:  # alone in its leaf
             (taken,), (given,) = closure.input_types, closure.output_types
             assert isinstance(taken, TensorType)
             assert isinstance(given, TensorType)
@@ -97,18 +97,18 @@ def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator
 
 @dataclass(frozen=True)
 class MeshCosts(OperatorCosts):
-    """Costs of operators on one device, and of collectives over the axes of a mesh."""
+    """The costs of operators on one device, and of collectives over the axes of a mesh."""
 
     axes: Sequence[Axis] = ()
 
     def of(self, node: torch.fx.Node) -> Cost:
-        """Returns the cost of an operator or a collective by itself."""
+        """Returns the cost of an operator or a collective that runs alone."""
         if node.target not in COLLECTIVES:
             return super().of(node)
         place = [axis.name for axis in self.axes].index(str(node.args[-1]))
         size = max(map(value_bytes, (node, *node.all_input_nodes)))
         kind = str(node.target).split(".")[1]
-        return Cost(0, size, sum(Moves(self.axes).taken_s(kind, place, size)))
+        return Cost(0, size, sum(Moves(self.axes).step_s(kind, place, size)))
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class RankMemory:
     """The bytes of one rank while a step runs, by purpose.
 
     Attributes:
-        parameters: its shards of parameters and buffers.
-        gradients: its shards of gradients, which stay in the arena until the next step.
-        batch: its rows of the batch.
+        parameters: shards of parameters and buffers.
+        gradients: shards of gradients, which stay in the arena until the next step.
+        batch: rows of the batch.
         arena: the rest of the arena: activations, results of collectives, scratch.
-        launches: most bytes at one time that launches allocate themselves.
+        launches: the most bytes that launches allocate at one time.
         optimizer: the optimizer's tensors, if known.
         outside: memory that PyTorch does not count, if known.
     """
@@ -135,7 +135,7 @@ class RankMemory:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """The bytes for all purposes."""
         return sum(vars(self).values())
 
     def __str__(self) -> str:
@@ -149,8 +149,8 @@ class ShardedStep:
 
     Attributes:
         layouts: the layouts of its tensors.
-        collectives: in the order in which they run.
-        memory: of one rank.
+        collectives: its collectives, in the order in which they start.
+        memory: the memory of one rank.
     """
 
     layouts: MeshPlan
@@ -159,7 +159,7 @@ class ShardedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are summed, gathered or exchanged in a step, on one rank."""
+        """The bytes that the collectives of one rank reduce, gather or exchange in a step."""
         return sum(one.num_bytes for one in self.collectives)
 
     def __str__(self) -> str:
@@ -174,16 +174,16 @@ class ShardedStep:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """Counts the collectives of one kind in the calls of one part of a program.
+    """The collectives of one kind in a part of a program, which is called several times.
 
     Attributes:
-        part: of the program, such as ``Block.forward``.
-        num_calls: of it in a step.
-        kind: of the collectives.
+        part: the part, such as ``Block.forward``.
+        num_calls: how often a step calls it.
+        kind: the kind of the collectives.
         axis: the dimension of the mesh.
-        count: in one call.
-        num_bytes: in one call.
-        beside: the fewest and the most launches from a start to its wait; empty if not linked.
+        count: their number in one call.
+        num_bytes: their bytes in one call.
+        beside: the fewest and the most launches that overlap with one; empty if not linked.
     """
 
     part: str
@@ -204,7 +204,7 @@ class TrafficRow:
 
 
 def traffic_rows(collectives: Iterable[Collective]) -> Iterator[TrafficRow]:
-    """Yields a row for each kind of collective in each part, for all calls of the part."""
+    """Yields a row for each part of a program and each kind of collective in it."""
     paths: dict[str, set[str]] = defaultdict(set)
     rows: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for one in collectives:

@@ -421,7 +421,7 @@
     if (m.moved.length) made.append(table(["part of the program", "calls", "collectives of a call", "over", "bytes of a call", "launches until waited for"], m.moved.map((r) => [
       el("code", {}, r.part), num(r.num_calls), `${digits(r.count)} ${r.kind}`, r.axis, bytes(Math.round(r.num_bytes)), [...new Set(r.beside)].map(num).join(" to ") || "–"]), "Collectives"));
     if (m.memory.length) made.append(table(["a rank holds", "bytes"], m.memory.map(([what, n]) => [what, bytes(n)]), "Memory of a rank"));
-    if (m.whole) made.append(el("p", { class: "callout" }, `On whole tensors on each rank, for want of a rule: ${m.whole}.`));
+    if (m.whole) made.append(el("p", { class: "callout" }, `On whole tensors on each rank, without a rule: ${m.whole}.`));
     if (m.table) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "What was chosen"), el("pre", { class: "command", tabindex: "0", style: "white-space:pre;overflow-x:auto" }, m.table));
   }
   if (data.predicted) {
