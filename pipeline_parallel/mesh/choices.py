@@ -1,8 +1,9 @@
-"""Lists the choices: for each group of operators its options, with seconds and layouts.
+"""Lists what a plan can choose: options of groups of operators, with their layouts and seconds.
 
-An item is an operator, or a slot between calls. Items between which a tensor would never be
-redistributed form one group: elementwise operators on equal shapes, and views with the operators
-before or after them. So a product between two views is planned like one on three dimensions.
+An item is an operator, or a slot between calls. Items between which it never pays to redistribute a
+tensor form one group, for which one option is chosen: elementwise operators on equal shapes, and
+views with the operators before or after them. So a matrix product between two views is planned like
+one of three dimensions.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Item:
         leaf: position of the leaf in :class:`Folded`; -1 for a slot.
         node: the operator; None for a slot.
         slot: the slot; None for an operator.
-        inputs: its operands; None for one that is not a tensor.
-        outputs: its results that are tensors.
+        inputs: the operands; None for one that is not a tensor.
+        outputs: the results that are tensors.
         ways: for each axis, the ways to compute it.
-        group: the group that it is in.
+        group: the group that it belongs to.
     """
 
     leaf: int
@@ -53,20 +54,20 @@ class Item:
 
     @property
     def is_view(self) -> bool:
-        """Whether it is an operator that computes nothing."""
+        """Whether it is an operator that only returns a view."""
         return self.node is not None and is_free(self.node)
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """A tensor between the item that makes it and an item that reads it.
+    """A tensor between two items.
 
     Attributes:
         source: the item that makes it.
         output: its position among the source's outputs.
         target: the item that reads it.
         operand: its position among the target's inputs.
-        count: how often in a step.
+        count: how often a step makes it.
     """
 
     source: Item
@@ -87,13 +88,13 @@ class Edge:
 
     @cached_property
     def prefetches(self) -> bool:
-        """Whether its collective can overlap with other work: a parameter, or a gradient."""
+        """Whether its collective can overlap with other work: that of a parameter or a gradient."""
         slots = (self.source.slot, self.target.slot)
         return any(slot is not None and slot.kind == "parameter" for slot in slots)
 
 
 class Group:
-    """Items that are chosen together. An option has one way for each item, for each axis."""
+    """Items for which one option is chosen. An option has a way for each item, on each axis."""
 
     def __init__(self, item: Item) -> None:
         self.items = [item]
@@ -103,8 +104,8 @@ class Group:
         return len(self.seconds)
 
     def finish(self, axes: Sequence[Axis], rates: Rates, counts: Sequence[int]) -> None:
-        """Combines the options of all axes, without those in which a tensor cannot be split so."""
-        # Rules are for one axis: axes interact only where two of them split the same dimension.
+        """Combines the options of all axes; leaves out those that no tensor could be sharded by."""
+        # Rules are for a single axis. Axes interact only where two of them split one dimension.
         chosen = []
         for pick in itertools.product(*map(range, map(len, self.options))):
             combined = [self.options[axis][i] for axis, i in enumerate(pick)]
@@ -157,7 +158,7 @@ class Group:
             table = np.array(rows).reshape(len(options), len(tensors))
             picked = table[self._picks[:, axis]]
             shares *= picked
-            # The work shrinks with the most split tensor; a whole one is read by every rank.
+            # The operand or result that is split most says how much work a rank has.
             work *= picked.min(axis=1, initial=1.0)
         moved = shares @ sizes
         if is_elementwise(item.node):  # fused into a neighbour, most often
@@ -171,7 +172,7 @@ class Group:
 def _fits(
     tensor: torch.Tensor, layouts: Sequence[Layout | None], axes: Sequence[Axis], *, at_rest: bool
 ) -> bool:
-    """Whether a tensor can be split by several axes at once."""
+    """Whether several axes can split a tensor at once."""
     by_dim: dict[int, list[tuple[int, Layout]]] = defaultdict(list)
     for axis, one in zip(axes, layouts, strict=True):
         if one is not None and one.is_split:
@@ -185,7 +186,7 @@ def _fits(
         parts = math.prod(size for size, _ in splits) * max(factors, default=1)
         if tensor.shape[dim] % parts:
             return False
-        # Plain splits come first, so they must divide the number of parts.
+        # DTensor applies plain splits first, so they must divide the number of parts.
         plain = math.prod(size for size, one in splits if one.factor == 1)
         if any(factor % plain for factor in factors):
             return False
@@ -193,19 +194,19 @@ def _fits(
 
 
 class Choices:
-    """All groups and edges of a folded step.
+    """The groups of a folded step, and the edges between them.
 
     Args:
         folded: the step.
-        axes: of the mesh.
-        rates: of a rank.
-        pinned: for parameters, by name: the axis that is fixed, and the layout along it.
+        axes: the axes of the mesh.
+        rates: the speed of a rank's device.
+        pinned: for parameters that the user fixed, by name: an axis, and the layout along it.
 
     Attributes:
         slots: an item for each slot.
-        groups: items that get one option together.
-        edges: between different groups.
-        unknown: operators without a rule.
+        groups: all groups.
+        edges: the edges between different groups.
+        unknown: the operators without a rule.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Choices:
             item.group = Group(item)
         _merge(edges)
         self.groups = list(dict.fromkeys(item.group for item in items))
-        # A constant is whole on each rank, which takes its part without communication.
+        # A constant is whole on each rank, so its shards need no communication.
         self.edges = [
             edge
             for edge in edges
@@ -260,7 +261,7 @@ class Choices:
             layouts = rules.layouts(tensor)
             if pin is not None and pin[0] == axis:
                 layouts = [one for one in layouts if one == pin[1]]
-            # Buffers stay plain tensors, and the user receives whole results: no split of these.
+            # Buffers stay plain tensors, and the user receives whole results.
             if slot.kind in ("buffer", "result"):
                 layouts = layouts[:1]
             ways.append([Way((one,), (one,)) for one in layouts])
@@ -274,7 +275,7 @@ class Choices:
             made[entry] = self.slots[self.folded.slot_of[Port(number, False, index)]], 0
         for node in leaf.nodes:
             if node.target is operator.getitem:
-                # It computes nothing: it picks an output of the operator before it.
+                # A getitem stands for an output of the operator before it.
                 base, _ = made[node.args[0]]  # type: ignore[index]
                 made[node] = base, _place(node)
                 continue
@@ -303,7 +304,7 @@ def _is_constant(item: Item) -> bool:
 
 
 def _is_sensible(item: Item, way: Way) -> bool:
-    """Whether a way is worth a try: a single partial sum could as well be reduced before it."""
+    """Whether a way may pay: not if it only passes on a sum that could be reduced before."""
     partial = [
         tensor
         for tensor, one in zip(item.inputs, way.inputs, strict=True)
@@ -321,7 +322,7 @@ def _place(node: torch.fx.Node) -> int:
 
 
 def _factors(folded: Folded) -> Iterator[tuple[int, int]]:
-    """Yields sizes of dimensions that views join or split, each with the size of its first part."""
+    """Yields sizes of dimensions that a view joins or splits, with the number of their parts."""
     found: dict[tuple[int, int], None] = {}
     for leaf, _ in folded.leaves:
         for node in leaf.nodes:
@@ -339,7 +340,7 @@ _VIEWS = tuple(
 
 
 def _joined(long: Sequence[int], short: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields, for each dimension that is several in another shape, its size and the first one's."""
+    """Yields, for each dimension that is several in a longer shape, its size and their first."""
     position = 0
     for size in short:
         start, product = position, 1
@@ -348,13 +349,13 @@ def _joined(long: Sequence[int], short: Sequence[int]) -> Iterator[tuple[int, in
             position += 1
         if product != size:
             return
-        # Heads at the end need no factor: nobody splits the numbers within one head.
+        # Heads at the end need no factor: the numbers within a head are never split.
         if position - start > 1 and long[start] > 1 and start + 2 < len(long):
             yield size, long[start]
 
 
 def _prune(edges: Sequence[Edge]) -> None:
-    """Removes ways that need an operand in a layout that it cannot be redistributed to."""
+    """Removes ways with an operand whose layout no redistribution can make."""
     by_target: dict[Item, list[Edge]] = defaultdict(list)
     by_source: dict[Item, set[Item]] = defaultdict(set)
     for edge in edges:
@@ -387,8 +388,8 @@ def _reachable(way: Way, edges: Sequence[Edge], axis: int) -> bool:
 
 
 def _merge(edges: Sequence[Edge]) -> None:
-    """Merges groups between which no tensor is ever redistributed."""
-    # A merge may allow further ones, so edges are tried again until nothing changes.
+    """Merges groups between which it never pays to redistribute a tensor."""
+    # A merge may allow further merges, so edges are tried until nothing changes.
     changed = True
     while changed:
         changed = False
@@ -429,7 +430,7 @@ def _is_one(edge: Edge, uses: int) -> bool:
 
 
 def _follows(item: Item) -> bool:
-    """Whether an operator's results are always laid out like its operands (split, cat, slice)."""
+    """Whether an operator's results always have the layout of its operands (split, cat, slice)."""
     for ways in item.ways:
         for way in ways:
             layouts = {one for one in (*way.inputs, *way.outputs) if one is not None}
@@ -439,7 +440,7 @@ def _follows(item: Item) -> bool:
 
 
 def _loses_sums(edge: Edge) -> bool:
-    """Whether a merge would leave no place to reduce a partial sum, such as a matrix product's."""
+    """Whether a merge would drop options that make a partial sum, such as a matrix product's."""
     for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
         into = {way.inputs[edge.operand] for way in taken}
         if any(
@@ -450,7 +451,7 @@ def _loses_sums(edge: Edge) -> bool:
 
 
 def _loses_little(edge: Edge) -> bool:
-    """Whether both ends have the same layouts, except splits of the numbers within a head."""
+    """Whether both ends allow the same layouts, but for splits of the numbers within a head."""
     last = max(edge.tensor.dim() - 1, 3)
     for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
         out = {way.outputs[edge.output] for way in given}
@@ -461,7 +462,7 @@ def _loses_little(edge: Edge) -> bool:
 
 
 def _join(source: Group, target: Group, edges: Sequence[Edge]) -> None:
-    """Merges two groups; options that disagree about a tensor between them are dropped."""
+    """Merges two groups; drops pairs of options with different layouts of a tensor between them."""
     between = [e for e in edges if {e.source.group, e.target.group} == {source, target}]
     groups = (source, target)
 

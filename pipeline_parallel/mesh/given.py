@@ -1,11 +1,11 @@
-"""A plan by hand: styles of modules, as torchtitan has them, and placements of single parameters.
+"""Makes a plan of what the user says: styles of modules, and pins of single parameters.
 
-The names of a mesh's dimensions say what they are for. Along data-parallel dimensions each rank has
-its own rows of the batch; ``fsdp`` shards parameters as well, which are gathered before use. Styles
-and pins apply to the tensor-parallel dimension.
+The name of a mesh dimension says what it is for. Along data-parallel dimensions each rank has its
+own rows of the batch; ``fsdp`` also shards parameters, which are gathered before use. Styles and
+pins apply to the tensor-parallel dimension.
 
-A weight may hold several projections, such as queries, keys and values in one Linear. Plain shards
-of rows would give one rank the queries and half of the keys: each projection is sharded by itself.
+A weight may hold several projections, such as queries, keys and values in one Linear. Shards of its
+rows would give one rank the queries and half of the keys, so each projection is sharded by itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DIMENSIONS: Mapping[tuple[type, type], Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Pins:
-    """Holds what a user fixes for a module.
+    """The placements that the user fixes for a module.
 
     Attributes:
         parameters: placements along the tensor-parallel dimension, by name in the module.
@@ -68,10 +68,10 @@ class Pins:
 
 
 def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
-    """Returns a mesh, if its dimensions' names say what they are for (not for ``any_names``).
+    """Returns a mesh; its dimensions need names that say what they are for, unless ``any_names``.
 
     Raises:
-        PlanError: if it is none, or a name is not known.
+        PlanError: if it is no mesh, or has another name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
@@ -101,14 +101,14 @@ def given_plan(
     """Returns the plan that styles and marks say.
 
     Args:
-        modules: all of the model, by path.
-        mesh: checked.
-        styles: of modules.
-        marks: by the path of a module.
-        batch: the arguments of one micro-batch, flat.
+        modules: all modules of the model, with their paths.
+        mesh: the mesh, with names that were checked.
+        styles: the styles of modules.
+        marks: the pins of modules, with their paths.
+        batch: the flat arguments of one micro-batch.
 
     Raises:
-        PlanError: if a pattern matches nothing, or something cannot be split as asked.
+        PlanError: if a pattern matches no module, or a tensor cannot be sharded as asked.
     """
     by_path = dict(modules)
     pins = _of_styles(by_path, styles)
@@ -143,7 +143,7 @@ def pinned(
     """Returns the dimension of the mesh and the placement of each parameter that marks pin.
 
     Raises:
-        PlanError: if something cannot be split as asked, or a result is pinned.
+        PlanError: if a parameter cannot be sharded as asked, or a result is pinned.
     """
     if not marks:
         return {}
@@ -255,7 +255,7 @@ def _layout(
     tensor: int | None,
     pinned: Placement | None,
 ) -> Placements:
-    """Returns how a parameter is stored."""
+    """Returns the placements in which a parameter is stored."""
     layout: list[Placement] = [Replicate() for _ in axes]
     shape = list(parameter.shape)
     if tensor is not None and pinned is not None and pinned.is_shard():
@@ -267,7 +267,7 @@ def _layout(
                 f"which cannot be split evenly over the {size} ranks of {axis!r}."
             )
         layout[tensor] = Shard(dim)
-        shape[dim] = 1  # not split a second time: gathering it would then reorder rows
+        shape[dim] = 1  # not sharded a second time, because a gather would then reorder rows
     for index, (axis, size) in enumerate(axes):
         if axis not in GATHERED:
             continue
@@ -279,18 +279,18 @@ def _layout(
 
 
 def _rows(leaf: Any, axes: Sequence[tuple[str, int]]) -> Placements:
-    """Returns how a tensor of the batch is split."""
-    # Ranks of tensor parallel see the same rows, since each computes a part of every row.
-    split = [i for i, (name, _) in enumerate(axes) if name not in TENSOR]
+    """Returns the placements of a tensor of the batch."""
+    # Ranks of tensor parallel get the same rows, because each computes a part of every row.
+    own = [i for i, (name, _) in enumerate(axes) if name not in TENSOR]
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return tuple(Replicate() for _ in axes)
-    ranks = math.prod(axes[index][1] for index in split)
+    ranks = math.prod(axes[index][1] for index in own)
     if leaf.shape[0] % ranks:
         raise PlanError(
             f"A batch tensor of shape {tuple(leaf.shape)} cannot be split evenly over the {ranks} "
             "ranks that have rows of their own. Change the batch size, micro_batches or the mesh."
         )
-    return tuple(Shard(0) if i in split else Replicate() for i in range(len(axes)))
+    return tuple(Shard(0) if i in own else Replicate() for i in range(len(axes)))
 
 
 # ---- weights that hold several projections -------------------------------------------------------
@@ -302,13 +302,13 @@ def with_joint_projections(
     """Returns a plan that shards each projection by itself in weights that hold several.
 
     Args:
-        plan: as styles and marks say.
+        plan: the plan that styles and marks say.
         make_step: makes the step, of global shapes.
-        names_of: gives all names of a parameter of the step in the model.
+        names_of: returns all names in the model of a parameter of the step.
     """
     parameters, rows = dict(plan.parameters), Shard(0)
     axis = next((i for i, (name, _) in enumerate(plan.axes) if name in TENSOR), None)
-    if axis is None or all(lies[axis] != rows for lies in parameters.values()):
+    if axis is None or all(held[axis] != rows for held in parameters.values()):
         return plan
     folded = folded_step(make_step())
     weights = (
@@ -320,10 +320,10 @@ def with_joint_projections(
         for parts in _projections(weight, plan.axes[axis][1]):
             paths = [n.removesuffix("weight") for name in names for n in names_of(name)]
             for name in (path + own for path in paths for own in ("weight", "bias")):
-                lies = list(parameters.get(name, ()))
-                if lies and lies[axis] == rows:
-                    lies[axis] = placement_of(split(0, parts))
-                    parameters[name] = tuple(lies)
+                held = list(parameters.get(name, ()))
+                if held and held[axis] == rows:
+                    held[axis] = placement_of(split(0, parts))
+                    parameters[name] = tuple(held)
     return replace(plan, parameters=parameters)
 
 

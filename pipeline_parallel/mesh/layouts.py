@@ -1,8 +1,8 @@
 """Layouts of tensors on the axes of a mesh, and the cost of redistributing a tensor.
 
-The planner compares many layouts, so they are plain tuples, and their costs are cached. A tensor has
-one :class:`Layout` for each axis. It is redistributed in steps, each on one axis, in the order of
-DTensor's ``redistribute``, so that the predicted steps are those that will run.
+The planner compares many layouts, so they are plain tuples, and their costs are cached. A tensor
+has one :class:`Layout` for each axis. It is redistributed in steps, each on one axis, in the order
+of DTensor's ``redistribute``, so that the predicted steps are those that will run.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class NodeLayouts:
     """The placements of one operator's tensors.
 
     Attributes:
-        inputs: for each operand, in the order of ``node.all_input_nodes``, the placements that it is
-            redistributed to; None for no change.
+        inputs: for each of ``node.all_input_nodes``, the placements that it is redistributed to;
+            None for no change.
         outputs: the same for each result. A partial result is left as DTensor's rules make it.
     """
 

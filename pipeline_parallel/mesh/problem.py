@@ -1,8 +1,8 @@
-"""The choice of an option for each group, as a linear program.
+"""Chooses an option for each group, by a linear program.
 
-Each option of a group is a variable, and those of one group sum to one. Each edge has a variable
-for each pair of layouts between which its tensor can be redistributed, tied to the options at both
-ends. The optimum of the relaxation is nearly always integral; where it is not, HiGHS branches.
+Each option of a group is a variable between 0 and 1, and those of a group sum to 1. Each edge has a
+variable for each pair of layouts between which its tensor can be redistributed, tied to the options
+at both ends. The optimum is nearly always integral. Where it is not, HiGHS branches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .choices import Choices, Edge, Group, Item
 from .layouts import Layouts, Moves
 
 PREFETCHED = 0.5
-"""The share that counts of a collective that can overlap with other work: see ``prefetches``."""
-# HiGHS has absolute tolerances: costs are handed to it in microseconds.
+"""The fraction that counts of a collective that can overlap with other work (``prefetches``)."""
+# HiGHS has absolute tolerances, so it gets costs in microseconds.
 _UNIT_S = 1e-6
 _TOLERANCE = 1e-4
 _BRANCHING_S, _NODES = 60, 100
@@ -34,11 +34,7 @@ _MOST_FOR_SIMPLEX = 100_000
 
 
 class OverMemoryError(PlanError):
-    """No plan holds as little as is allowed.
-
-    Attributes:
-        least_bytes: what every plan holds on a rank at least.
-    """
+    """No plan fits memory; each one holds at least ``least_bytes`` on a rank."""
 
     def __init__(self, limit_bytes: int, least_bytes: int) -> None:
         super().__init__(
@@ -50,12 +46,12 @@ class OverMemoryError(PlanError):
 
 @dataclass(frozen=True)
 class Solution:
-    """An option for each group.
+    """The option that is chosen for each group, and what a step then takes.
 
     Attributes:
-        options: the option chosen for each group.
-        seconds: predicted for a step.
-        held_bytes: of a rank: parameters, gradients, optimizer state, saved tensors.
+        options: the options.
+        seconds: the predicted seconds of a step.
+        held_bytes: the bytes on a rank of parameters, gradients, optimizer state, saved tensors.
         bound_s: a lower bound for the seconds of any plan.
         is_scarce: whether a plan that holds more would take less time.
     """
@@ -71,10 +67,10 @@ class Problem:
     """The linear program of some choices.
 
     Args:
-        choices: what there is to choose.
-        moves: costs of redistributing tensors.
-        memory: bytes that a rank holds, for each option of each group that holds any.
-        limit_bytes: what a rank may hold; None for no limit.
+        choices: the groups, with their options, and the edges.
+        moves: the costs of redistributing tensors.
+        memory: the bytes that a rank holds, for each option of each group that holds any.
+        limit_bytes: the bytes that a rank may hold; None for no limit.
     """
 
     def __init__(
@@ -93,19 +89,19 @@ class Problem:
         self._num_below = 0
         self._first: dict[Group, int] = {}
         for group in choices.groups:
-            self._first[group] = len(self._costs)
+            first = self._first[group] = len(self._costs)
             self._costs += list(group.seconds)
-            self._equal([(self._first[group] + i, 1.0) for i in range(len(group))], 1.0)
+            self._equal([(first + i, 1.0) for i in range(len(group))], 1.0)
         self.num_options = len(self._costs)
         self._columns: dict[tuple[Item, int, bool], dict[Layouts, list[int]]] = {}
         for edges in sharing(choices.edges):
             self._add(edges)
 
     def solve(self) -> Solution:
-        """Returns the cheapest choice.
+        """Returns the choice that takes the least time.
 
         Raises:
-            PlanError: if no choice fits the memory.
+            PlanError: if no choice fits memory.
         """
         matrix = self._matrix(self._rows, len(self._right))
         costs = np.array(self._costs) / _UNIT_S
@@ -115,7 +111,7 @@ class Problem:
             raise OverMemoryError(self._limit or 0, self._least_bytes(matrix))
         if self._is_whole(found.x):
             return self._solution(found.x, found)
-        # Options that the relaxation takes in full are fixed; branching decides the few others.
+        # Options that the relaxation sets to 1 are fixed; branching decides the few others.
         settled = [found.x[i] > 1 - _TOLERANCE for i in range(self.num_options)]
         for fixed in (settled, [False] * self.num_options):
             tried = self._branched(costs, matrix, below, fixed)
@@ -124,7 +120,7 @@ class Problem:
         raise PlanError(f"No plan was found that holds at most {self._limit} bytes per rank.")
 
     def _least_bytes(self, matrix: Any) -> int:
-        """Returns a bound that no plan's bytes per rank go below."""
+        """Returns a lower bound for the bytes on a rank of any plan."""
         held = np.zeros(len(self._costs))
         for group, row in self._memory.items():
             held[self._first[group] : self._first[group] + len(group)] = row
@@ -135,8 +131,8 @@ class Problem:
         upper, bound = below
         options: dict[str, Any] = {"A_eq": matrix, "b_eq": np.array(self._right)}
         options |= {"A_ub": upper, "b_ub": bound, "bounds": (0, None)}
-        # Where many plans cost nearly the same, the simplex method goes through all of them. It is
-        # limited by steps: by time, ranks would end with different plans.
+        # Where many plans cost nearly the same, the simplex method visits all of them. So its steps
+        # are limited, and not its time: ranks of different speed would find different plans.
         limit = {"maxiter": _SIMPLEX_STEPS}
         if len(costs) <= _MOST_FOR_SIMPLEX:
             found = linprog(costs, **options, method="highs", options=limit)
@@ -147,7 +143,7 @@ class Problem:
     def _branched(
         self, costs: Any, matrix: Any, below: tuple[Any, Any], fixed: Sequence[bool]
     ) -> Any:
-        """Returns integral values, with the ``fixed`` options taken; None if none were found."""
+        """Returns integral values with the ``fixed`` options at 1; None if none were found."""
         lower, whole = np.zeros(len(costs)), np.zeros(len(costs))
         whole[: self.num_options] = 1
         lower[: self.num_options] = fixed
@@ -160,7 +156,7 @@ class Problem:
             integrality=whole,
             bounds=Bounds(lower, np.inf),
             constraints=constraints,
-            # By nodes, not by time alone: loaded ranks would end with different plans.
+            # Nodes are limited, and not time alone: loaded ranks would find different plans.
             options={"mip_rel_gap": 1e-3, "node_limit": _NODES, "time_limit": _BRANCHING_S},
         ).x
 
@@ -170,7 +166,7 @@ class Problem:
             for group, first in self._first.items()
         }
         made = evaluated(self._choices, self._moves, self._memory, options)
-        # The marginal of the memory's row, the last one, is what one more byte is worth.
+        # The marginal of the last row, which bounds memory, says what one more byte would save.
         is_scarce = self._limit is not None and relaxed.ineqlin.marginals[-1] < -_TOLERANCE
         return replace(made, bound_s=relaxed.fun * _UNIT_S, is_scarce=bool(is_scarce))
 
@@ -179,7 +175,7 @@ class Problem:
         return bool(np.all(np.minimum(taken, abs(1 - taken)) < _TOLERANCE))
 
     def _upper(self) -> tuple[Any, Any]:
-        """Returns the rows with an upper bound; the memory's is the last."""
+        """Returns the rows with an upper bound; the last one bounds memory."""
         rows, number = list(self._below), self._num_below
         right = [0.0] * number
         if self._limit is not None:
@@ -219,7 +215,7 @@ class Problem:
         return len(self._costs) - 1
 
     def _add(self, edges: Sequence[Edge]) -> None:
-        """Adds edges of one tensor, which share its redistributions."""
+        """Adds the edges of one tensor, which is redistributed to each layout once."""
         made: dict[tuple[Layouts, Layouts], list[int]] = defaultdict(list)
         for edge in edges:
             before = self._by_layout(edge.source, edge.output, is_output=True)
@@ -227,7 +223,7 @@ class Problem:
             into: dict[Layouts, list[int]] = {layouts: [] for layouts in after}
             for given, options in before.items():
                 out = []
-                # A pair without a redistribution has no variable: most pairs, on several axes.
+                # On several axes most pairs have no redistribution, and so no variable.
                 for taken, flows in into.items():
                     if math.isfinite(move_s(edge, self._moves, given, taken)):
                         out.append(self._new(0.0))
@@ -248,7 +244,7 @@ class Problem:
 
 
 def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
-    """Groups edges of one tensor, which is redistributed to each layout once per group."""
+    """Returns the edges of each tensor within a leaf, where each redistribution of it runs once."""
     parts: dict[tuple[Item, int, int], list[Edge]] = defaultdict(list)
     for edge in edges:
         leaf = edge.target.leaf if edge.source.leaf < 0 else edge.source.leaf
@@ -257,7 +253,7 @@ def sharing(edges: Sequence[Edge]) -> list[list[Edge]]:
 
 
 def move_s(edge: Edge, moves: Moves, before: Layouts, after: Layouts) -> float:
-    """Returns the seconds per step in which an edge redistributes its tensor."""
+    """Returns the seconds of a step in which an edge redistributes its tensor."""
     if before == after:
         return 0.0
     seconds = edge.count * moves.seconds(before, after, edge.num_bytes)
@@ -270,14 +266,14 @@ def evaluated(
     memory: Mapping[Group, Any],
     options: Mapping[Group, int],
 ) -> Solution:
-    """Returns a choice with its costs."""
+    """Returns a choice of options, with what a step then takes."""
     seconds = sum(float(group.seconds[option]) for group, option in options.items())
     held = sum(int(row[options[group]]) for group, row in memory.items())
     return Solution(options, seconds + moves_s(choices.edges, moves, options), held)
 
 
 def moves_s(edges: Sequence[Edge], moves: Moves, options: Mapping[Group, int]) -> float:
-    """Returns the seconds per step that a choice spends on redistribution."""
+    """Returns the seconds of a step that are spent on redistribution."""
     return sum(
         move_s(parts[0], moves, *between)
         for parts in sharing(edges)

@@ -1,12 +1,13 @@
-"""A program of global shapes becomes this rank's program of local shapes, once per closure.
+"""Rewrites a program of global shapes to this rank's local shapes, each different closure once.
 
-Layouts are propagated through the calls, from the inputs on. Each combination of a leaf, a plan and
-layouts is one sharded leaf, so blocks that are called alike still share one. Gathers at the start
-of a leaf begin one call earlier, and reductions at its end are waited for later.
+Placements are propagated through the calls, from the inputs on. A leaf is sharded once for each
+plan and each combination of its inputs' placements, so blocks that are called alike still share a
+closure. Gathers at the start of a leaf begin one call earlier, and reductions at its end are waited
+for later.
 
-Stages of a pipeline are sharded, too. An activation is sent in the layout that its stage gives it,
-and its gradient comes back in that layout. Every rank shards all stages, since a stage's input
-layouts are known only after the stage before; closures that stages share are sharded once.
+Stages of a pipeline are sharded, too. An activation is sent with the placements in which its stage
+makes it, and its gradient comes back with the same. Every rank shards all stages, because the
+placements of a stage's inputs are known only after the stage before.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor is placed on the mesh.
+    """The placements of one tensor.
 
     Attributes:
-        held: as it is stored.
+        held: the placements in which it is stored.
         used: what it is redistributed to before a leaf computes with it; None for no change.
         result: for a weight, the placements that its module's result must have.
         given: whether it exists before the step begins, as parameters do.
@@ -76,12 +77,11 @@ class Layout:
 
 
 Layouts = tuple[Layout, ...]
-"""The layouts of several tensors."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """This rank's part of a value between two programs: its type, and its tensors' layouts."""
+    """This rank's part of a value between two programs: its type, and the layout of each tensor."""
 
     type: Type
     layouts: Layouts
@@ -89,7 +89,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A closure of local shapes, which parts its calls are, and its results' layouts, flat."""
+    """A closure of local shapes, the part that each of its calls is, and its results' layouts."""
 
     closure: Closure
     parts: tuple[Part, ...]
@@ -98,17 +98,17 @@ class Sharded:
 
 @dataclass
 class Ends:
-    """Finds leaves that are the same on all ranks: those of the first and the last rank are equal.
+    """Finds leaves that all ranks share: those that are equal on the first and the last rank.
 
     A trace depends on the rank where it takes a chunk, needs the offset of its rows, or has an
-    uneven remainder. Each of these numbers differs between the first rank and the last.
+    uneven remainder. Each of these differs between the first rank and the last.
     """
 
     sharders: list[Sharder] = field(default_factory=list)
     _alike: dict[Any, Sharded | None] = field(default_factory=dict)
 
     def alike(self, key: Any) -> Sharded | None:
-        """Returns a leaf if both ranks have the same; None if not, or if one has not made it."""
+        """Returns a leaf that both ranks have made alike; None if they have not."""
         if key not in self._alike:
             found = [made for one in self.sharders if (made := one.made.get(key)) is not None]
             if len(found) < 2:
@@ -120,19 +120,19 @@ class Ends:
 
 @dataclass
 class Sharder:
-    """Makes the local closures of a program; each different one once.
+    """Makes the local closures of a program, each different one once.
 
     Args:
-        mesh: where it runs.
+        mesh: the mesh that it runs on.
         axes: the dimensions of the mesh, by the names of their process groups.
-        decompositions: of a leaf's operators, where its kernels are compiled.
+        decompositions: returns the decompositions of the operators of a leaf.
         plans: the plans of leaves.
-        ends: of the mesh, whose ranks are compiled for one after another.
+        ends: leaves that ranks share, if ranks are compiled for one after another.
 
     Attributes:
-        whole: operators that every rank runs on whole tensors, since no rule splits them.
-        is_even: whether all ranks have parts of equal sizes.
-        made: sharded closures, by what they depend on.
+        whole: the operators that every rank runs on whole tensors, because no rule splits them.
+        is_even: whether all ranks have shards of equal sizes.
+        made: the closures, by what they depend on.
     """
 
     mesh: DeviceMesh
@@ -147,10 +147,10 @@ class Sharder:
     def step(
         self, program: Program, inputs: Sequence[Layout], outputs: Sequence[Placements]
     ) -> Program:
-        """Returns a step's local program.
+        """Returns the local program of a step whose values are tensors.
 
         Args:
-            program: a program whose values are tensors.
+            program: the step's program, of global shapes.
             inputs: the layouts of its inputs.
             outputs: the placements that its results must have.
         """
@@ -177,9 +177,9 @@ class Sharder:
         """Returns the local program of a part of a step, and this rank's parts of its results.
 
         Args:
-            program: of global shapes.
+            program: the part's program, of global shapes.
             inputs: this rank's parts of its inputs.
-            outputs: the placements of its results; None keeps a result's own, with sums reduced.
+            outputs: the placements that its results must have; None for any that are not partial.
         """
         types, lies = flat_types([f.type for f in inputs]), [x for f in inputs for x in f.layouts]
         pairs = zip(program.outputs, outputs, strict=True)
@@ -257,13 +257,13 @@ class Sharder:
         layouts: Sequence[Layout],
         partial: frozenset[int],
     ) -> tuple[Program, Layouts]:
-        """Returns the local program, whose values are tensors, and the layouts of its results.
+        """Returns the local program, with structs taken apart, and the layouts of its results.
 
         Args:
-            program: the program; its structs are taken apart.
-            types: types of this rank's parts of its inputs, flat.
+            program: the program, of global shapes.
+            types: the types of this rank's parts of its inputs, flat.
             layouts: their layouts.
-            partial: flat positions of results that may stay partial: the caller reduces them.
+            partial: the flat positions of results that may stay partial: the caller reduces them.
         """
         local_inputs = tuple(map(Value, types))
         given = grouped(zip(local_inputs, layouts, strict=True), [v.type for v in program.inputs])
@@ -294,7 +294,7 @@ class Sharder:
         self, call: Call, args: Sequence[tuple[Value, Layout]], partial: frozenset[int]
     ) -> Sharded:
         closure = call.closure
-        # The strides of an operand come from whoever made it, not from its layout alone.
+        # The types are part of the key, because layouts do not say the strides of local tensors.
         types = tuple(tensor_type(value) for value, _ in args)
         layouts = tuple(layout for _, layout in args)
         plan = self.plans.get(closure, LeafPlan())
@@ -363,11 +363,11 @@ def _scheduled(
 def _buckets(
     calls: Sequence[Call], moves: Mapping[int, Value], scattered: set[int]
 ) -> dict[int, list[int]]:
-    """Returns, by the call that they follow, the results that are redistributed together."""
+    """Returns the results that are redistributed together, by the call after which that happens."""
     made_at: dict[Value, int] = {}
     end = last = len(calls) - 1
     for place in range(last, -1, -1):
-        # A block's gradients are complete after the sums over micro-batches that follow it.
+        # Gradients are complete only after the sums over micro-batches that follow their block.
         end = end if place < last and _only_adds(calls[place + 1].closure) else place
         made_at.update(dict.fromkeys(calls[place].results, end))
     buckets: dict[int, list[int]] = {}
@@ -386,7 +386,7 @@ def _buckets(
 
 
 def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLayouts]:
-    """Returns the nodes of a leaf that are the results of modules whose result is pinned."""
+    """Returns the nodes of a leaf that are the result of a module whose result the user pinned."""
     pinned = {}
     for entry, layout in zip(leaf.entries, layouts, strict=True):
         node = None if layout.result is None else result_of_weight(entry)
@@ -396,9 +396,9 @@ def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLay
 
 
 def result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns the result of a Linear or an Embedding, by its weight; None if it is not computed.
+    """Returns the result of a Linear or an Embedding, given its weight; None if there is none.
 
-    Only a forward multiplies by the transposed weight: a backward takes the weight itself.
+    Only a forward multiplies by the transposed weight; a backward takes the weight itself.
     """
     for user in entry.users:
         if user.target is _EMBEDDING and user.args[0] is entry:
@@ -444,10 +444,10 @@ class StageSharder:
     """Makes the local stages of a pipeline.
 
     Args:
-        sharder: makes the local closures of all of them.
-        layouts: of the model's tensors, by the names of their sources.
+        sharder: makes their closures.
+        layouts: the layouts of the model's tensors, by the names of their sources.
         batch: the placements of each tensor of a micro-batch.
-        replicas: mesh dimensions along which gradients are summed once per step, after it.
+        replicas: the mesh dimensions along which gradients are summed once, after a step.
     """
 
     sharder: Sharder
@@ -510,7 +510,7 @@ class StageSharder:
         ]
 
     def _gradient(self, flow: Flow, *, travels: bool) -> Flow:
-        """Returns a tensor's gradient: in its layout, or partial over replicas if not sent."""
+        """Returns a tensor's gradient: placed as the tensor; if not sent, partial over replicas."""
         gradient = _cotangent(flow)
         if travels:
             return gradient

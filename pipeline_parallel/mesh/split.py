@@ -1,12 +1,13 @@
-"""A local graph as a closure: each collective, each wait, and the operators between are leaves.
+"""Splits a local graph at its collectives, so that they overlap with other work.
 
-To overlap collectives with the calls before and after, there are up to three closures: *ahead*
-starts collectives that need only parameters, *body* is the rest, *behind* waits for results that
-are only returned. A :class:`Schedule` moves them apart.
+A collective starts as soon as its operand is computed, and is waited for where its result is first
+read; other operators run in between. Each collective, each wait, and the operators between two of
+them become a leaf.
 
-A collective starts as soon as its operand is computed, and its wait comes where the result is first
-read; operators that do not need the result run in between. Collectives of one kind and dtype are
-merged, those ahead into one, and those behind.
+To overlap with the calls before and after as well, a graph becomes up to three closures: *ahead*
+starts collectives that need only parameters, *behind* waits for results that are only returned, and
+*body* is the rest. A :class:`Schedule` moves them apart. Collectives of one kind and dtype are
+merged, ahead and behind.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ _EXCHANGE = _OWN.all_to_all.default
 _TRANSPOSES = (_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int)
 _TAKES_PART = frozenset({*RESHAPES, *_TRANSPOSES, _ATEN.slice.Tensor})
 MOVES_ONLY = frozenset({*_TAKES_PART, _ATEN.cat.default})
-"""Operators that only move data, and so run eagerly, without generated kernels."""
+"""Operators that only move data: they run eagerly, without generated kernels."""
 _SAME_ELEMENTS = frozenset({*_TAKES_PART, _ATEN.clone.default})
 Nodes: TypeAlias = "Collection[torch.fx.Node]"
 
 
 Part: TypeAlias = Literal["ahead", "body", "behind"]
-"""Starts that need only parameters, with the operators before them; the rest; waits for results
-that are only returned, with views and copies of these."""
+"""Collectives that need only parameters, with the operators before them; the rest; waits for
+results that are only returned, with views and copies of these."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[torch.fx.Node]]:
-    """Merges the collectives of a graph, in place, and puts its operators in order.
+    """Merges the collectives of a local graph, in place, and returns its operators in order.
 
     Args:
-        module: a local graph.
-        parameters: the inputs that are there before the step begins.
+        module: the graph.
+        parameters: the inputs that exist before the step begins.
     """
     for wait in [n for n in module.graph.nodes if n.target is WAIT]:
         _cast_first(module.graph, wait)
@@ -104,9 +105,9 @@ def _added(
     nodes: Iterable[torch.fx.Node],
     after: Mapping[torch.fx.Node, torch.fx.Node],
 ) -> dict[torch.fx.Node, int]:
-    """Adds missing operators, each after its operands and the one that ``after`` maps it to.
+    """Adds operators that are missing, each after its operands and after ``after[node]``.
 
-    Returns the depth of each: how many collectives it needs, one after another.
+    Returns the depth of each operator: how many collectives it needs, one after another.
     """
     for node in nodes:
         stack = [node]
@@ -119,19 +120,19 @@ def _added(
             made = stack.pop()
             depth = max((order[n] for n in needed), default=0) + (made.target is WAIT)
             order[made] = depth
-            # A tuple is no value of a program, so its items stay in one leaf with it.
+            # A program has no tuples as values, so getitems stay in the leaf of their tuple.
             items = (user for user in made.users if user.target is operator.getitem)
             order.update(dict.fromkeys(items, depth))
     return order
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operator draws random numbers, which ranks do in the same order."""
+    """Whether an operator draws random numbers, which all ranks must do in the same order."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _given(graph: torch.fx.Graph, parameters: Nodes) -> Nodes:
-    """Returns parameters, and what is computed from them alone without a collective."""
+    """Returns parameters, and nodes that are computed from them alone, without a collective."""
     given = set(parameters)
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -141,7 +142,7 @@ def _given(graph: torch.fx.Graph, parameters: Nodes) -> Nodes:
 
 
 def _handed_out(graph: torch.fx.Graph) -> Nodes:
-    """Returns the waits whose results are only returned, and views and copies of them."""
+    """Returns the waits whose results are only returned, with views and copies of these results."""
     found: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         keeps = node.target is WAIT or node.target in _SAME_ELEMENTS
@@ -184,8 +185,8 @@ def _merge(graph: torch.fx.Graph, waits: Sequence[torch.fx.Node]) -> None:
     """Replaces several collectives of one kind by one on their flattened operands."""
     starts: list[Any] = [wait.args[0] for wait in waits]
     target, (_, *rest) = starts[0].target, starts[0].args
-    # A row holds a part of each tensor, for one rank: a scatter reads rows, a gather writes them,
-    # and an exchange does both.
+    # A row holds a part of each tensor, all for one rank. A scatter reads rows, a gather writes
+    # them, and an all-to-all does both.
     parts = rest[-2] if target in (_SCATTER, _EXCHANGE) else 1
     ranks = rest[-2] if target in (_GATHER, _EXCHANGE) else 1
     with graph.inserting_before(graph.output_node()):
@@ -227,12 +228,12 @@ _VIEW = torch.ops.aten.view.default
 def split_at_collectives(
     leaf: Leaf, made: LocalGraph, parameters: Collection[int]
 ) -> tuple[Closure, tuple[Part, ...]]:
-    """Returns a local graph as a closure of tensors, and which parts its calls are.
+    """Returns a local graph as a closure, and the part that each of its calls is.
 
     Args:
-        leaf: of global shapes.
-        made: of local shapes.
-        parameters: the inputs that are there before the step begins.
+        leaf: the leaf, of global shapes.
+        made: its local graph.
+        parameters: the inputs that exist before the step begins.
     """
     module = made.module
     _without_idle_nodes(module.graph)
@@ -246,7 +247,7 @@ def split_at_collectives(
 
 
 def _without_idle_nodes(graph: torch.fx.Graph) -> None:
-    """Removes views that change nothing, which DTensor leaves, and unused nodes without data."""
+    """Removes views that change nothing, which DTensor adds, and unused nodes without data."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and _is_without_data(node):
             graph.erase_node(node)
@@ -275,7 +276,7 @@ class _Split:
     def closure(
         self, types: Sequence[TensorType], parameters: Collection[int]
     ) -> tuple[Composite, tuple[Part, ...]]:
-        """Returns a program of up to three calls, and which parts they are."""
+        """Returns a program of up to three calls, and the parts that they are."""
         entries, inputs = input_nodes(self._module), tuple(map(Value, types))
         order = ordered(self._module, {entries[i] for i in parameters})
         self._env.update(zip(entries, inputs, strict=True))
@@ -293,7 +294,7 @@ class _Split:
         part: list[torch.fx.Node] = []
         self._calls = []
         for node in nodes:
-            # Alone in its leaf, a collective runs where it stands: a backend would reorder it.
+            # A collective is alone in its leaf, because a backend reorders operators.
             if node.target in COLLECTIVES or node.target is WAIT:
                 self._add(part)
                 self._add([node])
@@ -304,11 +305,11 @@ class _Split:
         return self._calls
 
     def _add(self, nodes: Sequence[torch.fx.Node]) -> None:
-        """Adds the call of a leaf of some nodes."""
+        """Adds a call of a leaf that consists of some nodes."""
         own, results = set(nodes), outputs_of(self._module)
         made = [n for n in nodes if n in results or any(user not in own for user in n.users)]
         made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
-        if not made:  # nobody reads what lies between two collectives
+        if not made:  # no other node reads their results
             return
         read = list(
             dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in own)
@@ -328,9 +329,10 @@ class _Split:
 
 
 def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
-    """Returns the last call with a path, the calls from there on as one list, and all results.
+    """Returns the last call of a block, the calls from there on inlined, and all results.
 
-    The calls after that one (a backward) move in between its calls, as early as operands allow.
+    It is a backward. Later calls, which sum and cast gradients, move in between the calls of its
+    body, as early as their operands allow.
     """
     opening = [isinstance(c.closure, Composite) and bool(c.path) for c in program.calls]
     first = max((i for i, opens in enumerate(opening) if opens), default=0)
@@ -358,7 +360,7 @@ def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
 
 
 def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) -> Program:
-    """Wraps a program of tensors so that it takes and returns structs, as the types say."""
+    """Packs inputs and results of a program of tensors into structs, where the types say so."""
     before, after = list[Call](), list[Call]()
     inputs, outputs = list[Value](), list[Value]()
     for type_, own in zip(given, grouped(program.inputs, given), strict=True):
@@ -373,13 +375,14 @@ def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) 
 
 
 class Schedule:
-    """Orders calls: collectives start one computation early, and waits come late.
+    """Orders calls: collectives start early, and waits come late.
 
-    One computation ahead hides a gather; more would hold more parameters at once. A wait that keeps
-    an operand in memory comes after the next computation, any other where its result is read.
+    A gather starts one computation early, which hides it; earlier, more parameters would be held at
+    once. A wait that keeps an operand in memory comes after the next computation, any other where
+    its result is read.
 
     Args:
-        inputs: of the program.
+        inputs: the inputs of the program.
     """
 
     def __init__(self, inputs: Iterable[Value]) -> None:

@@ -1,11 +1,11 @@
-"""Adapter: collectives as operators of ours, one that starts and one that waits.
+"""Adapter: a collective as two operators of ours, one that starts it and one that waits.
 
 The graph of a sharded leaf holds PyTorch's functional collectives. Each becomes an operator with an
-``out=`` form, so that the memory plan can place its result, and a ``wait`` on that result. The wait
-also takes an operand that is read until then, and returns a view of the result: so the plan keeps
-both from the start to the wait. A collective names its mesh dimension, not a process group: one
-program serves every process with such a mesh, and whoever runs it gives the groups. An error names
-the collective, this rank and the dimension.
+``out=`` form, whose result the memory plan can place, and a ``wait`` for that result. The wait
+returns a view of the result, and also takes the operand if it is read until then, so the plan keeps
+both from the start to the wait. A collective names a dimension of the mesh and no process group, so
+one program serves every process that has such a mesh. An error names the collective, the rank and
+the dimension.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCHEMAS = {
 
 
 _exchange: Any = dist.all_to_all_single
-# Their names are others from PyTorch 2.14 on.
+# PyTorch 2.14 renamed them.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -50,7 +50,7 @@ _OPS = ("sum", "avg", "mean", "max", "min", "product")
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
-    # PyTorch reduces in place. The plan may have put the result where the operand is.
+    # PyTorch reduces in place. The memory plan may have placed the result on the operand.
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
     if not out.is_contiguous():
@@ -59,7 +59,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
 
 
 def _reduction(op: str) -> Any:
-    # gloo has no mean: the sum is divided afterwards.
+    # gloo cannot average, so the sum is divided afterwards.
     return getattr(dist.ReduceOp, {"avg": "SUM", "mean": "SUM"}.get(op, op.upper()))
 
 
@@ -74,7 +74,7 @@ _STARTS: dict[str, Callable[..., Any]] = {
 
 
 def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Returns memory for a collective's result."""
+    """Allocates a collective's result."""
     rows = x.shape[0] if x.dim() else 1
     if name == "all_gather":
         rows *= args[0]
@@ -87,13 +87,13 @@ def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Started:
-    """A collective under way.
+    """A collective that is not waited for yet.
 
     Attributes:
-        work: PyTorch's handle to wait on; None if there is nothing to wait for.
-        operand: stays allocated until the end.
+        work: PyTorch's handle; None if there is nothing to wait for.
+        operand: what it reads, which must stay allocated.
         result: where it writes.
-        what: kind, group, dimension of the mesh, and the ranks to divide by after a mean.
+        what: its kind, its group, the dimension of the mesh, and what a mean is divided by.
     """
 
     work: Any
@@ -103,7 +103,7 @@ class _Started:
 
 
 class _UnderWay(threading.local):
-    """The collectives that a rank's thread has started and not yet waited for, by address."""
+    """The collectives that a thread has started and not waited for, by address of the result."""
 
     def __init__(self) -> None:
         self._by_address: dict[int, _Started] = {}
@@ -111,7 +111,7 @@ class _UnderWay(threading.local):
 
     @contextmanager
     def over(self, groups: Mapping[str, Any]) -> Iterator[None]:
-        """Runs collectives in these groups, by the dimensions of a mesh."""
+        """Runs collectives inside in these process groups, given by dimension of the mesh."""
         before, self._groups = self._groups, groups
         try:
             yield
@@ -137,7 +137,7 @@ class _UnderWay(threading.local):
         return out
 
     def wait(self, result: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits until a result is there."""
+        """Waits for the collective that writes a result."""
         started = self._by_address.pop(result.data_ptr())
         try:
             if started.work is not None:
@@ -149,15 +149,15 @@ class _UnderWay(threading.local):
         return result.view(result.shape)
 
     def settle(self) -> None:
-        """Waits for collectives that a step with an error left under way, on all ranks alike."""
+        """Waits for collectives that a failed step did not wait for; every rank calls it."""
         while self._by_address:
             self.wait(next(iter(self._by_address.values())).result)
 
     def _failed(
         self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
     ) -> PlanError:
-        # The others stay listed until they have ended: if a thread of the process group held the
-        # last reference to a tensor, it would abort a process that exits meanwhile.
+        # Other collectives stay listed: if only a thread of the process group still referenced a
+        # tensor, it would abort a process that exits meanwhile.
         name, group, axis, _ = what
         num_bytes = x.numel() * x.element_size()
         where = f"in an {name.replace('_', '-')} of {num_bytes:,} bytes over {axis!r}"
@@ -195,7 +195,7 @@ _OWN = torch.ops.lazyinline
 _FUNCTIONAL = torch.ops._c10d_functional
 COLLECTIVES = frozenset(getattr(_OWN, name).default for name in _SCHEMAS)
 INTO = frozenset(getattr(_OWN, name).out for name in _SCHEMAS)
-"""The operators that start a collective, and their ``out=`` forms."""
+"""Operators that start a collective: those that allocate, and those that write into ``out``."""
 _OWN_FORMS: Mapping[Any, Any] = {
     _FUNCTIONAL.all_reduce.default: _OWN.all_reduce.default,
     _FUNCTIONAL.all_gather_into_tensor.default: _OWN.all_gather.default,
@@ -203,12 +203,12 @@ _OWN_FORMS: Mapping[Any, Any] = {
     _FUNCTIONAL.all_to_all_single.default: _OWN.all_to_all.default,
 }
 WAIT = _OWN.wait.default
-"""Waits for the result of one of them; also takes its operand, if that is read until then."""
+"""Waits for the result of a collective; also takes its operand, if that is read until then."""
 OWN = COLLECTIVES | {WAIT}
 
 
 def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
-    """Raises PlanError for a collective that ranks of a mesh of such sizes could not run."""
+    """Raises PlanError for a collective that does not fit a mesh of such sizes."""
     taken: tuple[Any, ...] = node.args
     _, *told, axis = taken
     if axis not in sizes:
@@ -222,14 +222,14 @@ def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
 def with_own_collectives(
     module: torch.fx.GraphModule, axes: Mapping[str, str]
 ) -> torch.fx.GraphModule:
-    """Replaces each functional collective by a start and a wait of ours, in place.
+    """Replaces each functional collective of a graph by our two operators, in place.
 
     Args:
         module: the graph.
-        axes: the dimension of the mesh, by the name of its process group.
+        axes: the dimensions of the mesh, by the names of their process groups.
 
     Raises:
-        PlanError: if a collective has no such operators, or no group of the mesh.
+        PlanError: if we have no such collective, or its group is not of the mesh.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -260,9 +260,9 @@ def with_own_collectives(
 def started(
     graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], example: torch.Tensor
 ) -> torch.fx.Node:
-    """Adds a collective and its wait to a graph; returns the wait, which gives ``example``."""
+    """Adds a collective and its wait to a graph; returns the wait, whose result is ``example``."""
     start = graph.call_function(target, args)
-    # An all-reduce runs in place on its result: once started, it no longer reads the operand.
+    # An all-reduce runs in place on its result, so it no longer reads the operand once started.
     read = () if target is _OWN.all_reduce.default else args[:1]
     wait = graph.call_function(WAIT, (start, *read))
     start.meta["val"] = wait.meta["val"] = example
@@ -274,10 +274,9 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def exchanges() -> Iterator[None]:
-    """Lets DTensor redistribute from one sharded dimension to another by one all-to-all.
+    """Makes DTensor move a shard from one dimension to another by one all-to-all, in this thread.
 
-    By itself it does an all-gather and a chunk on a CPU, and has an operator of its own on a GPU.
-    Other threads are not affected.
+    DTensor itself gathers and chunks on a CPU, and has an operator of its own on a GPU.
     """
     thread = threading.get_ident()
 
@@ -320,14 +319,14 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
 
 @contextmanager
 def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
-    """Makes this process a rank of a mesh inside the context; its collectives move no data.
+    """Makes this process a rank of a mesh whose other ranks do not exist; nothing is moved.
 
     Args:
-        axes: name and size of each dimension.
-        rank: which one.
+        axes: the name and size of each dimension.
+        rank: the number of the rank.
 
     Raises:
-        PlanError: if this process is one of several already, or there is no mesh of such sizes.
+        PlanError: if this process has a process group already, or the sizes are invalid.
     """
     sizes = axes.values() if isinstance(axes, Mapping) else ()
     if not sizes or not all(type(n) is int and 0 < n <= 2**20 for n in sizes):
@@ -340,9 +339,9 @@ def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]
             "torch.distributed is initialized in this process, and a mesh of ranks that are not "
             "there needs it for itself. Do this in a process of its own."
         )
-    # Importing it registers the backend. Its own store differs from version to version.
+    # The import registers the backend, whose own store differs between versions.
     import_module("torch.testing._internal.distributed.fake_pg")
-    hook = sys.excepthook  # which init_process_group wraps
+    hook = sys.excepthook  # init_process_group replaces it
     num_ranks = math.prod(axes.values())
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=dist.HashStore())
     forget_meshes()
@@ -356,11 +355,11 @@ def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]
 
 def become(mesh: DeviceMesh, coordinate: Sequence[int]) -> None:
     """Makes this process another rank of a mesh whose ranks are absent."""
-    # The mesh object is kept, since what PyTorch caches by it is most of the cost of a trace.
+    # The mesh object is kept, because PyTorch's caches by mesh save most of the cost of a trace.
     mesh._coordinate_on_dim = tuple(coordinate)
 
 
 def forget_meshes() -> None:
-    """Clears PyTorch's caches by mesh: an equal mesh may have been that of another rank."""
+    """Clears PyTorch's caches by mesh, which may hold results of another rank of an equal mesh."""
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()

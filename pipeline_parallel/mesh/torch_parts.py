@@ -1,7 +1,8 @@
-"""Adapter: tensors with a dimension that consists of parts, each sharded by itself.
+"""Adapter: tensors with a dimension that consists of parts, each of which is sharded by itself.
 
-DTensor has a placement for it, ``_StridedShard``, but to trace its redistribution takes numbers,
-and few sharding rules know it. In a checkpoint each tensor lists its pieces for PyTorch's planner.
+DTensor has the placement ``_StridedShard`` for it, but its redistribution reads values, which a
+trace does not have, and few rules take it. For a checkpoint, such a tensor lists its pieces for
+PyTorch's planner.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ _SIZES = frozenset({"size", "shape", "sizes", "input_sizes", "repeats"})
 def distributed(
     local: torch.Tensor, mesh: DeviceMesh, layout: Placements, type_: TensorType | torch.Tensor
 ) -> DTensor:
-    """Returns a DTensor of a type, made of this rank's local tensor."""
+    """Returns a DTensor of this rank's local tensor, with the shape and strides of ``type_``."""
     shape = torch.Size(type_.shape)
     stride = tuple(type_.stride() if isinstance(type_, torch.Tensor) else type_.stride)
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=stride)
 
 
 def without_data(value: Any) -> Any:
-    """Returns a tensor of a DTensor's whole shape that has no memory."""
+    """Returns a meta tensor of a DTensor's whole shape; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
     return TensorType.of(value).empty("meta")
 
 
 def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
-    """Brings local tensors into the stride order of ``memory``; None if shape or dtype differ."""
+    """Returns a tensor with the order of strides of ``memory``; None if shape or dtype differ."""
     if (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
         return None
     whole, layout = without_data(memory), tuple(tensor.placements)
@@ -58,19 +59,19 @@ def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
 
 
 def stride_like(stride: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns strides without gaps for a shape, in the same order as other strides."""
+    """Returns the strides of a dense tensor of a shape, in the order of other strides."""
     order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
     packed = contiguous_stride(tuple(shape[d] for d in order))
     return tuple(packed[order.index(d)] for d in range(len(shape)))
 
 
 def in_order_of(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns a rank's part without gaps, in the stride order of the whole tensor."""
+    """Returns a rank's shard as a dense tensor, in the order of strides of the whole tensor."""
     return laid_out(local, stride_like(whole.stride(), tuple(local.shape)))
 
 
 def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor with strides."""
+    """Returns a tensor with the given strides."""
     if tuple(tensor.stride()) == tuple(stride):
         return tensor
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -86,13 +87,13 @@ def moved(tensor: DTensor, layout: Placements) -> DTensor:
     (dim, num), *others = parts
     if not others and all(num % _ranks_of(one, mesh.shape, dim) == 0 for one in (present, layout)):
         return _moved(tensor, layout, dim, num)
-    # Between two ways to split in parts the tensor is gathered.
+    # From some parts to others the tensor is gathered in between.
     whole = tuple(Replicate() if isinstance(p, SPLIT) else p for p in present)
     return moved(moved(tensor, whole), layout)
 
 
 def _moved(tensor: DTensor, layout: Placements, dim: int, num: int) -> DTensor:
-    """Redistributes a tensor with its parts unflattened into a dimension of their own."""
+    """Redistributes a tensor whose parts become a dimension of their own meanwhile."""
     mesh, present, whole = tensor.device_mesh, tuple(tensor.placements), without_data(tensor)
     own = num // _ranks_of(present, mesh.shape, dim)
     local = tensor.to_local().unflatten(dim, (own, -1))
@@ -103,7 +104,7 @@ def _moved(tensor: DTensor, layout: Placements, dim: int, num: int) -> DTensor:
 
 
 def _parts(layout: Placements, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields dimensions that are split in each of their parts, and how many parts those are."""
+    """Yields dimensions of which each part is sharded, and the number of those parts."""
     for axis, p in enumerate(layout):
         if isinstance(p, _StridedShard):
             yield p.dim, int(p.split_factor) * _ranks_of(layout[:axis], sizes, p.dim)
@@ -122,10 +123,10 @@ def _unflattened(layout: Placements, dim: int) -> Placements:
 
 
 def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
-    """Concatenates local tensors along the sharded dimension; None if that is not asked for."""
+    """Concatenates local tensors along the sharded dimension; None unless so planned."""
     tensors, *others = args
-    lies = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in asked or ())
-    if asked is None or lies == asked or any(tuple(t.placements) != lies for t in tensors):
+    plain = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in asked or ())
+    if asked is None or plain == asked or any(tuple(t.placements) != plain for t in tensors):
         return None
     made = torch.cat([t.to_local() for t in tensors], *others)
     whole = torch.cat([without_data(t) for t in tensors], *others)
@@ -133,7 +134,7 @@ def joined_in_parts(args: Any, asked: Placements | None) -> DTensor | None:
 
 
 def reshaped_in_parts(tensor: DTensor, shape: Sequence[int], asked: Placements) -> DTensor:
-    """Reshapes local tensors, so that the whole has a shape and the placements asked for."""
+    """Reshapes the local tensor, so that the whole has a shape and the planned placements."""
     mesh, whole = tensor.device_mesh, without_data(tensor).reshape(shape)
     own = list(whole.shape)
     for p, size in zip(asked, mesh.shape, strict=True):
@@ -143,15 +144,15 @@ def reshaped_in_parts(tensor: DTensor, shape: Sequence[int], asked: Placements) 
 
 
 def of_own_parts(node: torch.fx.Node, args: Any, kwargs: Any, layouts: NodeLayouts) -> Any:
-    """Runs an operator on local tensors, as planned; None if no operand is in parts.
+    """Runs an operator on local tensors, as planned; None if no operand is sharded in parts.
 
-    A rule says that each rank can run the operator on its own part. Operators that take sizes are
-    left out, and those without a planned layout for an operand.
+    The plan is of our rules, which say that each rank can run the operator on its shards. Operators
+    that take sizes are left out, and those with an operand that is not planned.
     """
     target: Any = node.target
     flat = [t for t in torch_pytree.flatten((args, kwargs))[0] if isinstance(t, DTensor)]
-    lies = (p for t in flat for p in t.placements)
-    if not any(isinstance(p, _StridedShard) for p in lies) or None in layouts.inputs:
+    placements = (p for t in flat for p in t.placements)
+    if not any(isinstance(p, _StridedShard) for p in placements) or None in layouts.inputs:
         return None
     if any(argument.name in _SIZES for argument in target._schema.arguments):
         return None
@@ -176,11 +177,11 @@ def _local(value: Any) -> Any:
 
 
 class _Pieces(torch.Tensor):
-    """A rank's own tensor, which is several pieces of the whole.
+    """A rank's local tensor that consists of several pieces of the whole.
 
     Attributes:
         split_dim: the dimension along which they follow one another.
-        chunks: where they belong in the whole.
+        chunks: their places in the whole.
     """
 
     split_dim: int
@@ -207,28 +208,28 @@ class _Pieces(torch.Tensor):
 
 
 def with_pieces(state: Any) -> Any:
-    """Returns a state on the same storage, in which tensors in parts list their pieces."""
+    """Returns a state on the same memory, in which tensors in parts list their pieces."""
     return tree_map_only(DTensor, _with_pieces, state)
 
 
 def _with_pieces(tensor: DTensor) -> DTensor:
     axes = [i for i, p in enumerate(tensor.placements) if isinstance(p, _StridedShard)]
-    if len(axes) != 1:  # no plan splits what is stored so over several dimensions of a mesh
+    if len(axes) != 1:  # no plan shards the parts of what is stored over several axes
         return tensor
     (axis,), mesh = axes, tensor.device_mesh
-    lies: Any = tensor.placements[axis]
-    num_parts = int(lies.split_factor)
+    strided: Any = tensor.placements[axis]
+    num_parts = int(strided.split_factor)
     others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
     sizes, start = map(list, compute_local_shape_and_global_offset(tensor.shape, mesh, others))
-    part = tensor.shape[lies.dim] // num_parts
-    sizes[lies.dim] = part // mesh.size(axis)
+    part = tensor.shape[strided.dim] // num_parts
+    sizes[strided.dim] = part // mesh.size(axis)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     own = tensor.to_local().detach().as_subclass(_Pieces)
-    own.split_dim, own.chunks = lies.dim, []
+    own.split_dim, own.chunks = strided.dim, []
     for number in range(num_parts):
-        start[lies.dim] = number * part + coordinate[axis] * sizes[lies.dim]
+        start[strided.dim] = number * part + coordinate[axis] * sizes[strided.dim]
         own.chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)))
     made: Any = tensor.detach()
-    made._local_tensor = own  # as it is: a DTensor made of it would hold a view
+    made._local_tensor = own  # DTensor.from_local would hold a view of it
     return cast("DTensor", made)

@@ -173,8 +173,8 @@ def local_graph(
 class _Sharding(torch.fx.Interpreter):
     """Runs a graph on DTensors, with operands redistributed as planned and sums taken late.
 
-    A partial tensor is summed over ranks where a nonlinear operator first reads it. All later readers
-    get the sum.
+    A partial tensor is summed over ranks where a nonlinear operator first reads it; all later
+    readers get the sum.
     """
 
     def __init__(
@@ -288,9 +288,10 @@ class _Sharding(torch.fx.Interpreter):
             self._sum(operand)
 
     def _may_sum_later(self, node: torch.fx.Node) -> bool:
-        """Whether a sum may as well be taken after an operator: a view, or a cast to more precision.
+        """Whether a sum may be taken after an operator: a view, or a cast to more precision.
 
-        After any cast of a result of the leaf, because a gradient is summed in its parameter's dtype.
+        So may it after any cast that makes a result of the leaf: a gradient is summed in the dtype
+        of its parameter.
         """
         if node.target in CASTS:
             asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dtype")
@@ -301,7 +302,7 @@ class _Sharding(torch.fx.Interpreter):
         return node.target in _VIEWS
 
     def _sum(self, node: torch.fx.Node) -> None:
-        """Sums a node's tensor over ranks; if it is a view, sums its base, which all views share."""
+        """Sums a node's tensor over ranks; for a view, sums its base, which all views share."""
         tensor = self.env[node]
         if not isinstance(tensor, DTensor) or not _is_partial(tensor):
             return
@@ -415,7 +416,7 @@ class _Sharding(torch.fx.Interpreter):
         return _ATEN.reshape.default(self._placed(args[0], gathered), *args[1:], **kwargs)
 
     def _call_on_whole(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on whole tensors on each rank; all ranks draw the same random numbers."""
+        """Runs an operator on whole tensors on each rank; all draw the same random numbers."""
         self.whole[str(node.target).removesuffix(".default")] = None
 
         def whole(value: Any) -> Any:
@@ -430,7 +431,7 @@ class _Sharding(torch.fx.Interpreter):
         return torch.utils._pytree.tree_map_only(torch.Tensor, self._as_dtensor, result)
 
     def _dropout(self, args: Any) -> Any:
-        """Applies dropout with this rank's shard of the mask of the whole tensor; None if unknown."""
+        """Applies dropout by this rank's shard of the mask of the whole tensor."""
         tensor, p, train = args
         if not any(placement.is_shard() for placement in tensor.placements) or not train:
             return None if train else (tensor, torch.ones_like(tensor, dtype=torch.bool))
@@ -489,7 +490,7 @@ class _Sharding(torch.fx.Interpreter):
         if num_rows * num_parts != num_all:
             return None
         rows = ids - place * num_rows
-        # An id that is out of range of the table stays so on the first or last rank, and fails there.
+        # An id out of the table's range stays so on the first or last rank, and fails there.
         inside = rows >= 0 if place else torch.ones_like(rows, dtype=torch.bool)
         if place + 1 < num_parts:
             inside = inside & (rows < num_rows)

@@ -1,7 +1,7 @@
-"""Adapter: DTensor's rules, asked for one operator and one axis of a mesh.
+"""Adapter: DTensor's sharding rules, for one operator and one axis of a mesh at a time.
 
-PyTorch keeps them in two tables: newer rules name placements of all operands and results for one
-axis; older ones are asked with the layouts that operands may have. Views are among the older.
+PyTorch keeps them in two tables. A newer rule lists the placements of all operands and results on
+one axis. An older one, such as that of a view, takes the placements that operands may have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .layouts import SUM, WHOLE, Layout, split
 _ATEN = torch.ops.aten
 _ADD_ROWS = torch.ops.aten._unsafe_masked_index_put_accumulate.default
 _COPY, _FULL = _ATEN.copy.default, _ATEN.full.default
-# Each row and head of attention is computed alone: sharded along these, it is a local operator.
+# Attention computes each row and head by itself, so it is local if it is sharded along these.
 ATTENTION = frozenset(
     {
         _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
@@ -42,11 +42,11 @@ ROWS_AND_HEADS = 2
 
 
 class Way(NamedTuple):
-    """One way to compute an operator on one axis.
+    """A way to compute an operator on one axis.
 
     Attributes:
-        inputs: layouts of ``node.all_input_nodes``; None for one that is not a tensor.
-        outputs: layouts of its results that are tensors.
+        inputs: the layouts of ``node.all_input_nodes``; None for one that is not a tensor.
+        outputs: the layouts of the results that are tensors.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
 
 Factors = tuple[tuple[int, int], ...]
-"""Sizes of dimensions that may be split in several parts, with the number of parts."""
+"""Sizes of dimensions that may be sharded in several parts, with the number of parts."""
 
 
 def placement(layout: Layout) -> Placement:
@@ -69,11 +69,11 @@ def placement(layout: Layout) -> Placement:
 
 
 def placements(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[Placement, ...]:
-    """Returns a tensor's layouts as DTensor's placements, given the sizes of the axes."""
+    """Returns a tensor's layouts as DTensor's placements on axes of these sizes."""
     made = [placement(one) for one in layouts]
     for place, one in enumerate(layouts):
         if one.factor > 1:
-            # DTensor counts the parts of what the axes before have left, even of one.
+            # DTensor counts the parts that are left of the dimension after the axes before.
             pairs = zip(layouts[:place], sizes, strict=False)
             left = one.factor // math.prod(n for other, n in pairs if other == split(one.dim))
             made[place] = _StridedShard(one.dim, split_factor=left)
@@ -81,7 +81,7 @@ def placements(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[Placeme
 
 
 def layout_of(one: Any) -> Layout | None:
-    """Returns DTensor's placement as a layout; None for one that plans do not use."""
+    """Returns a placement as a layout; None for one that plans do not use."""
     if isinstance(one, _StridedShard):
         return split(one.dim, int(one.split_factor))
     if isinstance(one, (Shard, _ShardingPlaceholder)):
@@ -100,7 +100,7 @@ def is_local_attention(node: torch.fx.Node) -> bool:
         return False
     names = [argument.name for argument in target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    # Dropout draws a mask of the whole.
+    # Dropout draws a mask of the whole tensor.
     return not given.get("dropout_p") and given.get("attn_bias") is None
 
 
@@ -109,7 +109,7 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > ROWS_AND_HEADS
 
 
-# Where DTensor keeps its rules, in the versions there are.
+# The attributes in which versions of DTensor keep rules.
 _TABLES = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 
 
@@ -120,14 +120,14 @@ def has_rule(operator: Any) -> bool:
 
 
 class Rules:
-    """Ways of operators on one axis; each different operator is asked once.
+    """Finds the ways to compute operators on one axis, for each different operator once.
 
     Args:
-        size: ranks of the axis.
-        factors: further ways to split dimensions.
+        size: the number of ranks on the axis.
+        factors: the dimensions that may be sharded in parts.
 
     Attributes:
-        unknown: names of operators without a rule: each rank computes them whole.
+        unknown: the operators without a rule, which each rank runs on whole tensors.
     """
 
     def __init__(self, size: int, factors: Factors = ()) -> None:
@@ -138,12 +138,12 @@ class Rules:
         self._mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
         self._known: dict[Any, list[Way]] = {}
         propagator = DTensor._op_dispatcher.sharding_propagator
-        # Older versions have one table only.
+        # Older versions of PyTorch have one table only.
         self._new = getattr(propagator, "op_single_dim_strategy_funcs", {})
         self._old = propagator.op_strategy_funcs
 
     def ways(self, node: torch.fx.Node) -> list[Way]:
-        """Returns the ways to compute a node, the one with whole tensors first."""
+        """Returns the ways to compute a node; in the first one all tensors are whole."""
         operands = [n for n in node.all_input_nodes]
         places = {n: i for i, n in enumerate(operands)}
         key = (
@@ -156,7 +156,7 @@ class Rules:
         return self._known[key]
 
     def layouts(self, tensor: torch.Tensor) -> list[Layout]:
-        """Returns the layouts that a tensor can have as a whole or split."""
+        """Returns the layouts that a tensor can have, but for partial ones."""
         found = [WHOLE, *map(split, range(tensor.dim()))]
         found += [
             split(dim, factor)
@@ -167,8 +167,7 @@ class Rules:
         return [one for one in found if self.fits(tensor, one)]
 
     def fits(self, tensor: torch.Tensor, layout: Layout) -> bool:
-        """Whether all ranks get parts of the same size."""
-        # All ranks run one program, so their shapes have to be equal.
+        """Whether all ranks get shards of one size, because all run one program."""
         if not layout.is_split:
             return True
         if layout.dim >= tensor.dim():
@@ -184,7 +183,7 @@ class Rules:
         rows = self._rows(node, occurrences, results)
         tensors = [t[0] if (t := tensors_of(n)) else None for n in operands]
         whole = Way(tuple(None if t is None else WHOLE for t in tensors), (WHOLE,) * len(results))
-        # Rules of some operators lack it, and every rank can always compute the whole.
+        # Some rules lack this way, which is always possible.
         found = {whole: None}
         for outputs, inputs in rows:
             by_node: dict[torch.fx.Node, Layout] = {}
@@ -209,7 +208,7 @@ class Rules:
         occurrences: Sequence[torch.fx.Node],
         results: Sequence[torch.Tensor],
     ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
-        """Yields layouts of results and of operands, as the tables have them."""
+        """Yields layouts of results and of operands, by our rules or by those of DTensor."""
         target: Any = node.target
         if target is torch.ops.aten.cat.default:
             yield from _joined_in_parts(node, occurrences)
@@ -223,14 +222,14 @@ class Rules:
                 )
                 yield list(made), list(inputs)
         elif node.target is _ADD_ROWS and is_zero(node.args[0]):
-            # The gradient of an embedding: each rank adds up the rows that it has.
+            # The gradient of an embedding: each rank adds up its rows.
             yield [SUM], [WHOLE, *[split(0)] * (len(occurrences) - 1)]
         elif node.target is _COPY:
-            # The target of the copy is new memory, of which each rank takes the part it needs.
+            # The copy's target is new memory, so each rank can take any shard of it.
             for one in (*self.layouts(results[0]), SUM):
                 yield [one], [WHOLE, one]
         elif not occurrences or torch.Tag.nondeterministic_seeded in target.tags:
-            return  # a constant is the same on each rank, and so are random numbers
+            return  # constants are whole on each rank, and so are random numbers
         elif node.target in self._new:
             yield from self._new_rows(node, len(results))
         elif node.target in self._old:
@@ -248,7 +247,7 @@ class Rules:
         for row in function(node.target, args, dict(kwargs)):
             outputs, rest = list(row[:-num_operands]), row[-num_operands:]
             outputs = [one for one in outputs if one is not None][:num_results]
-            # A rule may hold for any number of results (split).
+            # A rule for any number of results (split) names only some.
             outputs += outputs[-1:] * (num_results - len(outputs))
             layouts = [*map(layout_of, outputs)], [_as_operand(layout_of(one)) for one in rest]
             yield layouts
@@ -264,7 +263,7 @@ class Rules:
         target: Any = node.target
         metas = {n: _meta(n) for n in occurrences}
         candidates = {n: [*self.layouts(tensors_of(n)[0]), SUM] for n in occurrences}
-        # One operand: layout by layout, since a rule refuses some by an error.
+        # A single operand is tried layout by layout, because a rule may fail on some.
         tries: list[dict[torch.fx.Node, list[Layout]]] = [candidates]
         if len(occurrences) == 1:
             tries = [{occurrences[0]: [one]} for one in candidates[occurrences[0]]]
@@ -276,7 +275,7 @@ class Rules:
             args = tuple(TupleStrategy(a) if _is_list_of_tensors(a) else a for a in args)
             try:
                 made = self._old[target](OpSchema(target, args, dict(kwargs)))
-            except Exception:  # a layout that it cannot compute from
+            except Exception:  # the rule fails on such a layout
                 continue
             for spec in getattr(made, "strategies", ()):
                 outputs = spec.output_specs
@@ -292,7 +291,7 @@ class Rules:
 def _joined_in_parts(
     node: torch.fx.Node, operands: Sequence[torch.fx.Node]
 ) -> Iterable[tuple[list[Layout | None], list[Layout | None]]]:
-    """Yields the layouts of a ``cat`` of equal tensors along the dimension they are sharded on."""
+    """Yields the layouts of a ``cat`` of equal tensors along their sharded dimension."""
     dim, shape = node.args[1] if len(node.args) > 1 else 0, tensors_of(node)[0].shape
     assert isinstance(dim, int)
     # An empty operand (a new cache) has one dimension, whatever the others have.
@@ -317,7 +316,7 @@ def _first(spec: DTensorSpec | None) -> Layout | None:
 
 
 def _as_operand(layout: Layout | None) -> Layout | None:
-    # Each rank masks the indices that it is given whole.
+    # A rank masks the indices itself, and takes them whole.
     return WHOLE if layout is not None and layout.kind == "masked" else layout
 
 
