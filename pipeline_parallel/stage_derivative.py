@@ -24,7 +24,7 @@ from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, node_type
 from ..reuse.ir.operators import is_view, mutated_args
 from ..reuse.ir.rewrite import grouped, packed, unpacked
-from ..reuse.ir.types import StructType, TensorType, Type
+from ..reuse.ir.types import StructType, TensorType
 from .cut import Stage
 
 Positions = tuple[int, ...]
@@ -68,104 +68,86 @@ class Splitter:
                 self._known[key] = _split_leaf(closure, key[1])
             else:
                 assert isinstance(closure, ir.Composite), "pack and unpack are copied, not split"
-                self._known[key] = _BodySplit(self, closure, key[1]).halves()
+                self._known[key] = _split_body(self, closure, key[1])
         return self._known[key]
 
 
 # ---- programs --------------------------------------------------------------------------------
 
 
-class _BodySplit:
-    """Splits one program body: each of its calls runs early, late, or in two halves itself."""
-
-    def __init__(self, splitter: Splitter, closure: ir.Composite, early: frozenset[int]) -> None:
-        self._splitter = splitter
-        self._closure = closure
-        self._program = closure.program
-        outputs = self._program.outputs
-        self._early_outputs = tuple(i for i in range(len(outputs)) if i in early)
-        self._late_outputs = tuple(i for i in range(len(outputs)) if i not in early)
-        self._needed = {outputs[i] for i in self._early_outputs}
-        self._early_calls: list[ir.Call] = []
-        self._late_calls: list[ir.Call] = []
-
-    def halves(self) -> Halves:
-        for call in reversed(self._program.calls):
-            self._place(call)
-        self._early_calls.reverse()
-        self._late_calls.reverse()
-        program = self._program
-        late_results = [program.outputs[i] for i in self._late_outputs]
-        # Without the unpacks that only the early half needs.
-        late_calls = needed_calls(self._late_calls, late_results)
-        wanted = [v for call in late_calls for v in call.args] + late_results
-        made = {v for call in self._early_calls for v in call.results}
-        made_late = {v for call in late_calls for v in call.results}
-        carried = list(dict.fromkeys(v for v in wanted if v in made and v not in made_late))
-        late_inputs = _positions(program.inputs, wanted)
-        early = self._early_half(carried)
-        early_inputs = _positions(program.inputs, self._needed) if early else ()
-        late = self._late_half(late_calls, carried, late_inputs, has_early=early is not None)
-        outputs = (self._early_outputs, self._late_outputs)
-        return Halves(early, late, early_inputs, late_inputs, *outputs)
-
-    def _place(self, call: ir.Call) -> None:
-        needed = [i for i, v in enumerate(call.results) if v in self._needed]
-        # An unpack costs nothing, so each half has its own.
-        if isinstance(call.closure, ir.Unpack):
-            self._late_calls.append(call)
-            if needed:
-                self._run_early(call)
-        elif not needed:
-            self._late_calls.append(call)
-        elif len(needed) == len(call.results) or isinstance(call.closure, ir.Pack):
-            self._run_early(call)
-        else:
-            self._split_call(call, needed)
-
-    def _run_early(self, call: ir.Call) -> None:
-        self._early_calls.append(call)
-        self._needed.update(call.args)
-
-    def _split_call(self, call: ir.Call, needed: Sequence[int]) -> None:
-        halves = self._splitter.split(call.closure, needed)
-        # Some results are early and some are late, so neither half is empty.
-        assert halves.early is not None and halves.late is not None
-        carried = ir.Value(halves.early.output_types[-1], "carried")
-        args = tuple(call.args[i] for i in halves.early_inputs)
-        results = (*(call.results[i] for i in halves.early_outputs), carried)
-        self._run_early(ir.Call(halves.early, args, results, call.path))
-        late_args = (carried, *(call.args[i] for i in halves.late_inputs))
-        late_results = tuple(call.results[i] for i in halves.late_outputs)
-        self._late_calls.append(ir.Call(halves.late, late_args, late_results, call.path))
-
-    def _early_half(self, carried: Sequence[ir.Value]) -> ir.Composite | None:
-        if not self._early_outputs:
-            return None
-        program, pack = self._program, packed(carried, "carried")
-        body = ir.Program(
-            tuple(v for v in program.inputs if v in self._needed),
-            (*self._early_calls, pack),
-            (*(program.outputs[i] for i in self._early_outputs), *pack.results),
-        )
-        return ir.Composite(f"{self._closure.name}.early", body)
-
-    def _late_half(
-        self,
-        calls: Sequence[ir.Call],
-        carried: Sequence[ir.Value],
-        late_inputs: Positions,
-        *,
-        has_early: bool,
-    ) -> ir.Composite | None:
-        if not self._late_outputs:
-            return None
-        inputs = tuple(self._program.inputs[i] for i in late_inputs)
-        outputs = tuple(self._program.outputs[i] for i in self._late_outputs)
-        if has_early:
+def _split_body(splitter: Splitter, closure: ir.Composite, early: frozenset[int]) -> Halves:
+    """Splits a composite: each of its calls runs early, late, or in two halves itself."""
+    program = closure.program
+    early_outputs, late_outputs = _sides(len(program.outputs), early)
+    early_calls, late_calls, needed = _placed_calls(
+        splitter, program, {program.outputs[i] for i in early_outputs}
+    )
+    late_results = [program.outputs[i] for i in late_outputs]
+    # Without the unpacks that only the early half needs.
+    late_calls = needed_calls(late_calls, late_results)
+    wanted = [v for call in late_calls for v in call.args] + late_results
+    made = {v for call in early_calls for v in call.results}
+    made_late = {v for call in late_calls for v in call.results}
+    carried = list(dict.fromkeys(v for v in wanted if v in made and v not in made_late))
+    late_inputs = _positions(program.inputs, wanted)
+    early_inputs = _positions(program.inputs, needed) if early_outputs else ()
+    early_half = late_half = None
+    if early_outputs:
+        pack = packed(carried, "carried")
+        inputs = tuple(program.inputs[i] for i in early_inputs)
+        outputs = (*(program.outputs[i] for i in early_outputs), *pack.results)
+        body = ir.Program(inputs, (*early_calls, pack), outputs)
+        early_half = ir.Composite(f"{closure.name}.early", body)
+    if late_outputs:
+        inputs = tuple(program.inputs[i] for i in late_inputs)
+        if early_outputs:
             entry = ir.Value(StructType(tuple(v.type for v in carried)), "carried")
-            inputs, calls = (entry, *inputs), (unpacked(entry, carried), *calls)
-        return ir.Composite(f"{self._closure.name}.late", ir.Program(inputs, tuple(calls), outputs))
+            inputs, late_calls = (entry, *inputs), [unpacked(entry, carried), *late_calls]
+        body = ir.Program(inputs, tuple(late_calls), tuple(late_results))
+        late_half = ir.Composite(f"{closure.name}.late", body)
+    return Halves(early_half, late_half, early_inputs, late_inputs, early_outputs, late_outputs)
+
+
+def _placed_calls(
+    splitter: Splitter, program: ir.Program, needed: set[ir.Value]
+) -> tuple[list[ir.Call], list[ir.Call], set[ir.Value]]:
+    """Returns the calls of both halves, and all values that the early one needs."""
+    early, late = list[ir.Call](), list[ir.Call]()
+    for call in reversed(program.calls):
+        own = [i for i, v in enumerate(call.results) if v in needed]
+        is_whole = len(own) == len(call.results) or isinstance(call.closure, (ir.Pack, ir.Unpack))
+        # An unpack costs nothing, so each half has its own.
+        if not own or isinstance(call.closure, ir.Unpack):
+            late.append(call)
+        elif not is_whole:
+            first, second = _split_call(splitter.split(call.closure, own), call)
+            early.append(first)
+            late.append(second)
+            needed.update(first.args)
+        if own and is_whole:
+            early.append(call)
+            needed.update(call.args)
+    return early[::-1], late[::-1], needed
+
+
+def _split_call(halves: Halves, call: ir.Call) -> tuple[ir.Call, ir.Call]:
+    # Some results are early and some are late, so neither half is empty.
+    assert halves.early is not None and halves.late is not None
+    carried = ir.Value(halves.early.output_types[-1], "carried")
+    args = tuple(call.args[i] for i in halves.early_inputs)
+    results = (*(call.results[i] for i in halves.early_outputs), carried)
+    late_args = (carried, *(call.args[i] for i in halves.late_inputs))
+    late_results = tuple(call.results[i] for i in halves.late_outputs)
+    return (
+        ir.Call(halves.early, args, results, call.path),
+        ir.Call(halves.late, late_args, late_results, call.path),
+    )
+
+
+def _sides(number: int, early: frozenset[int]) -> tuple[Positions, Positions]:
+    """Returns the positions of early outputs, and of the others."""
+    positions = range(number)
+    return tuple(i for i in positions if i in early), tuple(i for i in positions if i not in early)
 
 
 def _positions(inputs: Sequence[ir.Value], wanted: Iterable[ir.Value]) -> Positions:
@@ -178,8 +160,7 @@ def _positions(inputs: Sequence[ir.Value], wanted: Iterable[ir.Value]) -> Positi
 
 def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     groups = list(grouped(ir.outputs_of(leaf.module), leaf.output_types))
-    early_outputs = tuple(i for i in range(len(groups)) if i in early)
-    late_outputs = tuple(i for i in range(len(groups)) if i not in early)
+    early_outputs, late_outputs = _sides(len(groups), early)
     early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
     late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
     # With in-place operators the order matters: all nodes that they depend on run early.
@@ -193,43 +174,23 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     entries = list(grouped(leaf.entries, leaf.input_types))
     early_inputs = tuple(i for i, group in enumerate(entries) if not first.isdisjoint(group))
     late_inputs = tuple(i for i, group in enumerate(entries) if not second.isdisjoint(group))
-    early_leaf = None
+    early_leaf = late_leaf = None
     if early_outputs:
-        types = [leaf.output_types[i] for i in early_outputs]
-        module = extract(
-            leaf.module,
-            [n for i in early_inputs for n in entries[i]],
-            [*early_results, *carried],
-            also=changing,
-        )
-        given = [leaf.input_types[i] for i in early_inputs]
-        early_leaf = _half(leaf, "early", module, given, [*types, carried_type])
-    late_leaf = None
+        nodes = [n for i in early_inputs for n in entries[i]]
+        module = extract(leaf.module, nodes, [*early_results, *carried], also=changing)
+        given = tuple(leaf.input_types[i] for i in early_inputs)
+        types = (*(leaf.output_types[i] for i in early_outputs), carried_type)
+        early_leaf = replace(leaf, name=f"{leaf.name}.early", module=module, input_names=())
+        early_leaf = replace(early_leaf, input_types=given, output_types=types)
     if late_outputs:
-        module = extract(
-            leaf.module, [*carried, *(n for i in late_inputs for n in entries[i])], late_results
-        )
-        struct = [carried_type] if early_outputs else []
-        given = [*struct, *(leaf.input_types[i] for i in late_inputs)]
-        late_leaf = _half(leaf, "late", module, given, [leaf.output_types[i] for i in late_outputs])
+        nodes = [*carried, *(n for i in late_inputs for n in entries[i])]
+        module = extract(leaf.module, nodes, late_results)
+        struct = (carried_type,) if early_outputs else ()
+        given = (*struct, *(leaf.input_types[i] for i in late_inputs))
+        types = tuple(leaf.output_types[i] for i in late_outputs)
+        late_leaf = replace(leaf, name=f"{leaf.name}.late", module=module, input_names=())
+        late_leaf = replace(late_leaf, input_types=given, output_types=types)
     return Halves(early_leaf, late_leaf, early_inputs, late_inputs, early_outputs, late_outputs)
-
-
-def _half(
-    leaf: ir.Leaf,
-    suffix: str,
-    module: torch.fx.GraphModule,
-    inputs: Sequence[Type],
-    outputs: Sequence[Type],
-) -> ir.Leaf:
-    return replace(
-        leaf,
-        name=f"{leaf.name}.{suffix}",
-        module=module,
-        input_types=tuple(inputs),
-        output_types=tuple(outputs),
-        input_names=(),
-    )
 
 
 def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
