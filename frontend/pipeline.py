@@ -16,7 +16,7 @@ from ..backend.run.rank_program import RankProgram
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cut import Stage
 from ..pipeline_parallel.process_groups import Ranks, ranks_elsewhere, ranks_of, users_of
-from ..pipeline_parallel.steps import Progress, StageDraws, StageSteps
+from ..pipeline_parallel.steps import Progress, StageDraws
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
@@ -247,12 +247,13 @@ class Pipeline:
         self._check_tensors(users)
         forwards = [one.forward for one in state.derived]
         self._draws = StageDraws(() if state.mesh_plan is None else forwards)
-        self._steps = self._compile(state)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
-        made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
-        self.counts = {one.stage_index: one.counts for one in made}
-        self._runner = Runner(table, made)
+        made = partial(ClosureStage, table=table, ranks=ranks, runner=self._runs, draws=self._draws)
+        made = partial(made, progress=Progress(state.order))
+        stages = [made(one, tensors=self._tensors_of(one.stage)) for one in self._derived]
+        self.counts = {one.stage_index: one.counts for one in stages}
+        self._runner = Runner(table, stages)
         if state.mesh_plan is not None and not state.mesh_plan.replicas:
             ranks = replace(ranks, data_group=None)
         held = held_sums(state)
@@ -315,17 +316,6 @@ class Pipeline:
     def _local(self) -> Sequence[Tensor]:
         """Returns the same tensors as the rank computes with them: local parts."""
         return self._guard.tensors
-
-    def _compile(self, state: RankCompilation) -> list[StageSteps]:
-        """Makes the steps of this rank's stages."""
-        seed = 1.0 / self._table.num_micro_batches
-        progress, splits = Progress(state.order), self._table.splits_backward
-        return [
-            StageSteps(
-                d, self._runs, progress, self._tensors_of(d.stage), seed, splits, self._draws
-            )
-            for d in self._derived
-        ]
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
         places = [self._places[id(source)] for source in stage.model_tensors]
@@ -441,8 +431,7 @@ class Pipeline:
         seed = torch.tensor(1.0 / self._table.num_micro_batches, device=self._ranks.device)
         scaled = None if self._optimizer is None else self._optimizer.scaled(seed)
         if scaled is not None:
-            for one in self._steps:
-                one.begin_with(scaled)
+            self._runner.begin_with(scaled)
         with self._draws.step(len(micro_batches)):
             losses = self._runner.step([self._rows(leaves) for leaves in micro_batches])
         with torch.no_grad():

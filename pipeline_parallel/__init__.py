@@ -6,7 +6,7 @@ coloring          the stage of each call: by marks, by order, or balanced by wha
 stage_derivative  one stage's forward and backward as programs; a backward in two halves
 plan              the plan of a pipeline: stages, costs, memory, a step in time; a rank's order
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
-steps             the steps of a stage in a schedule, their counts and random numbers
+steps             the runner of a stage's steps, checks of their order, random numbers
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 mesh              a step over a device mesh, data and tensor parallel
 

@@ -1,6 +1,4 @@
-"""The steps of a stage in a schedule, one micro-batch at a time.
-
-``backend/run`` has what runs them, with or without a memory plan.
+"""What the steps of a stage need: its runner, checks of their order, and random numbers.
 
 Stages get the same random numbers as in one process. A generator only goes forward, so at the start
 of a step each rank draws and discards all numbers of all stages and micro-batches, and keeps the
@@ -9,9 +7,8 @@ generator's state before each forward of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +16,10 @@ from torch import Tensor
 
 from ..reuse.errors import PipelineError, PlanError
 from ..reuse.ir.operators import is_draw
-from ..reuse.ir.program import Composite, Leaf, ModelTensor, Program
+from ..reuse.ir.program import Composite, Leaf, Program
 from ..reuse.ir.types import TensorType
-from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from .actions import Action
 from .plan import RankOrder
-from .stage_derivative import StageDerivative
 
 # The number of its random numbers depends only on the sizes of its operand.
 _DROPOUT = torch.ops.aten.native_dropout.default
@@ -85,13 +81,10 @@ def _drawing_nodes(program: Program) -> Iterator[Any]:
 
 
 class RankRunner(Protocol):
-    """Runs the parts of this rank's stages, and holds the values that stages send and receive.
+    """Runs the parts of a rank's stages, and holds the values that stages send and receive.
 
-    Their ``way`` is ``"F"`` for activations, ``"B"`` for gradients of these.
+    A ``way`` is ``"F"`` for activations, ``"B"`` for their gradients. Implemented in ``backend``.
     """
-
-    def begin(self, tensors: Sequence[Tensor], names: Sequence[str] = ()) -> None:
-        """Begins a step with the model's present tensors and the gradient buffers."""
 
     def run(self, unit: int, part: str, flight: int, given: Sequence[Tensor]) -> list[Tensor]:
         """Runs a part of a stage for a micro-batch; later runs may overwrite what it returns."""
@@ -141,97 +134,3 @@ class Progress:
             f"PyTorch's runtime {found}, and memory was planned for {planned}: this version of "
             "PyTorch runs schedules in another order than its action table says."
         )
-
-
-@dataclass
-class StageSteps:
-    """Runs the steps that a schedule asks of a stage, one micro-batch at a time.
-
-    Args:
-        derived: the stage and its backward.
-        runner: runs the parts of all stages of this rank.
-        progress: checks that the rank keeps to the planned order.
-        tensors: the model's tensors, in the order of ``stage.model_tensors``.
-        seed: the gradient of one micro-batch's loss.
-        splits: whether backwards of this schedule run in two halves.
-        draws: the random draws of all stages.
-    """
-
-    derived: StageDerivative
-    runner: RankRunner
-    progress: Progress
-    tensors: Callable[[], Sequence[Tensor]]
-    seed: float
-    splits: bool
-    draws: StageDraws
-
-    def __post_init__(self) -> None:
-        stage = self.derived.stage
-        self._users = [s.index for s in stage.sources if not isinstance(s, ModelTensor)]
-        self._given: dict[int, list[Tensor]] = {}
-        self._seeds: list[Tensor] = []
-        if stage.num_sent == 0:
-            type_ = self.derived.cotangent_types[0]
-            self._seeds.append(
-                torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
-            )
-        self._targets = stage.written_tensors
-
-    def forward(self, micro_batch: int, user: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Runs the forward; returns the results, on the last stage."""
-        self._given[micro_batch] = [*(user[i] for i in self._users), *self._seeds]
-        self.draws.begin(self.derived.stage.index, micro_batch)
-        outputs = self._run(FORWARD, micro_batch)
-        present = self.tensors() if self._targets else ()
-        first = len(outputs) - len(self._targets)
-        # Buffers such as running means: the next micro-batch reads the model's tensors.
-        for state, target in zip(outputs[first:], self._targets, strict=True):
-            present[target].copy_(state)
-        # Results may be in an arena, where the next micro-batch overwrites them.
-        return tuple(t.clone() for t in outputs[:first])
-
-    def backward(self, micro_batch: int) -> None:
-        """Runs the whole backward."""
-        # If a schedule splits any backward, all are compiled as two halves.
-        if self.splits:
-            self.backward_input(micro_batch)
-            self.backward_weight(micro_batch)
-            return
-        self._run(BACKWARD, micro_batch)
-        del self._given[micro_batch]
-
-    def backward_input(self, micro_batch: int) -> None:
-        """Runs the early half of the backward: gradients that are sent."""
-        self._run(BACKWARD_INPUT, micro_batch)
-
-    def backward_weight(self, micro_batch: int) -> None:
-        """Runs the late half of the backward, after the early one: gradients of parameters."""
-        self._run(BACKWARD_WEIGHT, micro_batch)
-        del self._given[micro_batch]
-
-    def _run(self, kind: str, micro_batch: int) -> list[Tensor]:
-        stage = self.derived.stage.index
-        self.progress.begin(Action(kind, stage, micro_batch))
-        return self.runner.run(stage, kind, micro_batch, self._given[micro_batch])
-
-    def inbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
-        """Returns memory to receive the values of another rank into."""
-        stage = self.derived.stage.index
-        kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self.splits else BACKWARD
-        self.progress.check_receive(Action(kind, stage, micro_batch))
-        return self.runner.inbox(stage, way, micro_batch)
-
-    def begin_with(self, seed: Tensor) -> None:
-        """Sets the gradient of the loss, with which backwards begin."""
-        for own in self._seeds:
-            own.copy_(seed)
-
-    def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
-        """Returns the values for another rank, in the form in which they are sent."""
-        return self.runner.outbox(self.derived.stage.index, way, micro_batch)
-
-    def clear(self) -> None:
-        """Drops the micro-batches in flight, and starts a step again."""
-        self._given.clear()
-        self.runner.forget()
-        self.progress.start()

@@ -22,9 +22,21 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ..reuse.errors import PipelineError
-from .actions import BACKWARD, COMPUTE, FORWARD, SCHEDULES, Action, ActionTable, rank_of_stages
-from .process_groups import stopped
-from .steps import StageSteps
+from ..reuse.ir.program import ModelTensor
+from .actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    SCHEDULES,
+    Action,
+    ActionTable,
+    rank_of_stages,
+)
+from .process_groups import Ranks, stopped
+from .stage_derivative import StageDerivative
+from .steps import Progress, RankRunner, StageDraws
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 _RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
@@ -130,31 +142,53 @@ class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
     Args:
-        steps: the steps, which also hold the values that are sent and received.
-        num_stages: stages of the whole pipeline.
-        device: the device of this rank.
-        group: the ranks of this pipeline.
+        derived: the stage and its backward.
+        table: the actions of all ranks.
+        ranks: the ranks of this pipeline.
+        runner: runs the parts of this rank's stages.
+        progress: checks that the rank keeps to the planned order.
+        tensors: returns the model's tensors, in the order of ``stage.model_tensors``.
+        draws: the random draws of all stages.
 
     Attributes:
         doing: the last action, for errors.
         counts: for each kind of action, how often it ran, and its seconds.
+        seeds: the gradient of the loss, with which backwards begin, on the last stage.
     """
 
     def __init__(
-        self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
+        self,
+        derived: StageDerivative,
+        table: ActionTable,
+        ranks: Ranks,
+        runner: RankRunner,
+        progress: Progress,
+        tensors: Callable[[], Sequence[Tensor]],
+        draws: StageDraws,
     ) -> None:
-        stage = steps.derived.stage
+        stage = derived.stage
         # The module is not used: every method of PyTorch's that would call it is overridden.
-        super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
-        self.steps = steps
+        super().__init__(
+            nn.Module(), stage.index, table.num_stages, ranks.device, group=ranks.group
+        )
         self.doing = ""
         self.counts: dict[str, tuple[int, float]] = {}
-        self._user: Sequence[Sequence[Tensor]] = ()
+        self._runs, self._progress, self._draws = runner, progress, draws
+        self._tensors, self._targets = tensors, stage.written_tensors
+        self._splits = table.splits_backward
+        self._users = [s.index for s in stage.sources if not isinstance(s, ModelTensor)]
+        self._given: list[list[Tensor]] = []
+        self.seeds: list[Tensor] = []
+        if stage.num_sent == 0:
+            type_, seed = derived.cotangent_types[0], 1.0 / table.num_micro_batches
+            seeds = torch.full(type_.shape, seed, dtype=type_.dtype, device=type_.device)
+            self.seeds.append(seeds)
 
     def give(self, user: Sequence[Sequence[Tensor]]) -> None:
         """Begins a step with the user's tensors for each micro-batch."""
-        self.steps.clear()
-        self._user = user
+        self._given = [[*(tensors[i] for i in self._users), *self.seeds] for tensors in user]
+        self._runs.forget()
+        self._progress.start()
 
     # ---- set-up: nothing is exchanged, since all about the transfers is known ----------------
 
@@ -197,13 +231,15 @@ class ClosureStage(PipelineStage):
         return self._send(BACKWARD, bwd_chunk_id, self.stage_index - 1)
 
     def _receive(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
-        buffers = self.steps.inbox(way, micro_batch)
+        kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self._splits else BACKWARD
+        self._progress.check_receive(Action(kind, self.stage_index, micro_batch))
+        buffers = self._runs.inbox(self.stage_index, way, micro_batch)
         if buffers:
             self.doing = f"receive {way}{micro_batch} from stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
     def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
-        tensors = self.steps.outbox(way, micro_batch)
+        tensors = self._runs.outbox(self.stage_index, way, micro_batch)
         if tensors:
             self.doing = f"send {way}{micro_batch} to stage {peer}, rank {self._rank_of(peer)}"
         return [self._operation(dist.isend, tensor, peer) for tensor in tensors]
@@ -244,8 +280,16 @@ class ClosureStage(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         """Runs the forward of a micro-batch."""
-        with self._counted("F", fwd_chunk_id):
-            return self.steps.forward(fwd_chunk_id, self._user[fwd_chunk_id])
+        with self._counted(FORWARD, fwd_chunk_id):
+            self._draws.begin(self.stage_index, fwd_chunk_id)
+            outputs = self._run(FORWARD, fwd_chunk_id)
+            present = self._tensors() if self._targets else ()
+            first = len(outputs) - len(self._targets)
+            # Buffers such as running means: the next micro-batch reads the model's tensors.
+            for state, target in zip(outputs[first:], self._targets, strict=True):
+                present[target].copy_(state)
+            # Results may be in an arena, where the next micro-batch overwrites them.
+            return tuple(t.clone() for t in outputs[:first])
 
     @torch.no_grad()
     def backward_one_chunk(
@@ -256,16 +300,22 @@ class ClosureStage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """Runs the backward of a micro-batch, or its early half."""
-        kind = "B" if full_backward else "I"
-        step = self.steps.backward if full_backward else self.steps.backward_input
+        kind = BACKWARD if full_backward else BACKWARD_INPUT
+        # If a schedule splits any backward, all are compiled as two halves.
+        both = (BACKWARD_INPUT, BACKWARD_WEIGHT)
         with self._counted(kind, bwd_chunk_id):
-            step(bwd_chunk_id)
+            for part in both if full_backward and self._splits else (kind,):
+                self._run(part, bwd_chunk_id)
 
     @torch.no_grad()
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the late half of a micro-batch's backward."""
-        with self._counted("W", bwd_chunk_id):
-            self.steps.backward_weight(bwd_chunk_id)
+        with self._counted(BACKWARD_WEIGHT, bwd_chunk_id):
+            self._run(BACKWARD_WEIGHT, bwd_chunk_id)
+
+    def _run(self, kind: str, micro_batch: int) -> list[Tensor]:
+        self._progress.begin(Action(kind, self.stage_index, micro_batch))
+        return self._runs.run(self.stage_index, kind, micro_batch, self._given[micro_batch])
 
 
 class Runner:
@@ -281,6 +331,12 @@ class Runner:
         self._num_micro_batches = table.num_micro_batches
         self._schedule = _make(table.schedule, stages, table.num_micro_batches)
         self._has_last = any(stage.is_last for stage in stages)
+
+    def begin_with(self, seed: Tensor) -> None:
+        """Sets the gradient of the loss, with which backwards begin."""
+        for stage in self._stages:
+            for own in stage.seeds:
+                own.copy_(seed)
 
     def step(self, user: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Runs a step; returns the loss of each micro-batch on the rank with the last stage."""
@@ -305,7 +361,7 @@ class Runner:
 
     def _forget(self) -> None:
         for stage in self._stages:
-            stage.steps.clear()
+            stage.give(())
             stage.clear_runtime_states()
         for name in ("fwd_recv_ops", "bwd_recv_ops", "_internal_losses"):
             with contextlib.suppress(AttributeError):
