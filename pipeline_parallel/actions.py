@@ -22,7 +22,7 @@ ACTION_TEXT = {
     BACKWARD_WEIGHT: "backward of weights",
 }
 
-# How many stages PyTorch's schedule class of this name takes on one rank.
+# The number of stages on a rank that PyTorch's schedule of this name takes.
 _STAGES_PER_RANK = {
     "GPipe": "one",
     "1F1B": "one",
@@ -55,14 +55,14 @@ class ActionTable:
     """The compute actions of each rank, in order.
 
     Attributes:
-        schedule: name of the schedule.
-        ranks: for each rank its actions.
-        rank_of: for each stage its rank.
-        num_micro_batches: how many there are.
-        posted: for an action that receives from another rank, how many of its rank's actions are
-            done when the receive may start; without an entry it starts right before the action.
-        num_actions_sending: after how many further actions PyTorch's runtime has waited for a send;
-            None if it waits at the end of the step.
+        schedule: the name of the schedule.
+        ranks: the actions of each rank.
+        rank_of: the rank of each stage.
+        num_micro_batches: the number of micro-batches.
+        posted: for an action that receives from another rank, how many actions of its rank are done
+            when the receive may start; by default those before it.
+        num_actions_sending: the number of further actions after which PyTorch's runtime has waited
+            for a send; None if it waits at the end of the step.
     """
 
     schedule: str
@@ -80,7 +80,7 @@ class ActionTable:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward comes in two halves."""
+        """Whether any backward is split in two halves."""
         return any(a.kind == BACKWARD_INPUT for rank in self.ranks for a in rank)
 
     def stages_of(self, rank: int) -> list[int]:
@@ -88,17 +88,12 @@ class ActionTable:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
     def in_flight(self) -> list[int]:
-        """Returns for each stage the most micro-batches between forward and last backward."""
-        most = [0] * self.num_stages
-        for rank in self.ranks:
-            for flights in _flights(rank):
-                for stage, number in flights.items():
-                    most[stage] = max(most[stage], number)
-        return most
+        """Returns, for each stage, the most micro-batches between forward and last backward."""
+        return [self.peak_bytes(rank, {stage: 1}) for stage, rank in enumerate(self.rank_of)]
 
     @property
     def num_flights(self) -> int:
-        """Most micro-batches in flight per stage of a rank, averaged over the rank's stages."""
+        """The most micro-batches in flight on a rank, averaged over its stages."""
         ones = dict.fromkeys(range(self.num_stages), 1)
         return max(-(-self.peak_bytes(r, ones) // len(self.stages_of(r))) for r in self.rank_of)
 
@@ -106,18 +101,18 @@ class ActionTable:
         """Returns the most bytes that a rank's micro-batches in flight hold together.
 
         Args:
-            rank: which.
-            bytes_per_flight: for each stage, the bytes that one micro-batch holds.
+            rank: the number of the rank.
+            bytes_per_flight: the bytes that one micro-batch holds, for each stage that counts.
         """
         sums = (
-            sum(number * bytes_per_flight[stage] for stage, number in flights.items())
+            sum(flights[stage] * num_bytes for stage, num_bytes in bytes_per_flight.items())
             for flights in _flights(self.ranks[rank])
         )
         return max(sums, default=0)
 
 
 def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
-    """Yields, after each forward of a rank, how many micro-batches each stage has in flight."""
+    """Yields, after each forward of a rank, the micro-batches that each stage has in flight."""
     flights: Counter[int] = Counter()
     for action in actions:
         if action.kind == FORWARD:
@@ -130,7 +125,7 @@ def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
 
 
 def schedule_name(name: str) -> str:
-    """Returns the full name of a schedule; ignores case.
+    """Returns the full name of a schedule, given in any case or as an alias.
 
     Raises:
         PipelineError: if there is no such schedule.
@@ -145,7 +140,7 @@ def rank_of_stages(schedule: str, num_stages: int, num_ranks: int) -> tuple[int,
     """Returns the rank of each stage.
 
     Raises:
-        PipelineError: if the schedule cannot place so many stages.
+        PipelineError: if the schedule is not for so many stages.
     """
     per_rank = _STAGES_PER_RANK[schedule]
     if num_stages < num_ranks or num_stages % num_ranks:

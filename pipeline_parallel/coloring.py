@@ -1,10 +1,9 @@
 """Assigns each call to a stage: by the user's marks, evenly by layers, or balanced by cost.
 
-Balanced stages are the exact contiguous partition of layers within memory that minimises
-``sum(T) + (M - 1) * max(T)``, the time of M micro-batches through stages that take T each, where T
-of a stage may be infinite (it does not fit its memory). (Zheng et al., "Alpa", 2022, minimise the
-same by trying every bound on ``max(T)``.) What calls cost, forward and backward, is counted as for
-all programs (:mod:`..reuse.ir.costs`). Only ratios matter.
+Balanced stages are the contiguous partition of layers that minimises ``sum(T) + (M - 1) * max(T)``,
+the time of M micro-batches through stages that take T each; T is infinite if a stage does not fit
+memory. (Zheng et al., "Alpa", 2022, minimise the same by trying every bound on ``max(T)``.) Costs
+are those of :mod:`..reuse.ir.costs`, and only their ratios matter.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from .actions import ActionTable
 from .cut import Colors, Stage, cut_program, stages_in
 
 TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
-"""Returns numbers of bytes that a call may save, each with its recompute seconds, fewest first."""
+"""Returns the bytes that a call may save, each with its recompute seconds; fewest first."""
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Holds what one call costs.
+    """The cost of one call, with its backward, for one micro-batch.
 
     Attributes:
-        seconds: predicted, of forward and backward.
-        kept_bytes: other calls' results that its backward needs, per micro-batch in flight.
-        variants: bytes that it may save per micro-batch, each with the seconds of recomputation;
-            fewest bytes first.
+        seconds: the predicted seconds.
+        kept_bytes: the bytes of other calls' results that its backward needs.
+        variants: the bytes that it may save, each with the seconds of recompute; fewest first.
     """
 
     seconds: float = 0.0
@@ -47,12 +45,12 @@ class CallCost:
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Predicts what calls cost with their derivatives.
+    """Predicts the costs of calls with their backwards.
 
     Args:
-        differentiator: whose derivatives the calls will run with.
-        costs: of programs, on the device.
-        trade_offs: what calls may recompute; None for no recomputation.
+        differentiator: makes the derivatives.
+        costs: the costs of programs on the device.
+        trade_offs: says what calls may recompute; None for no recompute.
     """
 
     differentiator: Differentiator
@@ -79,7 +77,7 @@ class CallCosts:
         return [costs_in(path[:-1])[path[-1]] for path, _ in units_of(program, opened)]
 
     def _body(self, program: Program, active: set[Value]) -> list[CallCost]:
-        """Returns the costs of a body's calls; adds to ``active``, the values with a gradient."""
+        """Returns the costs of calls; adds to ``active``, the values with a gradient."""
         costs = []
         made: set[Value] = set()
         for call in program.calls:
@@ -98,7 +96,7 @@ class CallCosts:
         if derivative is None:
             return CallCost(self.costs.closure(call.closure).seconds)
         both = (derivative.forward, derivative.backward)
-        # Parameters exist in any case; only other calls' results are kept alive for this one.
+        # Parameters exist in any case; only results of other calls are kept for this one.
         kept = {call.args[i] for i in derivative.kept_inputs} & made
         variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
         if self.trade_offs is not None:
@@ -111,14 +109,14 @@ class CallCosts:
 
 
 Path = tuple[int, ...]
-"""A call by its position in the program, then in the composite that it calls, and so on."""
+"""A call: its position in the program or, in a composite, that of the outer call before it."""
 
-# A closure of fewer operators is glue: it goes with its neighbours and is no layer.
+# A closure of fewer operators is no layer: it goes with its neighbours.
 _GLUE_NODES = 8
 
 
 def color_evenly(program: Program, num_stages: int) -> Colors:
-    """Gives each stage the same number of layers: of calls on closures that are called often.
+    """Gives each stage the same number of layers: of calls of closures that are called repeatedly.
 
     Raises:
         PipelineError: if there are fewer layers than stages.
@@ -157,7 +155,7 @@ def _size(closure: Closure) -> int:
 
 
 def units_of(program: Program, opened: set[Path]) -> list[tuple[Path, Call]]:
-    """Lists the calls in execution order; a call at an opened place is replaced by its body's."""
+    """Lists calls in the order in which they run; those of opened composites replace the call."""
     found: list[tuple[Path, Call]] = []
 
     def visit(body: Program, prefix: Path) -> None:
@@ -173,12 +171,7 @@ def units_of(program: Program, opened: set[Path]) -> list[tuple[Path, Call]]:
 
 
 def color_by_bounds(program: Program, bounds: Sequence[Path]) -> Colors:
-    """Assigns the calls of a program that is cut at given calls to stages.
-
-    Args:
-        program: the program.
-        bounds: the first call of each stage but the first, in order.
-    """
+    """Returns the stage of each call, given the first call of each stage but the first."""
     return _color_body(program, (), sorted(bounds))
 
 
@@ -198,14 +191,14 @@ def _color_body(body: Program, prefix: Path, bounds: Sequence[Path]) -> Colors:
 
 
 def color_by_marks(program: Program, marks: Mapping[str, int], num_stages: int) -> Colors:
-    """Gives each call the stage of the marked module it is in.
+    """Gives each call the stage of the innermost marked module that it is in.
 
-    A call in no marked module goes to the first stage that has what it needs.
+    A call outside of marked modules goes to the first stage that has its operands.
 
     Args:
         program: the program.
-        marks: module path -> stage; the longest path that a call is in counts.
-        num_stages: how many there are.
+        marks: the stage of each marked module, by path.
+        num_stages: the number of stages.
 
     Raises:
         PipelineError: if a mark names a stage that does not exist, or a stage has no call.
@@ -268,11 +261,11 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
     """Returns the unit at which each stage begins, and the number of units; None if none fits.
 
     Args:
-        times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1, infinite if it
-            cannot; empty stages are not allowed.
+        times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1; infinite if it
+            cannot, or is empty.
         num_micro_batches: M in the module's docstring.
     """
-    # The longest stage takes one of the times that occur, so no other bound needs a look.
+    # The longest stage takes one of the times, so these are the bounds to try.
     bounds = np.unique(times[np.isfinite(times)])
     sums = functools.cache(lambda number: float(_tables(_within(times, bounds[number]))[-1][-1]))
     last = len(bounds) - 1
@@ -282,7 +275,7 @@ def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | No
     def time_s(number: int, total: float) -> float:
         return total + (num_micro_batches - 1) * float(bounds[number])
 
-    # A larger bound never gives a larger sum, so no sum is below the last bound's.
+    # A larger bound never gives a larger sum, so the last bound's is the smallest.
     best, chosen = time_s(last, sums(last)), last
     first = bisect.bisect_left(range(last), True, key=lambda i: bool(np.isfinite(sums(i))))
     for number in range(first, last):
@@ -318,12 +311,12 @@ def _traced(times: FloatArray) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-# A call is cut inside only if it alone takes more than this multiple of an even share.
+# A call is cut inside only if it takes more than this multiple of an even share.
 _SHARE = 1.05
 
 
 class NoSplitError(PipelineError):
-    """No split into stages fits memory; ``least_bytes`` is what the best one needs on a stage."""
+    """No split into stages fits memory; the best one needs ``least_bytes`` on a stage."""
 
     def __init__(self, table: ActionTable, memory_bytes: int, least_bytes: int) -> None:
         super().__init__(
@@ -346,16 +339,16 @@ def color_balanced(
     memory_bytes_per_rank: int | None,
     pieces: Pieces | None = None,
 ) -> tuple[Colors, float]:
-    """Returns the stages with the least predicted time that fit into memory, and the time.
+    """Returns the stages with the least predicted time that fit memory, and that time.
 
-    Recomputation that a stage needs to fit counts as its time.
+    It includes the recompute that a stage needs to fit.
 
     Args:
         program: the program.
-        model: what its calls cost.
-        table: what each rank does.
-        memory_bytes_per_rank: what a rank may hold; None for no limit.
-        pieces: gives the costs of pieces over a mesh; None takes those of ``model``.
+        model: predicts the costs of its calls.
+        table: the actions of each rank.
+        memory_bytes_per_rank: the bytes that a rank may hold; None for no limit.
+        pieces: returns the costs of pieces over a mesh; None for those of ``model``.
 
     Raises:
         PipelineError: if there are fewer calls than stages, or no split fits.
@@ -375,16 +368,15 @@ def color_balanced(
         colors = color_by_bounds(program, [path for path, _ in units[1:]])
         costs, tensors = pieces(cut_program(program, colors, len(units)))
     times = _stage_times(costs, num_stages)
-    owned = _owned_bytes(tensors)
+    owned, kept = _owned_bytes(tensors), _run_sums([c.kept_bytes for c in costs])
     flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
-        # Which stages share a rank does not depend on the cut, but what each needs does: so each
-        # gets an even part of the rank's memory.
+        # The stages of a rank get even parts of its memory, because their needs depend on the cut.
         room = memory_bytes_per_rank / stages_per_rank(table) - owned
-        times += extra_seconds([c.variants for c in costs], room[None] / flights - _kept(costs))
+        times += extra_seconds([c.variants for c in costs], room[None] / flights - kept)
     found = partition(times, table.num_micro_batches)
     if found is None:
-        smallest = _run_sums([c.variants[0][0] for c in costs]) + _kept(costs)
+        smallest = _run_sums([c.variants[0][0] for c in costs]) + kept
         least = _least_bytes(owned[None] + flights * smallest[None])
         raise NoSplitError(table, memory_bytes_per_rank or 0, least)
     taken = times[range(num_stages), found[:-1], found[1:]]
@@ -393,12 +385,12 @@ def color_balanced(
 
 
 def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
-    """Returns the composites to cut inside: those above an even share, or all if units are few."""
+    """Returns the composites to cut inside: those above an even share; all if units are too few."""
     opened: set[Path] = set()
     while True:
         units = units_of(program, opened)
         costs = [c.seconds for c in model.units(program, opened)]
-        # A call that takes longer than that would hold all other stages up: it is cut inside.
+        # All other stages would wait for a call that takes longer than that.
         share = _SHARE * sum(costs) / num_stages
         few = len(units) < num_stages
         found = [
@@ -416,7 +408,7 @@ def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
     size = len(costs) + 1
     times = _run_sums([c.seconds for c in costs])
     times = np.broadcast_to(times, (num_stages, size, size)).copy()
-    # No stage is empty: its rank would only pass values on.
+    # No stage may be empty, because its rank would only pass values on.
     times[:, ~np.triu(np.ones((size, size), np.bool_), 1)] = np.inf
     return times
 
@@ -427,41 +419,32 @@ def _run_sums(numbers: Sequence[float]) -> np.ndarray:
     return total[None, :] - total[:, None]
 
 
-def _kept(costs: Sequence[CallCost]) -> np.ndarray:
-    return _run_sums([c.kept_bytes for c in costs])
-
-
 def _owned_bytes(tensors: Sequence[Mapping[int, int]]) -> np.ndarray:
     """Returns the bytes of parameters and gradients of every run of units, each once."""
     size = len(tensors) + 1
     owned = np.zeros((size, size))
     for first in range(size - 1):
-        seen: dict[int, int] = {}
-        held = 0
+        held: dict[int, int] = {}
         for last in range(first, size - 1):
-            for key, num_bytes in tensors[last].items():
-                if key not in seen:
-                    seen[key] = num_bytes
-                    held += num_bytes
-            owned[first, last + 1] = held
+            held |= tensors[last]
+            owned[first, last + 1] = sum(held.values())
     return owned
 
 
 def extra_seconds(
     variants: Sequence[Sequence[tuple[int, float]]], room_bytes: np.ndarray
 ) -> np.ndarray:
-    """Returns the recompute seconds of every run of units, so that its saved tensors fit.
+    """Returns the recompute seconds with which the saved tensors of every run of units fit.
 
-    Memory goes first to the units where a byte spares most seconds; no unit saves only in part. So
-    the seconds can be reached, and exceed the minimum by at most one unit's.
+    Memory goes first to the units where a byte spares most seconds, and each unit takes whole steps
+    of its variants. So these seconds can be reached, and exceed the minimum by at most one unit's.
 
     Args:
-        variants: for each unit, bytes saved and seconds computed again, fewest bytes first.
+        variants: for each unit, pairs of saved bytes and recompute seconds, fewest bytes first.
         room_bytes: ``room_bytes[s, i, j]`` is what units i to j - 1 may save on stage s.
 
     Returns:
-        The seconds, of the shape of ``room_bytes``; infinite where even the fewest bytes are too
-        many.
+        The seconds, in the shape of ``room_bytes``; infinite if the fewest bytes do not fit.
     """
     room = room_bytes - _run_sums([v[0][0] for v in variants])[None]
     seconds = np.broadcast_to(_run_sums([v[0][1] for v in variants]), room.shape).copy()
@@ -470,7 +453,7 @@ def extra_seconds(
     for unit, options in enumerate(variants):
         kinds.setdefault(tuple(options), []).append(unit)
     steps = [(step, units) for options, units in kinds.items() for step in hull_steps(options)]
-    taken: dict[int, np.ndarray] = {}  # units of each kind that went up to the step before
+    taken: dict[int, np.ndarray] = {}  # units of each kind that took the step before
     for (num_bytes, spared), units in sorted(steps, key=lambda s: -s[0][1] / s[0][0]):
         ones = np.zeros(len(variants))
         ones[units] = 1.0
@@ -506,19 +489,19 @@ def stages_per_rank(table: ActionTable) -> int:
 
 
 def _tensors(program: Program, path: Path) -> dict[int, int]:
-    """Returns the bytes of tensors (and gradients) that a unit's outermost call uses."""
+    """Returns the bytes of the model's tensors, and of gradients, in a unit's outermost call."""
     sources = dict(zip(program.inputs, program.sources, strict=True))
     found = {}
     for value in program.calls[path[0]].args:
         source = sources.get(value)
         if isinstance(source, ModelTensor):
-            # A parameter's gradients are summed in a second tensor of its size.
+            # The gradient sum of a parameter has its size.
             copies = 2 if source.tensor.requires_grad else 1
             found[id(source)] = copies * value.type.num_bytes
     return found
 
 
 def _least_bytes(bytes_: np.ndarray) -> int:
-    """Returns the bytes of the smallest possible largest stage."""
+    """Returns the fewest bytes that the largest stage of a split can have."""
     allowed = np.where(np.triu(np.ones(bytes_.shape[1:], np.bool_), 1), bytes_, np.inf)
     return int(_tables(allowed, np.maximum)[-1][-1])

@@ -1,12 +1,11 @@
-"""Cuts a coloured program into one program per stage.
+"""Cuts a program into one program per stage.
 
-A value that a later stage needs is passed through all stages in between, so that stages communicate
-with their neighbours only: so is a skip connection (an encoder's output, rotary tables). Inputs of
-the user and tensors of the model are never sent; each rank has them.
+A value that a later stage needs, such as an encoder's output, is passed through all stages in
+between, so that stages communicate with their neighbours only. Inputs of the user and tensors of
+the model are never sent, because each rank has them.
 
-A composite closure whose calls are on several stages is cut first, and values that cross the cut
-become results and operands of its parts. Equal composites that are cut in the same way share their
-parts.
+A composite whose calls are on several stages is cut first, and values that cross the cut become
+results and operands of its parts. Equal composites that are cut in the same way share their parts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..reuse.ir import program as ir
 from ..reuse.ir.types import TensorType
 
 Colors = tuple[Union[int, "Colors"], ...]
-"""The stage of each call of a body, or, for a composite that is cut, the colours of its calls."""
+"""The stage of each call or, if it calls a composite that is cut, the colors of its calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +29,13 @@ class Stage:
 
     Attributes:
         index: its number.
-        program: inputs are the received values, then ``sources``; outputs are the sent values (on
-            the last stage: the program's results), then the new values of buffers.
-        num_received: how many of the inputs come from the stage before.
-        num_sent: how many of the outputs go to the stage after.
+        program: takes the received values, then ``sources``; returns the values to send (on the
+            last stage the results of the whole program), then new values of buffers.
+        num_received: the number of inputs that come from the stage before.
+        num_sent: the number of outputs that go to the stage after.
         sources: where the other inputs come from.
         writes: pairs of an output and the position in ``sources`` that it is written to.
-        paths: module paths of its calls.
+        paths: the module paths of its calls.
     """
 
     index: int
@@ -46,14 +45,6 @@ class Stage:
     sources: tuple[ir.Source, ...]
     writes: tuple[tuple[int, int], ...]
     paths: tuple[str, ...]
-
-    @property
-    def sourced_program(self) -> ir.Program:
-        """The program with a source for each input; received values count as user inputs."""
-        received = tuple(ir.UserInput(i, f"received{i}") for i in range(self.num_received))
-        writes = tuple((output, self.num_received + i) for output, i in self.writes)
-        body = self.program
-        return ir.Program(body.inputs, body.calls, body.outputs, (*received, *self.sources), writes)
 
     @property
     def received_types(self) -> tuple[TensorType, ...]:
@@ -67,7 +58,7 @@ class Stage:
 
     @property
     def model_tensors(self) -> tuple[ir.ModelTensor, ...]:
-        """The model's tensors it uses."""
+        """The tensors of the model that it uses."""
         return tuple(s for s in self.sources if isinstance(s, ir.ModelTensor))
 
     @property
@@ -92,9 +83,9 @@ def cut_program(program: ir.Program, colors: Colors, num_stages: int) -> list[St
     """Returns the stages of a captured program.
 
     Args:
-        program: its first outputs are results, the others are written back (``program.writes``).
-        colors: for each call its stage.
-        num_stages: how many.
+        program: the program.
+        colors: the stage of each call.
+        num_stages: the number of stages.
 
     Raises:
         PipelineError: if a stage needs a value of a later stage, or a buffer changes on one stage
@@ -108,11 +99,9 @@ def cut_program(program: ir.Program, colors: Colors, num_stages: int) -> list[St
 
 
 def split_composites(program: ir.Program, colors: Colors) -> tuple[ir.Program, tuple[int, ...]]:
-    """Replaces calls on composites that span stages by calls on their parts.
+    """Replaces calls of composites that span stages by calls of their parts.
 
-    Returns:
-        The program and the stage of each of its calls. It is the same program if no call spans
-        stages.
+    Returns the program, and the stage of each of its calls.
     """
     if all(isinstance(c, int) for c in colors):
         return program, colors  # type: ignore[return-value]
@@ -128,7 +117,7 @@ _Parts = dict[tuple[ir.Closure, Colors], tuple[dict[int, ir.Call], tuple[ir.Valu
 def _split_calls(
     calls: Sequence[ir.Call], colors: Colors, parts: _Parts
 ) -> tuple[tuple[ir.Call, ...], tuple[int, ...], dict[ir.Value, ir.Value]]:
-    """Returns the calls, with those that span stages cut, and a map of replaced values."""
+    """Returns calls, those that span stages cut; their stages; a map of replaced values."""
     found: list[ir.Call] = []
     flat: list[int] = []
     same: dict[ir.Value, ir.Value] = {}
@@ -141,7 +130,7 @@ def _split_calls(
         assert isinstance(call.closure, ir.Composite)
         first = min(stages_in(color))
         env = dict(zip(call.closure.program.inputs, call.args, strict=True))
-        # Stages are counted from its first one, so that equal cuts on other stages share parts.
+        # Its stages are counted from the first one, so equal cuts on other stages share parts.
         pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
         for stage, part in pieces.items():
             results = tuple(ir.Value(v.type, v.hint) for v in part.results)
@@ -158,8 +147,8 @@ def _split_calls(
 def _parts_of(
     closure: ir.Composite, colors: Colors, known: _Parts
 ) -> tuple[dict[int, ir.Call], tuple[ir.Value, ...]]:
-    """Cuts a composite's body by colour; returns a call for each stage, and its outputs."""
-    # Calls that are cut in the same way share their parts, so each part is compiled once.
+    """Cuts a composite; returns a call for each of its stages, and its outputs."""
+    # Calls that are cut in the same way share their parts, which are compiled once.
     key = (closure, colors)
     if key not in known:
         body = closure.program
@@ -181,7 +170,7 @@ def _part(
 
 
 def stages_in(colors: Colors) -> set[int]:
-    """Returns the stages that some of the calls are on."""
+    """Returns the stages of all calls."""
     parts = ({c} if isinstance(c, int) else stages_in(c) for c in colors)
     return set().union(*parts)
 
@@ -194,7 +183,7 @@ def _relative(colors: Colors, first: int) -> Colors:
 
 
 class _Cutter:
-    """Finds what crosses each boundary and builds the stage programs."""
+    """Finds the values that cross boundaries between stages, and builds the stages."""
 
     def __init__(self, program: ir.Program, colors: Sequence[int], num_stages: int) -> None:
         self._program = program
@@ -216,8 +205,9 @@ class _Cutter:
         for value in call.args:
             made = self._made_on.get(value, 0)
             if made > color:
+                place = call.path or f"@{call.closure.name}"
                 raise PipelineError(
-                    f"{_place(call)} is on stage {color} and needs {value.hint or 'a value'} that "
+                    f"{place} is on stage {color} and needs {value.hint or 'a value'} that "
                     f"stage {made} makes. Stages must follow the order in which the model runs; "
                     "give this module a later stage, or that one an earlier."
                 )
@@ -228,7 +218,6 @@ class _Cutter:
 
     def _crossing(self, boundary: int) -> list[ir.Value]:
         """Returns the values that stage ``boundary`` sends to the next one."""
-        # Only neighbours exchange: what a later stage needs passes through those between.
         return [
             v for v, made in self._made_on.items() if made <= boundary < self._last_use.get(v, -1)
         ]
@@ -249,7 +238,7 @@ class _Cutter:
         used.update(dict.fromkeys(v for v in sent if v in self._sources))
         used.update(dict.fromkeys(target for _, target in writes))
         own = [v for v in program.inputs if v in used]
-        # A stage is a program of its own, so what arrives is a new value, its input.
+        # A stage is a program of its own, so a received value is an input of it.
         copies = {v: ir.Value(v.type, v.hint) for v in received}
         body = ir.Program(
             (*copies.values(), *own),
@@ -286,7 +275,3 @@ class _Cutter:
                     f"{source.name} is changed on stage {made} and also used on stage(s) "
                     f"{sorted(others)}. Put the modules that share it on one stage."
                 )
-
-
-def _place(call: ir.Call) -> str:
-    return call.path or f"@{call.closure.name}"

@@ -103,12 +103,7 @@ LAYOUTS = {  # in place of S0
         (STEP, "'fsdp'", "'tensor'", "runs over 'tensor', and the mesh has fsdp"),
         (STEP, "'sum', 'fsdp'", "'xor', 'fsdp'", "which has 2 ranks, is told ['xor']"),
         (STEP, GATHER, GATHER.replace("2", "3"), "the operator gives"),
-        (
-            STEP,
-            "lazyinline.wait.default(%a0, %a1)",
-            "aten.clone.default(%a0)",
-            "never waits for it",
-        ),
+        (STEP, "lazyinline.wait.default(%a0, %a1)", "aten.clone.default(%a0)", "never waits"),
         (STEP, GATHER, "aten.cat.default([%a0, %a0])", "waits for a tensor that no"),
     ],
 )
@@ -202,7 +197,7 @@ AXES = '["pipeline",2],["tensor",2]'
         (0, FORWARD, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
         (2, LAST, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
         (0, FORWARD, "'sum', 'tensor'", "'xor', 'tensor'", "which has 2 ranks, is told ['xor']"),
-        (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "nothing waits"),
+        (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "never waits"),
         (0, FORWARD, "return %v_17, %v_18", "return %a7, %v_18", "the header has other result"),
         (0, FORWARD, "%a2: f64[16]", "%a2: f64[17]", "cannot be given this"),
     ],

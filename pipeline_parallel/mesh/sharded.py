@@ -469,7 +469,8 @@ class StageSharder:
         self, one: StageDerivative, programs: Parts, received: Sequence[Flow]
     ) -> tuple[StageDerivative, list[Flow]]:
         """Returns a local stage, and what it sends."""
-        stage, written = one.stage, one.stage.sourced_program.writes
+        stage = one.stage
+        written = [(output, stage.num_received + source) for output, source in stage.writes]
         inputs = [*received, *self._own(stage)]
         wanted: list[Flow | None] = [None] * len(programs[FORWARD].outputs)
         for result in range(stage.num_sent, len(stage.program.outputs) - len(written)):
