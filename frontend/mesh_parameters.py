@@ -31,12 +31,8 @@ class _Held:
 class MeshParameters:
     """Replaces a model's parameters by DTensors, and keeps a stand-in of each for the guard.
 
-    Args:
-        model: the model.
-        mesh: the mesh of the DTensors.
-        plan: their placements.
-        only: the ``id`` of parameters to replace; None for all.
-        read: parameters loaded from a file, by name, in place of the model's own.
+    Replaces all, or those whose ``id`` is in ``only``. Values are the model's, or those of
+    ``read``, loaded from a file by name.
     """
 
     def __init__(
@@ -104,13 +100,7 @@ class MeshParameters:
 
 
 class WholeParameters:
-    """The unchanged parameters of a model that is compiled for a rank on another machine.
-
-    Args:
-        model: the model.
-        plan: their placements.
-        coordinate: the coordinate of the rank on the dimensions of the plan.
-    """
+    """The unchanged parameters of a model that is compiled for a rank on another machine."""
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
         named = model.named_parameters()

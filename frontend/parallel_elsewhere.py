@@ -32,14 +32,11 @@ class ParallelElsewhere:
 
     Made by :func:`.parallel.parallelize`. The model's parameters are not changed.
 
-    Args:
-        kept: the parts of each rank that a file holds.
-
     Attributes:
         model: holds the parameters.
         plan: the placements of tensors.
         last_report: the report of the compile.
-        kept_on_mesh: ``kept``, in the order of ranks.
+        kept_on_mesh: the parts of each rank that a file holds, in the order of ranks.
     """
 
     def __init__(self, kept: Sequence[KeptOnMesh]) -> None:

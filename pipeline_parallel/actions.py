@@ -98,12 +98,7 @@ class ActionTable:
         return max(-(-self.peak_bytes(r, ones) // len(self.stages_of(r))) for r in self.rank_of)
 
     def peak_bytes(self, rank: int, bytes_per_flight: Mapping[int, int]) -> int:
-        """Returns the most bytes that a rank's micro-batches in flight hold together.
-
-        Args:
-            rank: the number of the rank.
-            bytes_per_flight: the bytes that one micro-batch holds, for each stage that counts.
-        """
+        """Returns the most bytes that a rank's micro-batches in flight hold, given one's."""
         sums = (
             sum(flights[stage] * num_bytes for stage, num_bytes in bytes_per_flight.items())
             for flights in _flights(self.ranks[rank])
@@ -125,11 +120,7 @@ def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
 
 
 def schedule_name(name: str) -> str:
-    """Returns the full name of a schedule, given in any case or as an alias.
-
-    Raises:
-        PipelineError: if there is no such schedule.
-    """
+    """Returns the full name of a schedule, given in any case; PipelineError for an unknown one."""
     known = {n.lower(): n for n in SCHEDULES} | _ALIASES
     if name.lower() not in known:
         raise PipelineError(f"schedule={name!r} is unknown; there are {SCHEDULES}.")
@@ -137,11 +128,7 @@ def schedule_name(name: str) -> str:
 
 
 def rank_of_stages(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """Returns the rank of each stage.
-
-    Raises:
-        PipelineError: if the schedule is not for so many stages.
-    """
+    """Returns the rank of each stage; PipelineError if the schedule is not for so many."""
     per_rank = _STAGES_PER_RANK[schedule]
     if num_stages < num_ranks or num_stages % num_ranks:
         raise PipelineError(

@@ -30,12 +30,10 @@ TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call, with its backward, for one micro-batch.
+    """The predicted seconds of one call with its backward, and its bytes per micro-batch.
 
-    Attributes:
-        seconds: the predicted seconds.
-        kept_bytes: the bytes of other calls' results that its backward needs.
-        variants: the bytes that it may save, each with the seconds of recompute; fewest first.
+    Its backward needs ``kept_bytes`` of other calls' results. The ``variants`` are the bytes that
+    it may save, each with the seconds of recompute; fewest first.
     """
 
     seconds: float = 0.0
@@ -45,13 +43,7 @@ class CallCost:
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Predicts the costs of calls with their backwards.
-
-    Args:
-        differentiator: makes the derivatives.
-        costs: the costs of programs on the device.
-        trade_offs: says what calls may recompute; None for no recompute.
-    """
+    """Predicts the costs of calls with their backwards, and with recompute if given trade-offs."""
 
     differentiator: Differentiator
     costs: ProgramCosts
@@ -116,11 +108,7 @@ _GLUE_NODES = 8
 
 
 def color_evenly(program: Program, num_stages: int) -> Colors:
-    """Gives each stage the same number of layers: of calls of closures that are called repeatedly.
-
-    Raises:
-        PipelineError: if there are fewer layers than stages.
-    """
+    """Gives each stage as many layers: calls of closures that are called repeatedly."""
     layers = _layers(program, num_stages)
     if len(layers) < num_stages:
         raise PipelineError(
@@ -191,17 +179,10 @@ def _color_body(body: Program, prefix: Path, bounds: Sequence[Path]) -> Colors:
 
 
 def color_by_marks(program: Program, marks: Mapping[str, int], num_stages: int) -> Colors:
-    """Gives each call the stage of the innermost marked module that it is in.
+    """Gives each call the stage of the innermost marked module that it is in, by path.
 
-    A call outside of marked modules goes to the first stage that has its operands.
-
-    Args:
-        program: the program.
-        marks: the stage of each marked module, by path.
-        num_stages: the number of stages.
-
-    Raises:
-        PipelineError: if a mark names a stage that does not exist, or a stage has no call.
+    A call outside of marked modules goes to the first stage that has its operands. Raises if a mark
+    names a stage that does not exist, or a stage has no call.
     """
     for path, stage in marks.items():
         if not 0 <= stage < num_stages:
@@ -260,10 +241,8 @@ FloatArray = npt.NDArray[np.float64]
 def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | None:
     """Returns the unit at which each stage begins, and the number of units; None if none fits.
 
-    Args:
-        times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1; infinite if it
-            cannot, or is empty.
-        num_micro_batches: M in the module's docstring.
+    Here ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1; infinite if it
+    cannot, or is empty.
     """
     # The longest stage takes one of the times, so these are the bounds to try.
     bounds = np.unique(times[np.isfinite(times)])
@@ -293,9 +272,8 @@ def _within(times: FloatArray, bound: Any) -> FloatArray:
 def _tables(stages: FloatArray, joined: np.ufunc = np.add) -> list[FloatArray]:
     """Returns, by number of stages, the smallest total for each number of units.
 
-    Args:
-        stages: ``stages[s, i, j]`` is the number of stage s if it runs units i to j - 1.
-        joined: combines the total of the stages before with one more stage; by default a sum.
+    ``stages[s, i, j]`` is a number of stage s if it runs units i to j - 1; ``joined`` combines it
+    with the total of the stages before.
     """
     tables = [np.where(np.arange(stages.shape[1]) == 0, 0.0, np.inf)]
     for stage in stages:
@@ -341,17 +319,8 @@ def color_balanced(
 ) -> tuple[Colors, float]:
     """Returns the stages with the least predicted time that fit memory, and that time.
 
-    It includes the recompute that a stage needs to fit.
-
-    Args:
-        program: the program.
-        model: predicts the costs of its calls.
-        table: the actions of each rank.
-        memory_bytes_per_rank: the bytes that a rank may hold; None for no limit.
-        pieces: returns the costs of pieces over a mesh; None for those of ``model``.
-
-    Raises:
-        PipelineError: if there are fewer calls than stages, or no split fits.
+    It includes the recompute that a stage needs to fit. Over a mesh, ``pieces`` returns the costs
+    in place of ``model``. Raises if there are fewer calls than stages, or no split fits.
     """
     num_stages = table.num_stages
     opened = _opened(program, model, num_stages)
@@ -439,12 +408,8 @@ def extra_seconds(
     Memory goes first to the units where a byte spares most seconds, and each unit takes whole steps
     of its variants. So these seconds can be reached, and exceed the minimum by at most one unit's.
 
-    Args:
-        variants: for each unit, pairs of saved bytes and recompute seconds, fewest bytes first.
-        room_bytes: ``room_bytes[s, i, j]`` is what units i to j - 1 may save on stage s.
-
-    Returns:
-        The seconds, in the shape of ``room_bytes``; infinite if the fewest bytes do not fit.
+    Units i to j - 1 may save ``room_bytes[s, i, j]`` on stage s. Where even the fewest bytes do not
+    fit, the seconds are infinite.
     """
     room = room_bytes - _run_sums([v[0][0] for v in variants])[None]
     seconds = np.broadcast_to(_run_sums([v[0][1] for v in variants]), room.shape).copy()

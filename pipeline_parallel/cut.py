@@ -80,16 +80,10 @@ def _tensor_types(values: Sequence[ir.Value]) -> tuple[TensorType, ...]:
 
 
 def cut_program(program: ir.Program, colors: Colors, num_stages: int) -> list[Stage]:
-    """Returns the stages of a captured program.
+    """Returns the stages of a captured program, given the stage of each call.
 
-    Args:
-        program: the program.
-        colors: the stage of each call.
-        num_stages: the number of stages.
-
-    Raises:
-        PipelineError: if a stage needs a value of a later stage, or a buffer changes on one stage
-            and is used on another.
+    Raises if a stage needs a value of a later stage, or a buffer changes on one stage and is used
+    on another.
     """
     whole, flat = split_composites(program, colors)
     return _Cutter(whole, flat, num_stages).stages()

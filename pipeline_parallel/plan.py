@@ -69,13 +69,8 @@ def simulate(
 ) -> Timeline:
     """Runs an action table on a model of the ranks.
 
-    Args:
-        table: the actions of each rank, in order.
-        duration_s: how long an action takes.
-        transfer_s: how long it takes to send an action's result to the next rank.
-
-    Raises:
-        PipelineError: if actions wait for each other (a deadlock).
+    An action takes ``duration_s``, and its result ``transfer_s`` to the next rank. Raises if
+    actions wait for each other (a deadlock).
     """
     done: dict[Action, float] = {}
     clock = [0.0] * len(table.ranks)
@@ -126,20 +121,20 @@ def _needs(action: Action, table: ActionTable) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Bytes and costs of one stage; some are per micro-batch.
+    """The predicted bytes and costs of one stage; some are per micro-batch.
 
     Attributes:
         index: its number.
         rank: the rank that runs it.
-        num_blocks: calls in it.
-        first, last: module paths of its first and last call.
-        forward_s, backward_s: predicted, per micro-batch.
-        flops: forward and backward, per micro-batch.
-        parameter_bytes: of the model's tensors it uses.
-        gradient_bytes: of its parameters' gradients.
-        saved_bytes: kept from forward to backward, per micro-batch in flight.
-        received_bytes: received for a forward, per micro-batch.
-        in_flight: most micro-batches between forward and backward.
+        num_blocks: the number of calls in it.
+        first, last: the module paths of its first and its last call.
+        forward_s, backward_s: the seconds of its forward and its backward, per micro-batch.
+        flops: the operations of both, per micro-batch.
+        parameter_bytes: the bytes of the model's tensors that it uses.
+        gradient_bytes: the bytes of its parameters' gradients.
+        saved_bytes: the bytes that a micro-batch in flight keeps from forward to backward.
+        received_bytes: the bytes that it receives for a forward, per micro-batch.
+        in_flight: the most micro-batches between forward and backward.
     """
 
     index: int
@@ -164,12 +159,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A pipeline before it runs. ``print(plan)`` shows it.
+    """A pipeline before it runs: its actions, its stages and a predicted step.
 
-    Attributes:
-        table: what each rank does, in order.
-        stages: all stages.
-        timeline: the predicted step.
+    ``print(plan)`` shows it.
     """
 
     table: ActionTable
@@ -268,14 +260,7 @@ def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
 def make_plan(
     derived: Sequence[StageDerivative], table: ActionTable, cost_of: CostOf, rates: Rates
 ) -> PipelinePlan:
-    """Returns the plan of a pipeline's stages.
-
-    Args:
-        derived: every stage with its backward.
-        table: what each rank does.
-        cost_of: predicts the cost of a part of a stage.
-        rates: of the device, for transfers.
-    """
+    """Returns the plan of all stages; ``rates`` are those of transfers."""
     in_flight = table.in_flight()
     stages = tuple(_stage(d, table, cost_of, in_flight) for d in derived)
     sent = {(FORWARD, d.stage.index): _wire_bytes(d.stage.sent_types) for d in derived}
@@ -359,12 +344,12 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The actions of one rank, step by step.
+    """The actions of one rank, and when what it receives and sends is on its way.
 
     Attributes:
         actions: in order; if any backward is split, all are, into two actions each.
         posted: for an action that receives from another rank, the number of the first action that
-            its receive may overlap with.
+            the receive may overlap with.
         delivered: for an action that sends to another rank, the number of the first action at which
             the value has certainly arrived; ``len(actions)`` if that is the end of the step.
     """
@@ -375,13 +360,7 @@ class RankOrder:
 
 
 def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrder:
-    """Returns the order of one rank.
-
-    Args:
-        table: what all ranks do.
-        rank: which.
-        boundaries: which values are sent at all; nothing waits for the others.
-    """
+    """Returns the order of one rank; values that cross none of the boundaries are never sent."""
     split = _split_table(table)
     actions, rank_of = split.ranks[rank], split.rank_of
     takers = _takers(split, boundaries)

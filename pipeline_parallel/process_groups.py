@@ -25,13 +25,10 @@ from .stage_derivative import StageDerivative
 
 
 class GradientSums:
-    """Sums the gradients of micro-batches, one buffer per parameter.
+    """Sums the gradients of micro-batches, one buffer per parameter, given types by name.
 
     Two stages of one rank that use the same parameter share its buffer. The buffers of one dtype
     are parts of one flat tensor, so that replicas sum them in one all-reduce.
-
-    Args:
-        types: the type of each parameter's gradient, by name.
     """
 
     def __init__(self, types: Mapping[str, TensorType]) -> None:
@@ -112,13 +109,7 @@ class Ranks:
     def check_same_values(
         self, tensors: Mapping[str, Tensor], text: str, group: Any = None
     ) -> None:
-        """Raises PipelineError on every rank if tensors of one name differ within a group.
-
-        Args:
-            tensors: the tensors of this rank, by name.
-            text: says what differs.
-            group: the ranks to compare; None for those of this pipeline.
-        """
+        """Raises PipelineError on every rank of a group if tensors of one name differ."""
         self._compare({n: _digest(t) for n, t in tensors.items()}, text, group)
 
     def _compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
@@ -143,10 +134,8 @@ class Ranks:
     def leader_first(self, place: str) -> Iterator[None]:
         """Runs the body on one rank per place first, then on the other ranks of the pipeline.
 
-        The others find what the first one left there, such as compiled kernels.
-
-        Args:
-            place: equal for ranks that share a cache; "" for a rank that shares none.
+        The others find what the first one left there, such as compiled kernels. Ranks that share a
+        cache have one place, and "" shares none.
         """
         everyone = _gathered(place or f"rank {self.rank}", self.group)
         # One barrier: the leader enters it after its turn, the others before theirs.
@@ -174,9 +163,7 @@ class Ranks:
     ) -> Reduction:
         """Returns what sums gradients over the ranks that use a parameter; a collective.
 
-        Args:
-            users: the ranks that use each parameter.
-            types: the types of the gradients that are summed outside of the arenas of ranks.
+        The types are of the gradients that are summed outside of the arenas of ranks.
         """
         groups: dict[tuple[int, ...], Any] = {}
         for members in dict.fromkeys(users[name] for name in types if len(users[name]) > 1):
@@ -191,10 +178,7 @@ class Ranks:
 class Reduction:
     """Sums gradients over ranks after a step.
 
-    Attributes:
-        sums: the gradients.
-        shared: for each parameter that other stages' ranks use too, the group of those ranks.
-        ranks: of this pipeline, and of others to average over.
+    ``shared`` has, for each parameter that ranks of other stages use too, the group of those ranks.
     """
 
     sums: GradientSums
@@ -202,11 +186,7 @@ class Reduction:
     ranks: Ranks
 
     def run(self) -> None:
-        """Sums over stages, then sums or averages over replicas.
-
-        Raises:
-            PipelineError: if another rank has ended, or does not answer in time.
-        """
+        """Sums over stages, then averages over replicas; PipelineError if a rank has ended."""
         for name, group in self.shared.items():
             with _explained(f"in the sum of the gradient of {name} over its stages", group):
                 dist.all_reduce(self.sums.buffers[name], group=group)
@@ -265,12 +245,8 @@ def first_line(error: BaseException) -> str:
 def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
     """Returns this rank's place; a collective that every rank takes part in.
 
-    Args:
-        mesh: a ``DeviceMesh`` with the dimension "pipeline" and perhaps "data", or None.
-        timeout_s: how long to wait for another rank.
-
-    Raises:
-        PipelineError: if there is no process group, or the mesh has other dimensions.
+    The mesh has a dimension "pipeline" and perhaps "data"; without a mesh, all ranks are one
+    pipeline. Raises PipelineError if there is no process group, or the mesh has other dimensions.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PipelineError(
@@ -295,8 +271,7 @@ def all_ranks(device: torch.device) -> Ranks:
 def ranks_elsewhere(sizes: Mapping[str, int], timeout_s: float) -> Ranks:
     """Returns the place of the first rank of a pipeline whose processes do not exist.
 
-    Raises:
-        PipelineError: if it has other dimensions, or a size is not a positive integer.
+    Raises PipelineError if it has other dimensions, or a size is not a positive integer.
     """
     _check_names(tuple(sizes))
     if not all(type(size) is int and size > 0 for size in sizes.values()):
@@ -320,12 +295,8 @@ def ranks_along(
 ) -> Ranks:
     """Returns this rank's place in the pipeline along one dimension of a mesh; a collective.
 
-    Args:
-        mesh: of all ranks.
-        pipeline: the dimension.
-        replicas: the dimensions whose ranks sum their gradients after a step.
-        num_batches: of those pipelines, how many take the mean over batches of their own.
-        timeout_s: how long to wait for another rank.
+    Along the dimensions ``replicas``, ranks sum their gradients after a step, as the mean over
+    ``num_batches`` batches.
     """
     return _place(_lines(mesh, (pipeline,)), _lines(mesh, replicas), num_batches, timeout_s)
 

@@ -56,12 +56,7 @@ class Splitter:
         self._known: dict[tuple[ir.Closure, frozenset[int]], Halves] = {}
 
     def split(self, closure: ir.Closure, early: Iterable[int]) -> Halves:
-        """Returns the halves of a closure.
-
-        Args:
-            closure: a leaf or a composite.
-            early: positions of the outputs that are needed first.
-        """
+        """Returns the halves of a leaf or a composite, given the positions of its early outputs."""
         key = (closure, frozenset(early))
         if key not in self._known:
             if isinstance(closure, ir.Leaf):
@@ -295,11 +290,7 @@ def differentiate_stages(
 ) -> list[StageDerivative]:
     """Returns the backward of each stage, from the last one's result 0 (the loss) to the first.
 
-    Args:
-        stages: all stages of a program, in order.
-        differentiator: makes leaf derivatives.
-        halves: whether to split each backward.
-        chosen: decides what a stage saves and what it recomputes.
+    ``chosen`` decides what a stage saves and what it recomputes; ``halves`` splits each backward.
     """
     active = _active_received(stages, differentiator)
     splitter = Splitter()

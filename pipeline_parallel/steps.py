@@ -100,11 +100,7 @@ class RankRunner(Protocol):
 
 
 class Progress:
-    """Checks that a rank's actions run in the planned order, for which alone memory was planned.
-
-    Args:
-        order: the planned order.
-    """
+    """Checks that a rank's actions run in the planned order, for which alone memory was planned."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order

@@ -48,11 +48,7 @@ _ACTIONS_SENDING = {"1F1B": 2}
 def action_table(
     schedule: str, num_stages: int, num_ranks: int, num_micro_batches: int
 ) -> ActionTable:
-    """Returns the action table of a schedule; needs no process group.
-
-    Raises:
-        PipelineError: if PyTorch's schedule refuses these numbers.
-    """
+    """Returns the action table of a schedule, by PyTorch; needs no process group."""
     rank_of = rank_of_stages(schedule, num_stages, num_ranks)
     stages = [
         types.SimpleNamespace(
@@ -141,14 +137,7 @@ def _returned_loss(output: Any, target: Tensor) -> Tensor:
 class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
-    Args:
-        derived: the stage and its backward.
-        table: the actions of all ranks.
-        ranks: the ranks of this pipeline.
-        runner: runs the parts of this rank's stages.
-        progress: checks that the rank keeps to the planned order.
-        tensors: returns the model's tensors, in the order of ``stage.model_tensors``.
-        draws: the random draws of all stages.
+    The ``tensors`` are those of the model, in the order of ``stage.model_tensors``.
 
     Attributes:
         doing: the last action, for errors.
@@ -319,12 +308,7 @@ class ClosureStage(PipelineStage):
 
 
 class Runner:
-    """One rank's stages under a schedule.
-
-    Args:
-        table: what each rank does.
-        stages: this rank's, in order.
-    """
+    """One rank's stages, in order, under a schedule."""
 
     def __init__(self, table: ActionTable, stages: Sequence[ClosureStage]) -> None:
         self._stages = stages

@@ -60,15 +60,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """A tensor between two items.
-
-    Attributes:
-        source: the item that makes it.
-        output: its position among the source's outputs.
-        target: the item that reads it.
-        operand: its position among the target's inputs.
-        count: how often a step makes it.
-    """
+    """A tensor from an output of one item to an operand of another, and how often a step has it."""
 
     source: Item
     output: int
@@ -194,19 +186,9 @@ def _fits(
 
 
 class Choices:
-    """The groups of a folded step, and the edges between them.
+    """The groups of a folded step, the edges between them, and the operators without a rule.
 
-    Args:
-        folded: the step.
-        axes: the axes of the mesh.
-        rates: the speed of a rank's device.
-        pinned: for parameters that the user fixed, by name: an axis, and the layout along it.
-
-    Attributes:
-        slots: an item for each slot.
-        groups: all groups.
-        edges: the edges between different groups.
-        unknown: the operators without a rule.
+    Parameters that the user fixed are ``pinned`` by name, to a layout along an axis.
     """
 
     def __init__(

@@ -62,10 +62,8 @@ class Slot:
 class Folded:
     """A folded step.
 
-    Attributes:
-        leaves: different leaves, with the numbers of their calls, in the order of first calls.
-        slots: the tensors between them.
-        slot_of: the position of each port's slot.
+    Its ``leaves`` are the different ones, in the order of first calls, with their numbers of calls;
+    ``slot_of`` has the position of each port's slot.
     """
 
     leaves: tuple[tuple[Leaf, int], ...]
@@ -75,14 +73,10 @@ class Folded:
 
 @dataclass
 class _Flat:
-    """The calls of a program's leaves, in order, with the numbers of the tensors that they use.
+    """The calls of a program's leaves, in order, with the numbers of their operands and results.
 
-    Attributes:
-        calls: each call, its operands and its results.
-        types: the type of each tensor, by its number.
-        saved: the tensors that are packed into structs, for a backward.
-        made: the number of the call that makes a tensor.
-        last: the number of the last call that reads a tensor.
+    Tensors in ``saved`` are packed into structs, for a backward. The calls that make a tensor, and
+    that read it last, are in ``made`` and ``last``.
     """
 
     calls: list[tuple[Call, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)

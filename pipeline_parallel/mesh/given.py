@@ -56,11 +56,9 @@ _DIMENSIONS: Mapping[tuple[type, type], Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Pins:
-    """The placements that the user fixes for a module.
+    """The placements that the user fixes for a module: of parameters, by name, and of its result.
 
-    Attributes:
-        parameters: placements along the tensor-parallel dimension, by name in the module.
-        output: the placement of its result.
+    Those of parameters are along the tensor-parallel dimension.
     """
 
     parameters: Mapping[str, Placement] = field(default_factory=dict)
@@ -68,11 +66,7 @@ class Pins:
 
 
 def check_mesh(mesh: Any, *, any_names: bool = False) -> DeviceMesh:
-    """Returns a mesh; its dimensions need names that say what they are for, unless ``any_names``.
-
-    Raises:
-        PlanError: if it is no mesh, or has another name.
-    """
+    """Returns a mesh; PlanError unless the names of its dimensions say what they are for."""
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
             f"mesh= takes a DeviceMesh, not {type(mesh).__name__}. Make one with "
@@ -98,17 +92,9 @@ def given_plan(
     marks: Iterable[tuple[str, Pins]],
     batch: Sequence[Any],
 ) -> MeshPlan:
-    """Returns the plan that styles and marks say.
+    """Returns the plan that styles and marks say, for the flat arguments of one micro-batch.
 
-    Args:
-        modules: all modules of the model, with their paths.
-        mesh: the mesh, with names that were checked.
-        styles: the styles of modules.
-        marks: the pins of modules, with their paths.
-        batch: the flat arguments of one micro-batch.
-
-    Raises:
-        PlanError: if a pattern matches no module, or a tensor cannot be sharded as asked.
+    Raises PlanError if a pattern matches no module, or a tensor cannot be sharded as asked.
     """
     by_path = dict(modules)
     pins = _of_styles(by_path, styles)
@@ -142,8 +128,7 @@ def pinned(
 ) -> dict[str, tuple[int, Placement]]:
     """Returns the dimension of the mesh and the placement of each parameter that marks pin.
 
-    Raises:
-        PlanError: if a parameter cannot be sharded as asked, or a result is pinned.
+    Raises PlanError if a parameter cannot be sharded as asked, or a result is pinned.
     """
     if not marks:
         return {}
@@ -301,10 +286,7 @@ def with_joint_projections(
 ) -> MeshPlan:
     """Returns a plan that shards each projection by itself in weights that hold several.
 
-    Args:
-        plan: the plan that styles and marks say.
-        make_step: makes the step, of global shapes.
-        names_of: returns all names in the model of a parameter of the step.
+    ``names_of`` returns all names in the model of a parameter of the step.
     """
     parameters, rows = dict(plan.parameters), Shard(0)
     axis = next((i for i, (name, _) in enumerate(plan.axes) if name in TENSOR), None)

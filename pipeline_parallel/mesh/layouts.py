@@ -64,9 +64,7 @@ def text(layouts: Sequence[Layout | None]) -> str:
 class AxisRates:
     """How fast the ranks along an axis communicate.
 
-    Attributes:
-        bytes_per_s: the bytes that a rank sends per second while it receives as many.
-        latency_s: the seconds of an empty collective.
+    Each sends ``bytes_per_s`` while it receives as many; an empty collective takes ``latency_s``.
     """
 
     bytes_per_s: float
@@ -130,10 +128,8 @@ _SLICE_S = 1e-9
 class Move(NamedTuple):
     """The redistribution of a tensor of any size.
 
-    Attributes:
-        steps: the kind of each step, its axis, and the fraction of the tensor's bytes in it.
-        fixed_s: the seconds for an empty tensor.
-        byte_s: further seconds for each byte of the whole tensor.
+    Each step has a kind, an axis, and the fraction of the tensor's bytes in it. An empty tensor
+    takes ``fixed_s``, and each byte of the whole tensor ``byte_s`` more.
     """
 
     steps: tuple[tuple[str, int, float], ...]
@@ -145,14 +141,7 @@ _IMPOSSIBLE = Move((), math.inf, 0.0)
 
 
 class Moves:
-    """Finds the steps from a layout to another, and their seconds.
-
-    Args:
-        axes: the axes of the mesh.
-
-    Attributes:
-        sizes: their numbers of ranks.
-    """
+    """Finds the steps from a layout to another on the axes of a mesh, and their seconds."""
 
     def __init__(self, axes: Sequence[Axis]) -> None:
         self._axes = tuple(axes)

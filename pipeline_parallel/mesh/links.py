@@ -87,11 +87,7 @@ def _gather_s(device: str, name: str, size: int, num_bytes: int) -> float:
 
 
 def links_from(links: Links, names: Sequence[str], sizes: Sequence[int]) -> Mapping[str, AxisRates]:
-    """Returns rates of the dimensions of a mesh, read from a file if ``links`` is a path.
-
-    Raises:
-        PlanError: if the file cannot be read, or a dimension of several ranks has no rates.
-    """
+    """Returns rates of the dimensions of a mesh, read from a file if ``links`` is a path."""
     if isinstance(links, (str, os.PathLike)):
         try:
             read = json.loads(pathlib.Path(links).read_text(encoding="utf-8"))

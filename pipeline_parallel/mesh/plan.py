@@ -29,12 +29,9 @@ Placements: TypeAlias = "tuple[Placement, ...]"
 
 @dataclass(frozen=True)
 class NodeLayouts:
-    """The placements of one operator's tensors.
+    """The placements that an operator's tensors are redistributed to; None for no change.
 
-    Attributes:
-        inputs: for each of ``node.all_input_nodes``, the placements that it is redistributed to;
-            None for no change.
-        outputs: the same for each result. A partial result is left as DTensor's rules make it.
+    The inputs are ``node.all_input_nodes``. A partial result is left as DTensor's rules make it.
     """
 
     inputs: tuple[Placements | None, ...] = ()
@@ -43,12 +40,10 @@ class NodeLayouts:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """The placements in each call of a leaf.
+    """The placements of a leaf's flat operands and results, and of its operators.
 
-    Attributes:
-        inputs: for each flat operand; None accepts any placements.
-        outputs: for each flat result; None keeps the placements in which it is computed.
-        nodes: for operators; those that are left out follow DTensor's propagation.
+    An operand without placements may have any, a result keeps those in which it is computed, and an
+    operator follows DTensor's propagation.
     """
 
     inputs: tuple[Placements | None, ...] = ()

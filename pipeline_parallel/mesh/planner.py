@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taken:
-    """A solution, as layouts of operators and of slots.
-
-    Attributes:
-        choices: the options there were.
-        moves: the costs of redistributing tensors.
-        solution: the options that were chosen.
-    """
+    """A solution of the linear program, as layouts of operators and of slots."""
 
     choices: Choices
     moves: Moves
@@ -222,13 +216,10 @@ STATES_PER_PARAMETER = 4
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan that was found.
+    """A plan that was found, and the solution that it is from.
 
-    Attributes:
-        plan: the placements.
-        seconds: the seconds of a step: as the linear program predicts them, or as the caller of
-            :func:`cheapest_plan` judges.
-        taken: the solution, with all options.
+    Its seconds of a step are those that the linear program predicts, or that the caller of
+    :func:`cheapest_plan` judges.
     """
 
     plan: MeshPlan
@@ -272,7 +263,7 @@ def find_plan(
         memory_bytes_per_rank: the most bytes of parameters, gradients, optimizer state and tensors
             saved for backward; other tensors within one closure are not counted.
         pinned: for parameters that the user fixed, by name: the position of an axis, and the
-            placement along it.
+            placement.
 
     Raises:
         PlanError: if no plan fits memory, or equal layers are pinned in different ways.
@@ -299,16 +290,10 @@ def find_plan(
 def cheapest_plan(
     found: Callable[[RecomputeMark], FoundPlan], policies: Sequence[RecomputeMark]
 ) -> FoundPlan:
-    """Returns the plan that takes the least time, with recompute or without.
+    """Returns the plan that takes the least time, with recompute by one of the policies or without.
 
-    If more memory would not make the plan without recompute faster, no policy is tried.
-
-    Args:
-        found: finds the plan of a step whose blocks are recomputed by a policy; ``""`` is none.
-        policies: the policies to try.
-
-    Raises:
-        OverMemoryError: if no plan fits memory; the error of the policy that needs least.
+    If more memory would not make the plan without recompute faster, no policy is tried. If no plan
+    fits memory, raises the error of the policy that needs least.
     """
     plans: dict[RecomputeMark, FoundPlan] = {}
     lines, refused = list[str](), list[OverMemoryError]()

@@ -66,11 +66,7 @@ class Solution:
 class Problem:
     """The linear program of some choices.
 
-    Args:
-        choices: the groups, with their options, and the edges.
-        moves: the costs of redistributing tensors.
-        memory: the bytes that a rank holds, for each option of each group that holds any.
-        limit_bytes: the bytes that a rank may hold; None for no limit.
+    For each option of a group that holds memory on a rank, ``memory`` has its bytes.
     """
 
     def __init__(
@@ -98,11 +94,7 @@ class Problem:
             self._add(edges)
 
     def solve(self) -> Solution:
-        """Returns the choice that takes the least time.
-
-        Raises:
-            PlanError: if no choice fits memory.
-        """
+        """Returns the choice that takes the least time; PlanError if no choice fits memory."""
         matrix = self._matrix(self._rows, len(self._right))
         costs = np.array(self._costs) / _UNIT_S
         below = self._upper()

@@ -147,13 +147,7 @@ class Sharder:
     def step(
         self, program: Program, inputs: Sequence[Layout], outputs: Sequence[Placements]
     ) -> Program:
-        """Returns the local program of a step whose values are tensors.
-
-        Args:
-            program: the step's program, of global shapes.
-            inputs: the layouts of its inputs.
-            outputs: the placements that its results must have.
-        """
+        """Returns the local program of a step, whose results get the placements ``outputs``."""
         types = [
             local_type(tensor_type(v), self.mesh, layout.held)
             for v, layout in zip(program.inputs, inputs, strict=True)
@@ -176,10 +170,7 @@ class Sharder:
     ) -> tuple[Program, list[Flow]]:
         """Returns the local program of a part of a step, and this rank's parts of its results.
 
-        Args:
-            program: the part's program, of global shapes.
-            inputs: this rank's parts of its inputs.
-            outputs: the placements that its results must have; None for any that are not partial.
+        Results get the placements ``outputs``; where there are none, any that are not partial.
         """
         types, lies = flat_types([f.type for f in inputs]), [x for f in inputs for x in f.layouts]
         pairs = zip(program.outputs, outputs, strict=True)
@@ -259,11 +250,8 @@ class Sharder:
     ) -> tuple[Program, Layouts]:
         """Returns the local program, with structs taken apart, and the layouts of its results.
 
-        Args:
-            program: the program, of global shapes.
-            types: the types of this rank's parts of its inputs, flat.
-            layouts: their layouts.
-            partial: the flat positions of results that may stay partial: the caller reduces them.
+        Types and layouts are of this rank's parts of the flat inputs. Flat results in ``partial``
+        may stay partial: the caller reduces them.
         """
         local_inputs = tuple(map(Value, types))
         given = grouped(zip(local_inputs, layouts, strict=True), [v.type for v in program.inputs])
@@ -441,13 +429,9 @@ Parts = Mapping[str, Program]
 
 @dataclass(frozen=True)
 class StageSharder:
-    """Makes the local stages of a pipeline.
+    """Makes the local stages of a pipeline, with gradients that are partial over ``replicas``.
 
-    Args:
-        sharder: makes their closures.
-        layouts: the layouts of the model's tensors, by the names of their sources.
-        batch: the placements of each tensor of a micro-batch.
-        replicas: the mesh dimensions along which gradients are summed once, after a step.
+    The layouts are of the model's tensors, by the names of their sources.
     """
 
     sharder: Sharder

@@ -61,9 +61,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[torch.fx.Node]]:
     """Merges the collectives of a local graph, in place, and returns its operators in order.
 
-    Args:
-        module: the graph.
-        parameters: the inputs that exist before the step begins.
+    The ``parameters`` are inputs that exist before the step begins.
     """
     for wait in [n for n in module.graph.nodes if n.target is WAIT]:
         _cast_first(module.graph, wait)
@@ -228,12 +226,9 @@ _VIEW = torch.ops.aten.view.default
 def split_at_collectives(
     leaf: Leaf, made: LocalGraph, parameters: Collection[int]
 ) -> tuple[Closure, tuple[Part, ...]]:
-    """Returns a local graph as a closure, and the part that each of its calls is.
+    """Returns the local graph of a leaf as a closure, and the part that each of its calls is.
 
-    Args:
-        leaf: the leaf, of global shapes.
-        made: its local graph.
-        parameters: the inputs that exist before the step begins.
+    The ``parameters`` are inputs that exist before the step begins.
     """
     module = made.module
     _without_idle_nodes(module.graph)
@@ -380,9 +375,6 @@ class Schedule:
     A gather starts one computation early, which hides it; earlier, more parameters would be held at
     once. A wait that keeps an operand in memory comes after the next computation, any other where
     its result is read.
-
-    Args:
-        inputs: the inputs of the program.
     """
 
     def __init__(self, inputs: Iterable[Value]) -> None:

@@ -87,13 +87,10 @@ def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Started:
-    """A collective that is not waited for yet.
+    """A collective that is not waited for yet: PyTorch's handle, and what it reads and writes.
 
-    Attributes:
-        work: PyTorch's handle; None if there is nothing to wait for.
-        operand: what it reads, which must stay allocated.
-        result: where it writes.
-        what: its kind, its group, the dimension of the mesh, and what a mean is divided by.
+    Its operand must stay allocated. ``what`` has its kind, its group, the dimension of the mesh,
+    and the number that a mean is divided by.
     """
 
     work: Any
@@ -224,12 +221,8 @@ def with_own_collectives(
 ) -> torch.fx.GraphModule:
     """Replaces each functional collective of a graph by our two operators, in place.
 
-    Args:
-        module: the graph.
-        axes: the dimensions of the mesh, by the names of their process groups.
-
-    Raises:
-        PlanError: if we have no such collective, or its group is not of the mesh.
+    The dimensions of the mesh are given by the names of their process groups. Raises PlanError if
+    we have no such collective, or its group is not of the mesh.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -321,12 +314,7 @@ def axes_of(mesh: DeviceMesh) -> dict[str, str]:
 def absent_ranks(axes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     """Makes this process a rank of a mesh whose other ranks do not exist; nothing is moved.
 
-    Args:
-        axes: the name and size of each dimension.
-        rank: the number of the rank.
-
-    Raises:
-        PlanError: if this process has a process group already, or the sizes are invalid.
+    Raises PlanError if this process has a process group already, or the sizes are invalid.
     """
     sizes = axes.values() if isinstance(axes, Mapping) else ()
     if not sizes or not all(type(n) is int and 0 < n <= 2**20 for n in sizes):

@@ -179,9 +179,7 @@ def _local(value: Any) -> Any:
 class _Pieces(torch.Tensor):
     """A rank's local tensor that consists of several pieces of the whole.
 
-    Attributes:
-        split_dim: the dimension along which they follow one another.
-        chunks: their places in the whole.
+    They follow one another along ``split_dim``; ``chunks`` are their places in the whole.
     """
 
     split_dim: int

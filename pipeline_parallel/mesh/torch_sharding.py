@@ -80,14 +80,10 @@ _MEAN, _SUM = 1, 2
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """A leaf's graph on local tensors.
+    """A leaf's graph on local tensors, the types of these, and the placements of its results.
 
-    Attributes:
-        module: takes and returns local tensors.
-        input_types: the types of the local inputs.
-        output_layouts: the placements of the results.
-        whole: the operators that every rank runs on whole tensors, because no rule splits them.
-        is_even: whether all shards of operands and results have equal sizes.
+    ``whole`` has the operators that every rank runs on whole tensors, because no rule splits them;
+    ``is_even`` says whether all shards of operands and results have equal sizes.
     """
 
     module: torch.fx.GraphModule
@@ -122,16 +118,9 @@ def local_graph(
     partial_outputs: frozenset[int],
     decompositions: Decompositions,
 ) -> LocalGraph:
-    """Makes the local graph of a leaf.
+    """Makes the local graph of a leaf, for shards of its inputs with these types and placements.
 
-    Args:
-        leaf: the leaf, of global shapes.
-        mesh: the mesh that it runs on.
-        input_types: the types of this rank's shards of the inputs.
-        layouts: the placements of the inputs.
-        plan: the plan of the leaf.
-        partial_outputs: the results that may stay partial: the caller sums them.
-        decompositions: the decompositions of local operators.
+    The ``partial_outputs`` may stay partial: the caller sums them.
     """
     mode = new_fake_mode(leaf.module)
     locals_ = [fake_tensor(mode, t) for t in input_types]

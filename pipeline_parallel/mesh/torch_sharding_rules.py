@@ -42,11 +42,10 @@ ROWS_AND_HEADS = 2
 
 
 class Way(NamedTuple):
-    """A way to compute an operator on one axis.
+    """A way to compute an operator on one axis, as layouts of its operands and its results.
 
-    Attributes:
-        inputs: the layouts of ``node.all_input_nodes``; None for one that is not a tensor.
-        outputs: the layouts of the results that are tensors.
+    The operands are ``node.all_input_nodes``, None where one is not a tensor; of the results, the
+    tensors.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -120,14 +119,9 @@ def has_rule(operator: Any) -> bool:
 
 
 class Rules:
-    """Finds the ways to compute operators on one axis, for each different operator once.
+    """Finds the ways to compute operators on an axis of ``size`` ranks, once for different ones.
 
-    Args:
-        size: the number of ranks on the axis.
-        factors: the dimensions that may be sharded in parts.
-
-    Attributes:
-        unknown: the operators without a rule, which each rank runs on whole tensors.
+    ``unknown`` has the operators without a rule, which each rank runs on whole tensors.
     """
 
     def __init__(self, size: int, factors: Factors = ()) -> None:

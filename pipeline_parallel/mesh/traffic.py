@@ -46,13 +46,7 @@ def collectives_of(
 ) -> tuple[Collective, ...]:
     """Returns the collectives of a linked program in the order in which they start.
 
-    Args:
-        program: the program of a step, or of a part of a stage.
-        launches: the placed launches that it was linked to.
-        part: the name of the program.
-
-    Raises:
-        VerifyError: unless the program waits for each collective once.
+    Raises VerifyError unless the program waits for each collective once.
     """
     found, beside = list(collectives_in(program, part=part)), list[int]()
     begun: dict[int, int] = {}  # buffer of the result -> number of the collective
@@ -73,13 +67,7 @@ def collectives_of(
 
 
 def collectives_in(program: Program, path: str = "", part: str = "") -> Iterator[Collective]:
-    """Yields the collectives of a sharded program, in the order of its calls.
-
-    Args:
-        program: the program, of local shapes.
-        path: the module path of the call of this program.
-        part: the name of its closure.
-    """
+    """Yields the collectives of a sharded program, which is called at a path, in order."""
     for call in program.calls:
         closure = call.closure
         inner = ".".join(p for p in (path, call.path) if p)
