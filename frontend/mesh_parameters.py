@@ -104,13 +104,13 @@ class WholeParameters:
 
     def __init__(self, model: nn.Module, plan: MeshPlan, coordinate: Sequence[int]) -> None:
         named = model.named_parameters()
-        self._lies = {id(tensor): plan.parameters.get(name, ()) for name, tensor in named}
+        self._placements = {id(tensor): plan.parameters.get(name, ()) for name, tensor in named}
         self._sizes, self._coordinate = [size for _, size in plan.axes], coordinate
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Returns the rank's part of a tensor of the model."""
-        lies = self._lies.get(id(tensor), ())
-        return _part(tensor.detach(), self._sizes, self._coordinate, lies)
+        placements = self._placements.get(id(tensor), ())
+        return _part(tensor.detach(), self._sizes, self._coordinate, placements)
 
     def as_captured(self) -> AbstractContextManager[None]:
         """Does nothing: the modules hold the captured parameters."""
@@ -127,9 +127,8 @@ class KeptOnMesh:
         lowered: the state of its compile before link.
         plans: the memory plans of a step.
         parameters: returns the rank's parts of parameters.
-        axes: the names and sizes of the mesh's dimensions.
-        row: all ranks, in the order of the mesh.
-        position: the position of this rank in ``row``.
+        mesh: the mesh, with the pipeline's dimension.
+        rank: the number of the rank.
         asked: for stages, the arguments of the pipeline.
     """
 
@@ -138,27 +137,25 @@ class KeptOnMesh:
     lowered: Compilation
     plans: Sequence[ArenaPlan]
     parameters: MeshParameters | WholeParameters
-    axes: Sequence[tuple[str, int]]
-    row: Sequence[int]
-    position: int
+    mesh: Any
+    rank: int
     asked: Any = None
 
-    @classmethod
-    def here(
-        cls,
-        mesh: Any,
-        model: nn.Module,
-        guard: Guard,
-        lowered: Compilation,
-        plans: Sequence[ArenaPlan],
-        parameters: MeshParameters,
-        asked: Any = None,
-    ) -> KeptOnMesh:
-        """Returns what a file holds of this process's rank."""
-        axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
-        row = mesh.mesh.flatten().tolist()
-        own = model, guard, lowered, plans, parameters
-        return cls(*own, axes, row, row.index(mesh.get_rank()), asked)
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The names and sizes of the mesh's dimensions."""
+        return tuple(zip(self.mesh.mesh_dim_names, self.mesh.mesh.shape, strict=True))
+
+    @property
+    def row(self) -> list[int]:
+        """All ranks, in the order of the mesh."""
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
+    def position(self) -> int:
+        """The position of the rank in ``row``."""
+        return self.row.index(self.rank)
 
     @property
     def plan(self) -> MeshPlan:
@@ -200,9 +197,9 @@ def part_of(tensor: Tensor, mesh: Any, layout: Placements) -> Tensor:
 def _part(
     tensor: Tensor, sizes: Sequence[int], coordinate: Sequence[int], layout: Placements
 ) -> Tensor:
-    for size, place, lies in zip(sizes, coordinate, layout, strict=False):
-        dim: int | None = getattr(lies, "dim", None)
-        parts = int(getattr(lies, "split_factor", 1))
+    for size, place, placement in zip(sizes, coordinate, layout, strict=False):
+        dim: int | None = getattr(placement, "dim", None)
+        parts = int(getattr(placement, "split_factor", 1))
         if parts > 1:
             each = tensor.unflatten(dim, (parts, -1))  # type: ignore[arg-type]
             tensor = each.tensor_split(size, dim + 1)[place].flatten(dim, dim + 1)  # type: ignore[operator,arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ..backend.run.leases import Lease
 from ..backend.run.planned import PlannedProgram
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import REPLICATED
-from ..pipeline_parallel.process_groups import Ranks, all_ranks, ranks_along
+from ..pipeline_parallel.process_groups import Ranks, all_ranks, check_processes, ranks_along
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
@@ -177,20 +178,10 @@ def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
 
     is_elsewhere = isinstance(asked, Mapping)
     if not is_elsewhere:
-        _check_processes()
+        check_processes("A mesh is of", PlanError)
     with absent_ranks(asked) if is_elsewhere else nullcontext(asked) as mesh:
         check_mesh(mesh, any_names=any_names)
         yield mesh
-
-
-def _check_processes() -> None:
-    """Raises PlanError if there is no process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise PlanError(
-            "A mesh is of several processes, and torch.distributed is not initialized. Start the "
-            "script with torchrun --nproc-per-node N script.py and call "
-            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
-        )
 
 
 def _check_devices(model: nn.Module, mesh: Any) -> None:
@@ -322,7 +313,7 @@ class ParallelStep:
     def kept_on_mesh(self) -> KeptOnMesh:
         """Returns its parts that a file holds."""
         own = self._guard, self._lowered, self._runner.plans, self._parameters
-        return KeptOnMesh.here(self._mesh, self.model, *own)
+        return KeptOnMesh(self.model, *own, self._mesh, self._mesh.get_rank())
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page: placements and collectives, the program, its memory, its passes.
@@ -398,7 +389,7 @@ class ParallelPipeline(Pipeline):
         super().__init__(asked)
         (state,), on_mesh = self._made, asked.on_mesh
         assert state.mesh_plan is not None and on_mesh is not None
-        self._mesh, self._batch_lies = on_mesh.mesh, state.mesh_plan.batch
+        self._mesh, self._batch_placements = on_mesh.mesh, state.mesh_plan.batch
         self._agreement = _Agreement(self._mesh)
         # A loaded pipeline compares less: to predict other ranks would read all their operators.
         moved = str(state.mesh_plan) if asked.opened else self.plan.moved_text
@@ -434,8 +425,8 @@ class ParallelPipeline(Pipeline):
         """Returns its parts that a file holds."""
         (state,), asked = self._made, self._asked
         assert asked.on_mesh is not None
-        own = self._guard, state, (), self._on_mesh
-        return KeptOnMesh.here(asked.on_mesh.whole, asked.model.model, *own, asked)
+        own = asked.model.model, self._guard, state, (), self._on_mesh
+        return KeptOnMesh(*own, asked.on_mesh.whole, self._mesh.get_rank(), asked)
 
     def _first_value(self, source: ModelTensor) -> Tensor:
         return local_part(self._read.get(tensor_name(source.name), source.tensor))
@@ -451,9 +442,9 @@ class ParallelPipeline(Pipeline):
         return list(map(local_part, self._tensors))
 
     def _rows(self, leaves: Sequence[Any]) -> list[Tensor]:
-        pairs = zip(super()._rows(leaves), self._batch_lies, strict=True)
+        pairs = zip(super()._rows(leaves), self._batch_placements, strict=True)
         # Cloned, because a part of a tensor may have gaps, but closures take contiguous inputs.
-        return [part_of(tensor, self._mesh, lies).clone() for tensor, lies in pairs]
+        return [part_of(tensor, self._mesh, placements).clone() for tensor, placements in pairs]
 
     def _check(self, micro_batches: Sequence[Sequence[Any]]) -> None:
         self._on_mesh.check_present()
@@ -489,11 +480,8 @@ class _Agreement:
     def check_plans(self, plans: Mapping[str, str]) -> None:
         """Raises PipelineError if plans of one name differ."""
         text = "Ranks have different plans, so their collectives would not meet"
-        encoded = {
-            name: torch.tensor(list(plan.encode()), dtype=torch.uint8, device="cpu")
-            for name, plan in plans.items()
-        }
-        self.ranks.check_same_values(encoded, text)
+        digests = {n: hashlib.sha256(plan.encode()).hexdigest()[:12] for n, plan in plans.items()}
+        self.ranks.compare(digests, text)
 
     def check_batch(self, parts: Sequence[Sequence[Any]], *, draws: bool) -> None:
         """Raises PipelineError if the first batches differ, or the states of random generators."""

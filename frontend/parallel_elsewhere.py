@@ -137,13 +137,8 @@ def _kept(
     assert isinstance(whole, LossModel) and lowered.mesh_plan is not None
     on_mesh, place = lowered.goal.on_mesh, list(coordinate)
     mesh = on_mesh.mesh if asked is None else on_mesh.whole
-    axes = tuple(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
     if asked is not None:
-        dim = [name for name, _ in axes].index(stage_dimension(mesh))
-        place.insert(dim, lowered.rank)
-    position = 0
-    for place_on_axis, (_, size) in zip(place, axes, strict=True):
-        position = position * size + place_on_axis
+        place.insert(mesh.mesh_dim_names.index(stage_dimension(mesh)), lowered.rank)
     parameters = WholeParameters(whole.model, lowered.mesh_plan, coordinate)
     own = whole.model, guard, lowered, plans, parameters
-    return KeptOnMesh(*own, axes, list(range(mesh.size())), position, asked)
+    return KeptOnMesh(*own, mesh, int(mesh.mesh[tuple(place)]), asked)

@@ -104,15 +104,16 @@ class Ranks:
             # A digest: the text of a large model is megabytes, and each rank sends it to all.
             digest = hashlib.sha256(text_to_compare(program).encode()).hexdigest()
             own["model (its captured program)"] = digest[:12]
-        self._compare(own, f"Ranks do not agree, {why}")
+        self.compare(own, f"Ranks do not agree, {why}")
 
     def check_same_values(
         self, tensors: Mapping[str, Tensor], text: str, group: Any = None
     ) -> None:
         """Raises PipelineError on every rank of a group if tensors of one name differ."""
-        self._compare({n: _digest(t) for n, t in tensors.items()}, text, group)
+        self.compare({n: _digest(t) for n, t in tensors.items()}, text, group)
 
-    def _compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
+    def compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
+        """Raises PipelineError on every rank of a group if values of one name differ."""
         everyone = _gathered(dict(own), self.group if group is None else group)
         different = []
         for key in dict.fromkeys(k for other in everyone for k in other):
@@ -186,7 +187,7 @@ class Reduction:
     ranks: Ranks
 
     def run(self) -> None:
-        """Sums over stages, then averages over replicas; PipelineError if a rank has ended."""
+        """Sums over stages, then over replicas; PipelineError if another rank has ended."""
         for name, group in self.shared.items():
             with _explained(f"in the sum of the gradient of {name} over its stages", group):
                 dist.all_reduce(self.sums.buffers[name], group=group)
@@ -242,18 +243,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
+def check_processes(who: str, kind: type[LazyInlineError]) -> None:
+    """Raises an error of this kind if there is no process group, which ``who`` needs."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise kind(
+            f"{who} several processes, and torch.distributed is not initialized. Start the script "
+            "with torchrun --nproc-per-node N script.py and call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
+        )
+
+
 def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
     """Returns this rank's place; a collective that every rank takes part in.
 
     The mesh has a dimension "pipeline" and perhaps "data"; without a mesh, all ranks are one
     pipeline. Raises PipelineError if there is no process group, or the mesh has other dimensions.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise PipelineError(
-            "A pipeline runs on several processes, and torch.distributed is not initialized. Start "
-            "the script with torchrun --nproc-per-node N script.py and call "
-            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
-        )
+    check_processes("A pipeline runs on", PipelineError)
     if mesh is None:
         return _place([tuple(range(dist.get_world_size()))], [], 1, timeout_s)
     names = tuple(mesh.mesh_dim_names or ())

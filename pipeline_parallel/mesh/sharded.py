@@ -172,11 +172,12 @@ class Sharder:
 
         Results get the placements ``outputs``; where there are none, any that are not partial.
         """
-        types, lies = flat_types([f.type for f in inputs]), [x for f in inputs for x in f.layouts]
+        types = flat_types([flow.type for flow in inputs])
+        layouts_in = [layout for flow in inputs for layout in flow.layouts]
         pairs = zip(program.outputs, outputs, strict=True)
         targets = [target for value, target in pairs for _ in flat_types([value.type])]
         partial = frozenset(i for i, target in enumerate(targets) if target is not None)
-        local, layouts = self._program(program, types, lies, partial)
+        local, layouts = self._program(program, types, layouts_in, partial)
         calls, results = self._brought(program, local.calls, local.outputs, layouts, targets)
         local = replace(local, calls=calls, outputs=tuple(results))
         made = [v.type for v in program.outputs]
@@ -186,7 +187,7 @@ class Sharder:
             for layout, target in zip(layouts, targets, strict=True)
         ]
         flows = zip(local.outputs, grouped(ends, made), strict=True)
-        return local, [Flow(value.type, tuple(lies)) for value, lies in flows]
+        return local, [Flow(value.type, tuple(held)) for value, held in flows]
 
     def _brought(
         self,
@@ -500,8 +501,8 @@ class StageSharder:
         if travels:
             return gradient
         held = enumerate(gradient.layouts[0].held)
-        lies = tuple(Partial() if i in self.replicas else p for i, p in held)
-        return replace(gradient, layouts=(Layout(lies),))
+        summed = tuple(Partial() if i in self.replicas else p for i, p in held)
+        return replace(gradient, layouts=(Layout(summed),))
 
     def _halves(
         self,
