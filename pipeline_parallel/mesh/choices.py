@@ -174,7 +174,8 @@ def _fits(
             continue
         factors = {one.factor for _, one in splits if one.factor > 1}
         if (at_rest and factors) or len(factors) > 1:
-            return False  # DTensor has no order for these
+            # DTensor stores a dimension in parts on one axis alone, and parts of one number only.
+            return False
         parts = math.prod(size for size, _ in splits) * max(factors, default=1)
         if tensor.shape[dim] % parts:
             return False
@@ -292,6 +293,7 @@ def _is_sensible(item: Item, way: Way) -> bool:
         for tensor, one in zip(item.inputs, way.inputs, strict=True)
         if tensor is not None and one is not None and one.is_partial
     ]
+    # A view passes sums on for free, and a bias (one dimension) may be added in fractions.
     return len(partial) != 1 or item.is_view or partial[0].dim() == 1
 
 
@@ -423,24 +425,21 @@ def _follows(item: Item) -> bool:
 
 def _loses_sums(edge: Edge) -> bool:
     """Whether a merge would drop options that make a partial sum, such as a matrix product's."""
-    for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
-        into = {way.inputs[edge.operand] for way in taken}
-        if any(
-            w.outputs[edge.output].is_partial for w in given if w.outputs[edge.output] not in into
-        ):
-            return True
-    return False
+    return any(one.is_partial for out, into in _layouts_at(edge) for one in out - into)
 
 
 def _loses_little(edge: Edge) -> bool:
     """Whether both ends allow the same layouts, but for splits of the numbers within a head."""
+    # Heads come after rows and positions, so numbers within a head are dimension 3 at the earliest.
     last = max(edge.tensor.dim() - 1, 3)
+    lost = (one for out, into in _layouts_at(edge) for one in out ^ into if one is not None)
+    return not any(one.is_split and one.dim < last for one in lost)
+
+
+def _layouts_at(edge: Edge) -> Iterator[tuple[set[Layout], set[Layout | None]]]:
+    """Yields, for each axis, the layouts that the source can make and that the target can take."""
     for given, taken in zip(edge.source.ways, edge.target.ways, strict=True):
-        out = {way.outputs[edge.output] for way in given}
-        into = {way.inputs[edge.operand] for way in taken}
-        if any(one.is_split and one.dim < last for one in out ^ into if one is not None):
-            return False
-    return True
+        yield {w.outputs[edge.output] for w in given}, {w.inputs[edge.operand] for w in taken}
 
 
 def _join(source: Group, target: Group, edges: Sequence[Edge]) -> None:

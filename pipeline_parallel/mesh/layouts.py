@@ -120,7 +120,8 @@ _KINDS = {
     ("whole", "split"): "slice",
     ("whole", "sum"): "slice",
 }
-# Slices are copies: their cost only has to be small next to a collective's.
+# A slice is a copy. What it costs only has to be small beside a collective, and not zero: of two
+# plans, the one with fewer slices is then cheaper.
 _COPY_BYTES_PER_S = 5e12
 _SLICE_S = 1e-9
 

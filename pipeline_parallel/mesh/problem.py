@@ -116,6 +116,7 @@ class Problem:
         held = np.zeros(len(self._costs))
         for group, row in self._memory.items():
             held[self._first[group] : self._first[group] + len(group)] = row
+        # In a unit of the order of 1, because the tolerances of HiGHS are absolute.
         unit = max(held.max(), 1.0)
         return math.ceil(self._relaxed(held / unit, matrix, (None, None)).fun * unit)
 
@@ -190,6 +191,7 @@ class Problem:
         self._right.append(right)
 
     def _tie(self, options: Sequence[int], flows: Sequence[int]) -> None:
+        # A redistribution from (or to) a layout happens exactly if an option with it is chosen.
         self._equal([(o, 1.0) for o in options] + [(f, -1.0) for f in flows], 0.0)
 
     def _by_layout(self, item: Item, number: int, *, is_output: bool) -> dict[Layouts, list[int]]:
@@ -229,6 +231,7 @@ class Problem:
             if len(flows) == 1 or not seconds:
                 self._costs[flows[0]] = seconds
                 continue
+            # Readers of a tensor in one layout pay once: this variable is at least each flow.
             once = self._new(seconds)
             for flow in flows:
                 self._below += [(self._num_below, flow, 1.0), (self._num_below, once, -1.0)]
