@@ -204,7 +204,7 @@ class _Sharding(torch.fx.Interpreter):
                 self._sum(node)
             tensor = self._as_dtensor(self.env[node])
             if layout is not None:
-                tensor = self._operand(node, layout)
+                tensor = self._in_layout(node, layout)
             self.output_layouts.append(tuple(tensor.placements))
             made.append(tensor.to_local())
         return made
@@ -217,13 +217,13 @@ class _Sharding(torch.fx.Interpreter):
             for operand, layout in pairs:
                 if layout is not None:
                     as_made[operand] = self.env[operand]
-                    self.env[operand] = self._operand(operand, layout)
+                    self.env[operand] = self._in_layout(operand, layout)
         result = self._computed(node, layouts)
         # Other readers may need other placements, which are made from the original ones.
         self.env.update(as_made)
         return result
 
-    def _operand(self, node: torch.fx.Node, layout: Placements) -> DTensor:
+    def _in_layout(self, node: torch.fx.Node, layout: Placements) -> DTensor:
         """Returns a node's tensor redistributed, which is done once for all its readers."""
         key = (node, layout)
         if key not in self._redistributed:
@@ -232,7 +232,7 @@ class _Sharding(torch.fx.Interpreter):
 
     def _computed(self, node: torch.fx.Node, layouts: NodeLayouts | None) -> Any:
         self._sum_partial_operands(node)
-        # PyTorch caches results by equal meshes, so theirs may have other process groups.
+        # PyTorch caches results by equal meshes, so one may be on a mesh with other process groups.
         result = torch.utils._pytree.tree_map_only(DTensor, self._on_own_mesh, self._call(node))
         if layouts is None or not layouts.outputs:
             return result
