@@ -178,7 +178,8 @@ def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
 
     is_elsewhere = isinstance(asked, Mapping)
     if not is_elsewhere:
-        check_processes("A mesh is of", PlanError)
+        needed = "A mesh is of several processes, and torch.distributed is not initialized."
+        check_processes(PlanError(needed))
     with absent_ranks(asked) if is_elsewhere else nullcontext(asked) as mesh:
         check_mesh(mesh, any_names=any_names)
         yield mesh

@@ -243,12 +243,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def check_processes(who: str, kind: type[LazyInlineError]) -> None:
-    """Raises an error of this kind if there is no process group, which ``who`` needs."""
+def check_processes(error: LazyInlineError) -> None:
+    """Raises an error, with advice, if there is no process group."""
     if not dist.is_available() or not dist.is_initialized():
-        raise kind(
-            f"{who} several processes, and torch.distributed is not initialized. Start the script "
-            "with torchrun --nproc-per-node N script.py and call "
+        raise type(error)(
+            f"{error} Start the script with torchrun --nproc-per-node N script.py and call "
             'torch.distributed.init_process_group("gloo") (or "nccl") first.'
         )
 
@@ -259,7 +258,8 @@ def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
     The mesh has a dimension "pipeline" and perhaps "data"; without a mesh, all ranks are one
     pipeline. Raises PipelineError if there is no process group, or the mesh has other dimensions.
     """
-    check_processes("A pipeline runs on", PipelineError)
+    needed = "A pipeline runs on several processes, and torch.distributed is not initialized."
+    check_processes(PipelineError(needed))
     if mesh is None:
         return _place([tuple(range(dist.get_world_size()))], [], 1, timeout_s)
     names = tuple(mesh.mesh_dim_names or ())
