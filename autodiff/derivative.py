@@ -226,8 +226,8 @@ class Differentiator:
             name = "offload" if copied.device == HOST else "reload"
             name = "cast" if copied.device == type_.device else name
             wanted: dict[str, Any] = {"device": copied.device, "dtype": copied.dtype}
-            told = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
-            module = traced_operator(TO_COPY, [type_], copied, options=told)
+            options = {key: value for key, value in wanted.items() if getattr(type_, key) != value}
+            module = traced_operator(TO_COPY, [type_], copied, options=options)
             leaf = ir.Leaf(name, module, (type_,), (copied,), level="aten", kernels="eager")
             self._copiers[type_, copied] = leaf
         return self._copiers[type_, copied]

@@ -21,7 +21,7 @@ from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .traces.joint_trace import draw_mask, laid_out_as_traced, trace_forward
+from .traces.joint_trace import draw_mask, trace_forward, with_traced_layout
 from .traces.torch_interpreters import origin_of
 from .traces.torch_make_fx import Decompositions
 
@@ -90,7 +90,7 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     if leaf.level == "composite":
         with _attention_as_products():
             module = trace_forward(module, types, {})
-    reduced = trace_forward(module, types, table, laid_out_as_traced)
+    reduced = trace_forward(module, types, table, with_traced_layout)
     _drop_unused(reduced.graph)
     for node in reduced.graph.nodes:
         origin = origin_of(node)

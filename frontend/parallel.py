@@ -26,7 +26,7 @@ from ..pipeline_parallel.process_groups import Ranks, all_ranks, check_processes
 from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
-from ..reuse.ir.leaf import called_without_autocast
+from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
@@ -277,7 +277,7 @@ class ParallelStep:
         state.report.made = made_by(state)
         return state
 
-    @called_without_autocast
+    @without_autocast()
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs one training step; call it on every rank with the whole batch.
@@ -402,7 +402,7 @@ class ParallelPipeline(Pipeline):
         self._tensors = [self._on_mesh.of(tensor) for tensor in self._guard.tensors]
         self._given: dict[Tensor, Tensor] = {}
 
-    @called_without_autocast
+    @without_autocast()
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs one training step; call it on every rank with the whole batch.

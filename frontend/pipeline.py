@@ -21,7 +21,7 @@ from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
 from ..reuse.ir.costs import CPU, CUDA
-from ..reuse.ir.leaf import called_without_autocast
+from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .batch import Batch, LossFunction, LossModel, check_count
@@ -409,7 +409,7 @@ class Pipeline:
         return self._ranks.merged(own)
 
     @door
-    @called_without_autocast
+    @without_autocast()
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs one training step; call it on every rank with the whole batch.
 

@@ -18,7 +18,7 @@ from ..recompute.planner import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.evidence.module_state import walk_modules
-from ..reuse.ir.leaf import called_without_autocast
+from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
@@ -378,7 +378,7 @@ class _StepEntry:
         """Copies the batch in, runs the program, and sets the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
-    @called_without_autocast
+    @without_autocast()
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Does the same, but returns a loss whose backward sets the gradients."""
         with torch.no_grad():
@@ -391,7 +391,7 @@ class _StepEntry:
         self._before = self._handed_before = None
         return handed.as_graph_of(loss)
 
-    @called_without_autocast
+    @without_autocast()
     def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._run(leaves)

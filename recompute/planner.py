@@ -195,7 +195,7 @@ class Planner:
                     Variant(Cut(c.saved, c.offloaded), c.num_bytes, c.extra_s, c.extra_flops)
                     for c in cuts
                 ]
-                variants = [self.as_it_is(request), *made]
+                variants = [self.of_recipe(request), *made]
             else:
                 variants = self._inner_variants(request)
             points = solver.pareto(variants, lambda v: (v.num_bytes, v.extra_s))
@@ -231,10 +231,10 @@ class Planner:
                 todo += new
         return found
 
-    def as_it_is(self, request: Request) -> Variant:
+    def of_recipe(self, request: Request) -> Variant:
         """Returns the variant that saves what the backend's recipe saves."""
         if not isinstance(request.closure, ir.Leaf):
-            inner = [self.as_it_is(s.request) for s in self.sites(request)]
+            inner = [self.of_recipe(s.request) for s in self.sites(request)]
             return self._composed(request, None, inner)
         derivative, joint = self._make.of(request), self._make.joint(request)
         assert derivative is not None
@@ -253,7 +253,7 @@ class Planner:
         """Returns variants of a composite: one per budget, and one that is recomputed whole."""
         sites = self.sites(request)
         if not sites:
-            return [self.as_it_is(request)]
+            return [self.of_recipe(request)]
         frontiers = [self.few(s.request) for s in sites]
         groups = [
             solver.Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f))
@@ -261,7 +261,7 @@ class Planner:
         ]
         low = sum(f[0].num_bytes for f in frontiers)
         high = sum(f[-1].num_bytes for f in frontiers)
-        found = [self.as_it_is(request)]
+        found = [self.of_recipe(request)]
         for step in range(_NUM_INNER_POINTS):
             budget = low + (high - low) * step // (_NUM_INNER_POINTS - 1)
             counts = solver.spread(groups, budget)

@@ -166,7 +166,7 @@ def test_results_are_eagers_and_lie_as_eagers_do(operator: str, layout: str) -> 
 def test_a_layout_that_no_rule_knows_is_copied_into_the_promised_one(
     operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_fake_rules, "LAID_OUT_AS_SUGGESTED", frozenset())
+    monkeypatch.setattr(torch_fake_rules, "IN_SUGGESTED_FORMAT", frozenset())
     check(operator, "swapped" if operator == "batch_norm" else "channels last")
 
 

@@ -28,7 +28,7 @@ from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.joint_trace import laid_out_as, trace_function, trace_taken_apart
+from ..traces.joint_trace import trace_function, trace_taken_apart, with_layout_of
 from ..traces.torch_interpreters import origin_of, stop_in_trace
 from .jets import Jet, Lanes, Operands, Orders, Series, results_of
 from .polynomials import Coefficient, scaled
@@ -344,7 +344,7 @@ class ForwardDerivatives:
             ]
             results = interpreter.run_flat(values)
             outputs[:] = [_orders(result) for result in results]
-            return tuple(_laid_out(lanes, results, leaf.output_types))
+            return tuple(_with_layouts(lanes, results, leaf.output_types))
 
         module = trace_function(derived, [*types, *given], plain)
         found = [
@@ -394,14 +394,14 @@ def _orders(result: Any) -> Orders:
     return tuple(sorted(result.coefficients)) if isinstance(result, Jet) else ()
 
 
-def _laid_out(lanes: Lanes, results: Sequence[Any], types: Sequence[Any]) -> Iterator[Tensor]:
+def _with_layouts(lanes: Lanes, results: Sequence[Any], types: Sequence[Any]) -> Iterator[Tensor]:
     """Yields the values, then their coefficients, in the layouts of their types."""
     for result, type_ in zip(results, types, strict=True):
-        yield laid_out_as(result.primal if isinstance(result, Jet) else result, type_)
+        yield with_layout_of(result.primal if isinstance(result, Jet) else result, type_)
     for result, type_ in zip(results, types, strict=True):
         for order in _orders(result):
             wanted = lanes.series.coefficient_type(type_, order)
-            yield laid_out_as(lanes.joined(result, order), wanted)
+            yield with_layout_of(lanes.joined(result, order), wanted)
 
 
 def _refuse_own_derivatives(leaf: Leaf) -> None:

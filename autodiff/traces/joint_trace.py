@@ -18,7 +18,7 @@ import torch.fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import LaidOut, as_it_is, stamp_of, without_autocast
+from ...reuse.ir.leaf import Relayout, stamp_of, without_autocast
 from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, environment_of_tensor, size_in, sizes_in
@@ -49,7 +49,7 @@ from .torch_make_fx import (
 from .torch_user_rules import dense_as, rules_above_autograd, rules_beneath_autograd
 
 
-def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
+def with_layout_of(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
     """Copies a gradient into the layout of its primal, so that one backward fits every caller."""
     if gradient.layout is not torch.strided:
         raise CaptureError(
@@ -75,11 +75,11 @@ def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -
     return torch.ops.aten.copy.default(target, tensor)
 
 
-def laid_out_as_traced(result: Any, node: torch.fx.Node) -> Any:
+def with_traced_layout(result: Any, node: torch.fx.Node) -> Any:
     """Copies a result into the layout of its node, unless it is a view or an operand."""
     if node.op != "call_function" or is_view(node) or mutated_args(node):
         return result
-    return _as_traced(result, node.meta.get("val"))
+    return _with_layouts_of(result, node.meta.get("val"))
 
 
 def captured_results(module: torch.fx.GraphModule) -> list[Any]:
@@ -88,36 +88,36 @@ def captured_results(module: torch.fx.GraphModule) -> list[Any]:
     return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
 
 
-def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
+def with_captured_layouts(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
     """Permutes a leaf's results into the layouts of the capture, which later leaves rely on.
 
     A new trace may lay them out in another way, by decompositions and rules for fake tensors.
     """
     pairs = zip(results, captured_results(module), strict=True)
-    return tuple(r if t is None else _permuted_as(r, t) for r, t in pairs)
+    return tuple(r if t is None else _permuted_like(r, t) for r, t in pairs)
 
 
-def _as_traced(result: Any, traced: Any) -> Any:
+def _with_layouts_of(result: Any, traced: Any) -> Any:
     """Copies results into the layouts that they were traced with, which views of them rely on.
 
     The layout of some depends on an operand's lazy bit: of a solver, if its matrix is conjugated.
     """
     if isinstance(traced, (tuple, list)):
-        return type(traced)(map(_as_traced, result, traced))
+        return type(traced)(map(_with_layouts_of, result, traced))
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return result
-    return laid_out_as(result, TensorType.of(traced))
+    return with_layout_of(result, TensorType.of(traced))
 
 
-def attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
+def attention_with_traced_layout(result: Any, node: torch.fx.Node) -> Any:
     """Permutes attention's result into the layout of its node: backends of attention differ."""
     traced = node.meta.get("val")
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
         return result
-    return _permuted_as(result, traced)
+    return _permuted_like(result, traced)
 
 
-def _permuted_as(result: Any, traced: Any) -> Any:
+def _permuted_like(result: Any, traced: Any) -> Any:
     """Permutes a result into the order of dimensions of its trace, by differentiable operators."""
     if not isinstance(result, torch.Tensor) or not isinstance(traced, torch.Tensor):
         return result
@@ -193,7 +193,7 @@ def _functionalized(
         results = _Boundary(module, last, forward).run(*flat)
         # An out-of-place operator may give its result another layout (masked_fill).
         pairs = zip(results, layouts, strict=True)
-        return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
+        return tuple(r if t is None else with_layout_of(r, t) for r, t in pairs)
 
     # Only mutations are removed: views stay views, so layouts are those of the first trace.
     without_changes = torch.func.functionalize(run, remove="mutations")
@@ -268,7 +268,7 @@ class _Boundary(SizedInterpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         graph = growing_graph()
         last = next(iter(reversed(graph.nodes)), None)
-        result = laid_out_as_traced(super().run_node(n), n)
+        result = with_traced_layout(super().run_node(n), n)
         if "origin" in n.meta:
             for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
                 new.meta["origin"] = n.meta["origin"]
@@ -400,7 +400,7 @@ class JointTrace:
     ) -> tuple[Any, ...]:
         graph, (wanted, outputs_wanted) = growing_graph(), self._wanted
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
-        interpreter = kind(self._module, graph, attention_as_traced)
+        interpreter = kind(self._module, graph, attention_with_traced_layout)
         outputs = interpreter.run_flat(primals)
         found = {i: TensorType.of(outputs[i]) for i in outputs_wanted if outputs[i].requires_grad}
         captured = captured_results(self._module)
@@ -409,7 +409,7 @@ class JointTrace:
         found = {i: type_.cotangent() for i, type_ in found.items()}
         if found != types or not found:
             raise _OtherTangentsError(found)
-        outputs = results_as_captured(self._module, outputs)
+        outputs = with_captured_layouts(self._module, outputs)
         # The nodes so far are the forward; autograd appends those of the backward.
         self._forward = {n.name for n in graph.nodes}
         with interpreter.errors_located():
@@ -426,7 +426,7 @@ class JointTrace:
         self.grad_inputs = tuple(i for i, _ in pairs)
         return (
             *outputs,
-            *(laid_out_as(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
+            *(with_layout_of(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
         )
 
     def _tag_forward(self, joint: torch.fx.GraphModule) -> None:
@@ -473,14 +473,14 @@ def trace_forward(
     module: torch.fx.GraphModule,
     types: Sequence[TensorType],
     decompositions: Decompositions,
-    laid_out: LaidOut = as_it_is,
+    relayout: Relayout | None = None,
 ) -> torch.fx.GraphModule:
     """Traces a leaf body into a functional graph with composite operators decomposed."""
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
     with sizes_kept_open(mode):
         sizes = sizes_in(module)
-        return trace_forward_on(module, inputs, mode, decompositions, sizes, laid_out)
+        return trace_forward_on(module, inputs, mode, decompositions, sizes, relayout)
 
 
 @without_autocast()
@@ -490,13 +490,13 @@ def trace_forward_on(
     mode: FakeTensorMode,
     decompositions: Decompositions,
     sizes: Sequence[Any] = (),
-    laid_out: LaidOut = as_it_is,
+    relayout: Relayout | None = None,
 ) -> torch.fx.GraphModule:
     """Does :func:`trace_forward` on given fake inputs.
 
     Without ``sizes`` the traced graph computes symbolic sizes itself.
     """
-    run = partial(_captured_run, module, NotingInterpreter, laid_out)
+    run = partial(_captured_run, module, NotingInterpreter, relayout)
     decompositions = {**decompositions, **rules_beneath_autograd()}
     with mode, torch.no_grad():
         module = traced(run, [inputs], sizes, decompositions)
@@ -506,12 +506,12 @@ def trace_forward_on(
 def _captured_run(
     module: torch.fx.GraphModule,
     kind: type[NotingInterpreter],
-    laid_out: LaidOut,
+    relayout: Relayout | None,
     flat: list[torch.Tensor],
 ) -> tuple[Any, ...]:
     """Runs a body while it is traced; returns its results in the layouts of the capture."""
-    interpreter = kind(module, growing_graph(), laid_out)
-    results = results_as_captured(module, interpreter.run_flat(flat))
+    interpreter = kind(module, growing_graph(), relayout)
+    results = with_captured_layouts(module, interpreter.run_flat(flat))
     interpreter.write()
     return results
 
@@ -528,7 +528,7 @@ def trace_taken_apart(
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
     # A user's derivative has a backward only: here the operator is decomposed by its rule.
     decompositions = {**decompositions, **rules_above_autograd()}
-    run = partial(_captured_run, module, StoppingInterpreter, attention_as_traced)
+    run = partial(_captured_run, module, StoppingInterpreter, attention_with_traced_layout)
     with mode, torch.no_grad(), sizes_kept_open(mode), sdpa_kernel(SDPBackend.MATH):
         plain = traced(run, [inputs], sizes, decompositions)
         return of_pure_memory(plain, inputs, decompositions, sizes, gradients="differentiated")

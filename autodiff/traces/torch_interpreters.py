@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of, without_autocast
+from ...reuse.ir.leaf import ModalInterpreter, Relayout, stamp_of, without_autocast
 from ...reuse.ir.program import outputs_of
 from ...reuse.ir.types import TensorType
 from .torch_make_fx import (
@@ -62,13 +62,13 @@ class NotingInterpreter(ModalInterpreter):
     Args:
         module: the leaf's body.
         graph: the graph of the trace.
-        laid_out: as in ModalInterpreter.
+        relayout: as in ModalInterpreter.
     """
 
     def __init__(
-        self, module: torch.fx.GraphModule, graph: torch.fx.Graph, laid_out: LaidOut = as_it_is
+        self, module: torch.fx.GraphModule, graph: torch.fx.Graph, relayout: Relayout | None = None
     ) -> None:
-        super().__init__(module, laid_out)
+        super().__init__(module, relayout)
         self._graph = graph
         self._marks: list[tuple[int, Origin]] = []
         self._functions: set[Any] = set()

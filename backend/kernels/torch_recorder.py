@@ -84,7 +84,7 @@ def record_wrapper(
             scope[name] = _Launched(name, scope[name], recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
     # Buffers of the plan are aligned; the link checks the others.
-    scope["copy_if_misaligned"] = _as_it_is
+    scope["copy_if_misaligned"] = _same
     scope["get_raw_stream"] = no_stream
     if "extern_kernels" in scope:  # a wrapper without extern kernels may not have the name
         scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
@@ -152,7 +152,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Replaces checks in the wrapper: the plan and the recorder check the same."""
 
 
-def _as_it_is(value: Any) -> Any:
+def _same(value: Any) -> Any:
     return value
 
 
@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         self._leaf = leaf
         self._traced = traced.leaf if traced else leaf
         self._types = flat_types(self._traced.input_types)
-        self._number = traced.sizes.number if traced else _as_it_is
+        self._number = traced.sizes.number if traced else _same
         self._has_symbols = traced is not None and isinstance(traced.sizes, SymbolTrace)
         environment = traced.sizes.environment if traced else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)

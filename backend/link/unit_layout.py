@@ -253,9 +253,9 @@ class UnitLayout:
     def _arrived(self, instance: int, wire: Wire, number: int, unpacked: list[Any]) -> Placed:
         """Returns a received value, in the layout of its type."""
         type_ = wire.type
-        stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
+        stride = type_.stride if wire.needs_no_copy else contiguous_stride(wire.once)
         box = Placed(instance, type_.dtype, wire.once, stride, 0)
-        if wire.as_it_stands and self.results == "planned":
+        if wire.needs_no_copy and self.results == "planned":
             return replace(box, shape=type_.shape)
         return self._copied(wire, box, number, unpacked)
 
@@ -274,10 +274,10 @@ class UnitLayout:
         type_, instance = wire.type, self.layout.instances[placed.instance]
         same = (placed.shape, placed.stride, placed.offset_bytes) == (type_.shape, type_.stride, 0)
         whole = instance.kind == "arena" and instance.num_bytes == wire.num_bytes
-        if same and whole and wire.as_it_stands:
+        if same and whole and wire.needs_no_copy:
             return placed.instance
         box = self.layout.new(wire.num_bytes, number)
-        stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
+        stride = type_.stride if wire.needs_no_copy else contiguous_stride(wire.once)
         target = Placed(box, type_.dtype, wire.once, stride, 0)
         source = replace(placed, shape=wire.once)
         part.launches.append(self.layout.apply("copy_", target, source))

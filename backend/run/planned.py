@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ...reuse.ir.leaf import called_without_autocast
+from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
@@ -506,7 +506,7 @@ class Runtime:
         native = self.program.native
         return native.hold if native else None
 
-    @called_without_autocast
+    @without_autocast()
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Runs the forward; returns the user's results, and the flight."""
         if self.program.allocates_all:
@@ -521,7 +521,7 @@ class Runtime:
             lease.release()
         return outputs[: self._num_results], flight
 
-    @called_without_autocast
+    @without_autocast()
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from ...reuse.ir.leaf import called_without_autocast
+from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.types import TensorType
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
@@ -381,7 +381,7 @@ class RankProgram:
         for run in due:
             self.run(run.unit, run.part, run.flight, ())
 
-    @called_without_autocast
+    @without_autocast()
     def run(
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

@@ -101,9 +101,9 @@ def tell_masks(state: State) -> State:
     """Replaces constant attention masks by is_causal, or by no mask, where that means the same."""
     masks = Masks()
     program = masks.program(state.programs[PARTS[0]])
-    if not masks.told:
+    if not masks.num_removed:
         return state
-    state.report.told_masks = [f"{count} of @{name}" for name, count in masks.told.items()]
+    state.report.told_masks = [f"{count} of @{name}" for name, count in masks.num_removed.items()]
     program = state.context.known(program)
     return _captured_as(state, program)
 

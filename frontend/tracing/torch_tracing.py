@@ -44,7 +44,7 @@ from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.torch_fake_rules import errors_unlogged, laid_out_by_kernel
+from ...reuse.ir.torch_fake_rules import errors_unlogged, with_strides_of_kernel
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import (
@@ -126,7 +126,7 @@ class TracingFakeMode(FakeTensorMode):
         result = _dispatch_unprofiled(super().__torch_dispatch__, func, types, args, kwargs)
         if isinstance(result, torch.Tensor):
             _refuse_unstrided(func, result)
-        return laid_out_by_kernel(func, args, result)
+        return with_strides_of_kernel(func, args, result)
 
 
 def _refuse_unstrided(func: Any, made: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def without_data(value: Any) -> Any:
     return TensorType.of(value).empty("meta")
 
 
-def laid_out_as(memory: DTensor, tensor: DTensor) -> DTensor | None:
+def with_layout_of(memory: DTensor, tensor: DTensor) -> DTensor | None:
     """Returns a tensor with the order of strides of ``memory``; None if shape or dtype differ."""
     if (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
         return None

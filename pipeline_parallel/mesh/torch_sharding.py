@@ -37,7 +37,7 @@ from .torch_parts import (
     in_order_of,
     joined_in_parts,
     laid_out,
-    laid_out_as,
+    with_layout_of,
     moved,
     of_own_parts,
     reshaped_in_parts,
@@ -343,7 +343,7 @@ class _Sharding(torch.fx.Interpreter):
         if target is _CAT:
             return joined_in_parts(args, self._planned_output(node))
         if target is _COPY:
-            return laid_out_as(*args[:2])
+            return with_layout_of(*args[:2])
         if target in _TABLES:
             return self._look_up(target, args)
         if target in _LOSSES:

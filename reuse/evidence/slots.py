@@ -100,9 +100,9 @@ def _reflected(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 _TESTS = ("lt", "le", "gt", "ge", "eq", "ne")
 _BINARY = ("add", "sub", "mul", "mod", "truediv", "floordiv", "and_", "or_", "xor", "lshift")
-_LEFT_AS_IT_IS = frozenset(["__new__", *vars(OpenIndex)])
+_KEPT = frozenset(["__new__", *vars(OpenIndex)])
 
-for _name in vars(int).keys() - _LEFT_AS_IT_IS:
+for _name in vars(int).keys() - _KEPT:
     if callable(getattr(int, _name)):
         setattr(OpenIndex, _name, _telling(getattr(int, _name)))
 for _name in _TESTS:

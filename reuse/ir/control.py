@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,9 @@ from .types import TensorType, Type
 class _Operator(Control):
     """A control-flow operator; equal to one of its class with equal settings and bodies."""
 
-    bodies: tuple[Composite, ...]
-
     @property
     def __name__(self) -> str:
         return self.word
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The operator's integer settings, such as the number of steps, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "bodies"}
 
     def __call__(self, *operands: torch.Tensor) -> tuple[Any, ...]:
         """Runs the operator, its bodies by the interpreter."""

@@ -25,7 +25,7 @@ from torch.export import Dim, ExportedProgram
 from ..errors import ExportError, ParseError
 from ..torch_pytree import has_containers
 from . import program as ir
-from .leaf import as_values, flatten_value, stamp_of, without_autocast
+from .leaf import as_values, enter_modes, flatten_value, stamp_of, without_autocast
 from .parser import parse_program
 from .printer import UniqueNames, closure_names, operand_text, text_to_compare
 from .torch_fake_rules import kernels_own_rules
@@ -128,16 +128,6 @@ class LeafModule(torch.fx.GraphModule):
             else:
                 enter_modes(held, *(self.meta[_MODES] or [_USUAL])[0])
             return tuple(as_values(self.meta[_LEAF].output_types, super().__call__(*flat)))
-
-
-def enter_modes(held: ExitStack, grad_enabled: bool, autocast: Sequence[Any]) -> None:
-    """Ends the modes that are held, and begins those that operators were captured in."""
-    held.close()
-    if not grad_enabled:
-        held.enter_context(torch.no_grad())
-    for kind, enabled, dtype in autocast:
-        region = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-        held.enter_context(region)
 
 
 def require(condition: bool, text: str) -> None:

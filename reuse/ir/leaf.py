@@ -11,7 +11,6 @@ compare every other way of running a program with it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -71,26 +70,20 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def called_without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function to run :func:`without_autocast`; costs nothing where autocast is off."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            return function(*args, **kwargs)
-        with without_autocast():
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-LaidOut = Callable[[Any, torch.fx.Node], Any]
-"""Returns an operator's result, with the layout that the trace of its node recorded."""
+def enter_modes(
+    stack: contextlib.ExitStack, grad_enabled: bool, autocast: Sequence[Autocast]
+) -> None:
+    """Ends the modes in a stack, and begins those that an operator was captured in."""
+    stack.close()
+    if not grad_enabled:
+        stack.enter_context(torch.no_grad())
+    for device, enabled, dtype in autocast:
+        region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+        stack.enter_context(region)
 
 
-def as_it_is(result: Any, node: torch.fx.Node) -> Any:
-    """Returns the result with the layout that it has."""
-    return result
+Relayout = Callable[[Any, torch.fx.Node], Any]
+"""Returns an operator's result in the layout that the trace of its node recorded."""
 
 
 class ModalInterpreter(SizedInterpreter):
@@ -101,13 +94,13 @@ class ModalInterpreter(SizedInterpreter):
 
     Args:
         module: the body.
-        laid_out: called with each result and its node; returns the result in the node's layout.
+        relayout: called with each result and its node; None keeps the layout of the result.
     """
 
-    def __init__(self, module: torch.fx.GraphModule, laid_out: LaidOut = as_it_is) -> None:
+    def __init__(self, module: torch.fx.GraphModule, relayout: Relayout | None = None) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.extra_traceback = False  # our error messages name the user's line already
-        self._laid_out = laid_out
+        self._relayout = relayout
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
 
@@ -121,22 +114,16 @@ class ModalInterpreter(SizedInterpreter):
         """Switches modes where the stamp changes, then runs the node."""
         if n.op == "call_function":
             stamp = stamp_of(n)
-            if (stamp.grad_enabled, stamp.autocast) != self._modes:
-                self._switch(stamp)
-        return self._laid_out(super().run_node(n), n)
+            modes = stamp.grad_enabled, stamp.autocast
+            if modes != self._modes:
+                self._modes = modes
+                enter_modes(self._stack, *modes)
+        result = super().run_node(n)
+        return result if self._relayout is None else self._relayout(result, n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator, or a replacement that checks its indices when traced, too."""
         return super().call_function(_CHECKED.get(target, target), args, kwargs)
-
-    def _switch(self, stamp: Stamp) -> None:
-        self._stack.close()
-        self._modes = (stamp.grad_enabled, stamp.autocast)
-        if not stamp.grad_enabled:
-            self._stack.enter_context(torch.no_grad())
-        for device, enabled, dtype in stamp.autocast:
-            region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
-            self._stack.enter_context(region)
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

@@ -102,11 +102,11 @@ class Masks:
     """Removes masks from attentions, once per different closure.
 
     Attributes:
-        told: how many attentions lost their masks, by name of closure.
+        num_removed: how many attentions lost their masks, by name of closure.
     """
 
     def __init__(self) -> None:
-        self.told: Counter[str] = Counter()
+        self.num_removed: Counter[str] = Counter()
         self._found: dict[Any, tuple[_Taken, _Given]] = {}
         self._made: dict[Any, _Taken] = {}
         self._kinds: dict[Any, Kind] = {}
@@ -164,7 +164,7 @@ class Masks:
             return leaf, range(len(leaf.input_types))
         key = (leaf, *kinds.items())
         if key not in self._made:
-            self.told[leaf.name] += len(kinds)
+            self.num_removed[leaf.name] += len(kinds)
             self._made[key] = _rewritten(leaf, range(len(leaf.output_types)), kinds)
         return self._made[key]
 

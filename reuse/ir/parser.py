@@ -582,5 +582,5 @@ class _Reader:
             line = lines.get(values.node, last)
             self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
         for node, line in lines.items():
-            if not reading.is_as_said(node, line):
+            if not reading.has_stated_type(node, line):
                 self._fail(line.annotation, f"the operator gives {node_type(node)}")

@@ -307,9 +307,9 @@ def _format_leaf(
     signature = f"closure @{name}({', '.join(header)}) -> {results}"
     lines = [_with_comment(" ".join([*words, *shared, signature, "{"]), note)]
     if leaf.control is not None:
-        told = [f"@{closures[body]}" for body in leaf.bodies]
-        told += [f"{name}={number}" for name, number in leaf.control.numbers.items()]
-        return "\n".join([*lines, f"  return {leaf.control.word}({', '.join(told)})", "}\n"])
+        operands = [f"@{closures[body]}" for body in leaf.bodies]
+        operands += [f"{name}={number}" for name, number in leaf.control.numbers.items()]
+        return "\n".join([*lines, f"  return {leaf.control.word}({', '.join(operands)})", "}\n"])
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         lines.append(_format_node(node, values, source, [] if shared else _modes(node)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Union
 
@@ -61,6 +61,7 @@ Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """A function that runs a closure on its operands."""
 
 
+@dataclass(frozen=True, eq=False)
 class Control:
     """A control-flow operator: chooses between closures, or repeats one.
 
@@ -75,7 +76,7 @@ class Control:
     @property
     def numbers(self) -> dict[str, int]:
         """The operator's integer settings, such as the number of steps, by name."""
-        return {}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "bodies"}
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the operator; ``bodies`` are functions that run its bodies."""

@@ -104,7 +104,7 @@ class LeafLater(Leaf):
         return self.read().module
 
 
-def is_as_said(node: torch.fx.Node, line: Any) -> bool:
+def has_stated_type(node: torch.fx.Node, line: Any) -> bool:
     """Whether a node's type is the one in its line."""
     said = getattr(line, "annotation", None)
     texts = [node_type(node).replace("[]", "")]
@@ -172,7 +172,7 @@ class ReadValues(ModalInterpreter):
             raise ValueError(f"it may have more than {_MAX_RESULTS} results")
         value = super().run_node(n)
         self._note(n, value)
-        if n.target is ATTENTION and not is_as_said(n, self._lines.get(n)):
+        if n.target is ATTENTION and not has_stated_type(n, self._lines.get(n)):
             # If operands require gradients, another kernel runs, whose result has other strides.
             operands = map_aggregate(self.fetch_args_kwargs_from_env(n), _wanting_gradients)
             with torch.enable_grad():

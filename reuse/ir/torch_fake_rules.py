@@ -78,7 +78,7 @@ def _kinds(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.float16, *known)
 
 
-LAID_OUT_AS_SUGGESTED = frozenset(
+IN_SUGGESTED_FORMAT = frozenset(
     {
         torch.ops.aten.native_group_norm.default,
         torch.ops.aten.native_batch_norm.default,
@@ -93,12 +93,12 @@ LAID_OUT_AS_SUGGESTED = frozenset(
 """
 
 
-def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
+def with_strides_of_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Gives the fake result of an operator of the set above the strides of its kernel."""
-    if operator not in LAID_OUT_AS_SUGGESTED:
+    if operator not in IN_SUGGESTED_FORMAT:
         return result
     if isinstance(result, tuple | list):
-        return (laid_out_by_kernel(operator, args, result[0]), *result[1:])
+        return (with_strides_of_kernel(operator, args, result[0]), *result[1:])
     if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return result
     wanted = suggest_memory_format(args[0])

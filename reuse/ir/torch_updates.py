@@ -43,25 +43,11 @@ def adam_(
     fixed: Sequence[float] = (),
 ) -> None:
     """Updates parameters and their state in place, as ``torch.optim.Adam(fused=True)`` does."""
-    numbers: Any = (settings, *fixed) if fixed else settings.tolist()
-    lr, beta1, beta2, eps, weight_decay = numbers
+    numbers = _numbers(ADAM_SETTINGS, settings, fixed)
     torch._foreach_add_(steps, 1)
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    fused(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=maximize,
-    )
+    fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    state: Any = (exp_avgs, exp_avg_sqs, [], steps)
+    fused(params, grads, *state, amsgrad=False, maximize=maximize, **numbers)
 
 
 def sgd_(
@@ -74,21 +60,21 @@ def sgd_(
     fixed: Sequence[float] = (),
 ) -> None:
     """Updates parameters in place, as ``torch.optim.SGD(fused=True)`` does."""
-    numbers: Any = (settings, *fixed) if fixed else settings.tolist()
-    lr, momentum, weight_decay = numbers
-    torch._fused_sgd_(
-        params,
-        grads,
-        momentum_buffers,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=maximize,
-        # Without dampening, a buffer of zeros gives the same first step as PyTorch's.
-        is_first_step=False,
-    )
+    numbers = _numbers(SGD_SETTINGS, settings, fixed)
+    # Without dampening, a buffer of zeros gives the same first step as PyTorch's.
+    flags: Any = {
+        "dampening": 0.0,
+        "nesterov": nesterov,
+        "maximize": maximize,
+        "is_first_step": False,
+    }
+    torch._fused_sgd_(params, grads, momentum_buffers, **flags, **numbers)
+
+
+def _numbers(names: Sequence[str], settings: Tensor, fixed: Sequence[float]) -> dict[str, Any]:
+    """Returns an optimizer's settings by name; on a GPU the learning rate stays a tensor."""
+    values = (settings, *fixed) if fixed else settings.tolist()
+    return dict(zip(names, values, strict=True))
 
 
 @torch.library.custom_op(

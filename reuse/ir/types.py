@@ -203,7 +203,7 @@ class Wire:
 
     Attributes:
         once: its shape, where expanded dimensions (stride 0) have size 1.
-        as_it_stands: whether the memory of a value is sent without being copied first.
+        needs_no_copy: whether the memory of a value is sent without being copied first.
     """
 
     def __init__(self, type_: TensorType) -> None:
@@ -211,7 +211,7 @@ class Wire:
         pairs = zip(type_.shape, type_.stride, strict=True)
         self.once = tuple(1 if stride == 0 else size for size, stride in pairs)
         core = TensorType(type_.dtype, self.once, type_.stride, type_.device)
-        self.as_it_stands = core.is_dense
+        self.needs_no_copy = core.is_dense
         self._num_elements = math.prod(self.once)
 
     @property
