@@ -59,7 +59,7 @@ def test_generated_kernels_put_elements_into_a_copy_of_what_is_expanded(operator
     assert not operators.wrong_operators(chosen, layouts, "real", "inductor")
 
 
-def test_generated_kernels_read_a_complex_tensor_after_a_part_of_it_is_written(
+def test_a_tensor_is_read_after_a_part_of_it_is_written(
     operators: Any,
 ) -> None:
     def written(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -78,7 +78,8 @@ def test_generated_kernels_read_a_complex_tensor_after_a_part_of_it_is_written(
         "qr": operators.operators_of("complex")["qr"],
     }
     layouts = [operators.LAYOUTS["plain"]]
-    assert not operators.wrong_operators(chosen, layouts, "complex", "inductor")
+    for kind, backend in (("complex", "inductor"), ("real", "eager")):
+        assert not operators.wrong_operators(chosen, layouts, kind, backend)
 
 
 def test_generated_kernels_of_several_threads_add_where_they_are_told_to(operators: Any) -> None:

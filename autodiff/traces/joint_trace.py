@@ -41,8 +41,8 @@ from .torch_make_fx import (
     fake_tensor,
     growing_graph,
     is_lazy,
-    mark_after_strided,
     new_fake_mode,
+    refuse_strides_of_lazy,
     sizes_kept_open,
     traced,
 )
@@ -142,7 +142,7 @@ def of_pure_memory(
     """Functionalizes a trace: replaces in-place operators on temporaries and lazy bits."""
     strip_detach(module)
     drop_pairs(module)
-    mark_after_strided(module)
+    refuse_strides_of_lazy(module)
     # Ours last, so that they win: a backend's rule for a draw is for new memory only.
     table = {**decompositions, **_IN_PLACE_DRAWS, **WRITTEN}
     compute_anew(module, table)

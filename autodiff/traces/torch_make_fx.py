@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_aggregate
 
+from ...reuse.errors import CaptureError
 from ...reuse.ir.operators import changed_operand, is_view, may_draw, mutated_args
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import (
@@ -80,9 +81,6 @@ PLAIN_ZEROS: Mapping[Any, Callable[..., torch.Tensor]] = {
 _WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
 
 
-_STRIDED = torch.ops.aten.as_strided.default
-
-
 def is_lazy(node: torch.fx.Node) -> bool:
     """Returns whether an operator only sets a lazy bit."""
     return node.target in WRITTEN
@@ -97,35 +95,22 @@ def drop_pairs(module: torch.fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
 
 
-def mark_after_strided(module: torch.fx.GraphModule) -> None:
-    """Moves ``as_strided`` of a lazy view below the lazy operators, which then follow it.
+def refuse_strides_of_lazy(module: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for ``as_strided`` of a view with a lazy bit.
 
     It counts elements from the start of a storage, and a written value has a storage of its own.
     """
-    for node in module.graph.find_nodes(op="call_function", target=_STRIDED):
-        beneath, marks = _beneath_marks(node.args[0])
-        if not marks:
-            continue
-        offset = node.meta["val"].storage_offset()
-        with module.graph.inserting_before(node):
-            found = module.graph.call_function(_STRIDED, (beneath, *node.args[1:3], offset))
-            found.meta.update(node.meta)
-            for mark in reversed(marks):
-                found = module.graph.call_function(mark, (found,))
-                found.meta.update(node.meta)
-        node.replace_all_uses_with(found)
-        module.graph.erase_node(node)
-
-
-def _beneath_marks(node: Any) -> tuple[Any, list[Any]]:
-    """Returns the operand of the first lazy operator in a chain of views, and these operators."""
-    beneath, marks = node, []
-    while isinstance(node, torch.fx.Node) and is_view(node):
-        if node.target in WRITTEN:
-            beneath = node.args[0]
-            marks.append(node.target)
-        node = node.args[0]
-    return beneath, marks
+    for node in module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    ):
+        source = node.args[0]
+        while is_view(source):
+            if is_lazy(source):
+                raise CaptureError(
+                    "as_strided of a conjugated or negated view has no form to compile. Take it of "
+                    "a tensor with values of its own: x.conj().clone()."
+                )
+            source = source.args[0]
 
 
 def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:

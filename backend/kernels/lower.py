@@ -48,7 +48,7 @@ from .torch_recorder import can_record as can_record_wrapper
 BackendName: TypeAlias = Literal["inductor", "eager"]
 """The name of a backend."""
 
-_STRIDED = torch.ops.aten.as_strided.default
+_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _TINY_NODES = 2
 _LAYER_NORMS = frozenset(
     {torch.ops.aten.layer_norm.default, torch.ops.aten.native_layer_norm.default}
@@ -263,7 +263,8 @@ def is_tiny(leaf: Leaf) -> bool:
 
 def _wants_compiler(leaf: Leaf) -> bool:
     """Whether a leaf is compiled; for one that only returns operands Inductor has no wrapper."""
-    return leaf.kernels != "eager" and leaf.num_nodes > 0 and _has_compiler(leaf)
+    wants = leaf.kernels != "eager" and leaf.num_nodes > 0 and _has_compiler(leaf)
+    return wants and not torch_corrections.scatters_into_complex(leaf.module)
 
 
 def _has_compiler(leaf: Leaf) -> bool:
@@ -409,14 +410,14 @@ def _of_any_layout(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     # A trace has the strides of fake tensors, and a few kernels return others, such as
     # ``softplus_backward`` of operands with different strides. Values do not depend on that, but
     # then a view may be impossible, and ``as_strided`` would read other elements.
-    if not any(node.target in (*RESHAPES, _STRIDED) for node in module.graph.nodes):
+    if not any(node.target in (*RESHAPES, *_STRIDED) for node in module.graph.nodes):
         return module
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(module.graph, {}))
     for node in copied.nodes:
         if node.target in RESHAPES:
             node.target = torch.ops.aten.reshape.default
-        elif node.target is _STRIDED:
+        elif node.target in _STRIDED:
             base = node.args[0]
             if isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor):
                 stride = tuple(map(as_literal, base.meta["val"].stride()))

@@ -21,10 +21,7 @@ Each correction of its code generation is a context manager; outside of it Induc
   tiles, torch before 2.15 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
 
-The table of decompositions has corrections, too. One of them: a scatter into a complex tensor is
-done on pairs of real numbers. Inductor turns scatters into an in-place write through a view, and
-runs later readers after the write only if the view is its own. Views of complex tensors are
-PyTorch's: a product after the write could run before it.
+The table of decompositions has corrections, too.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from unittest import mock
 import sympy
 import torch
 import torch.fx
-from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
@@ -312,7 +308,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     * ``bernoulli`` of float64 probabilities draws float64 numbers, as in eager.
     * Pooling imports the module that its decompositions use, and that Inductor imports later.
     * ``index_put`` into a tensor with overlapping elements works on a copy.
-    * Scatters into complex tensors work on pairs of real numbers.
+    * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -327,8 +323,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         if operator in table:
             table[operator] = _with_lowerings(table[operator])
     table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
-    table |= scatters_of_pairs()
-    return table
+    return {operator: rule for operator, rule in table.items() if operator not in SCATTERS}
 
 
 def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
@@ -390,57 +385,23 @@ def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def scatters_of_pairs() -> Mapping[Any, Callable[..., Any]]:
-    """Returns decompositions of scatters, for complex tensors."""
-    return {
-        aten.diagonal_scatter.default: _of_pairs(_diagonal),
-        aten.select_scatter.default: _of_pairs(_select),
-        aten.slice_scatter.default: _of_pairs(_slice),
-        aten.as_strided_scatter.default: _of_pairs(_as_strided),
-    }
+SCATTERS = (
+    aten.diagonal_scatter.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.as_strided_scatter.default,
+)
 
 
-def _of_pairs(scatter: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Applies a scatter to pairs of real numbers if the tensor is complex."""
+def scatters_into_complex(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph scatters into a complex tensor.
 
-    def decomposition(x: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_complex():
-            return NotImplemented
-        pairs = torch.view_as_real(x), torch.view_as_real(source.to(x.dtype))
-        return torch.view_as_complex(scatter(*pairs, *args, **kwargs))
-
-    return decomposition
-
-
-def _diagonal(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    # A diagonal of pairs is the last dimension of the source, after that of the pairs.
-    dims = _from_the_start(dim1, x), _from_the_start(dim2, x)
-    return aten.diagonal_scatter.default(x, source.transpose(-1, -2), offset, *dims)
-
-
-def _select(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
-    return aten.select_scatter.default(x, source, _from_the_start(dim, x), index)
-
-
-def _slice(x: Tensor, source: Tensor, dim: int = 0, *range_: Any, **named: Any) -> Tensor:
-    return aten.slice_scatter.default(x, source, _from_the_start(dim, x), *range_, **named)
-
-
-def _as_strided(
-    x: Tensor,
-    source: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    storage_offset: int | None = None,
-) -> Tensor:
-    offset = None if storage_offset is None else 2 * storage_offset
-    strides = (*(2 * s for s in stride), 1)
-    return aten.as_strided_scatter.default(x, source, (*size, 2), strides, offset)
-
-
-def _from_the_start(dim: int, pairs: Tensor) -> int:
-    """Returns a non-negative dimension of a complex tensor, given the tensor of pairs."""
-    return dim % (pairs.dim() - 1)
+    Inductor turns scatters into an in-place write through a view, and runs later readers after the
+    write only if the view is its own. Views of complex tensors are PyTorch's: a product after the
+    write could run before it.
+    """
+    scatters = (n for n in module.graph.nodes if n.target in SCATTERS)
+    return any(node.meta["val"].is_complex() for node in scatters)
 
 
 _PADDED = (aten.slice_scatter.default, aten.constant_pad_nd.default)

@@ -60,6 +60,9 @@ _NATIVE_OUT_FORMS = {
     operator: operator.overloadpacket.out
     for operator in (_ATEN.embedding.default, _ATEN.embedding_dense_backward.default)
 }
+_EMPTY = (_ATEN.empty.memory_format, _ATEN.empty_strided.default)
+# PyTorch's kernels of these count elements from the start of a storage, which may be an arena.
+_BY_STORAGE = (_ATEN.as_strided_copy.default, _ATEN.as_strided_scatter.default)
 _NATIVE_PLACES = tuple(_NATIVE_OUT_FORMS.values())
 
 
@@ -328,7 +331,7 @@ class _Recorder(TorchDispatchMode):
             return view
         # A kernel may return another layout than its fake kernel.
         copy = self.allocate(traced.shape, traced.stride, traced.dtype, traced.device)
-        self._launch("copy_", torch.ops.aten.copy_.default, (copy, tensor), {})
+        self._copy(copy, tensor)
         return self._view(copy)
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -356,40 +359,48 @@ class _Recorder(TorchDispatchMode):
         if not new:
             self._launch(name, func, args, kwargs)
             return
-        # Our own collectives all have an out= overload.
-        own = _is_collective(func)
-        out_form = func.overloadpacket.out if own else _OUT_FORMS.get(func)
-        if func is _ATEN.sum.dim_IntList and not self._is_native:  # the end of split reductions
-            out_form = _ATEN.sum.IntList_out
+        made, (leaves, returns) = new[0], result
+        is_native_form = func in _NATIVE_OUT_FORMS and self._is_native
+        if is_native_form and self._launch_native(name, func, args, kwargs, made):
+            return
+        out_form = self._out_form(func)
+        is_moved = args and isinstance(args[0], torch.Tensor) and args[0].device != made.device
+        is_copy = func is _ATEN._to_copy.default and (is_moved or not self._is_native)
+        if out_form is None and not is_copy and func not in (*_EMPTY, *_BY_STORAGE):
+            for tensor in new:
+                if memory_id(tensor) not in self._buffers:
+                    self._add_buffer(tensor, "foreign")
+            self._launch(name, func, args, kwargs, tuple(map(self._operand, leaves)), returns)
+            return
+        self._add_buffer(made, "private")
         if out_form is not None:
-            self._add_buffer(new[0], "private")
-            self._launch(name, out_form, args, {**kwargs, "out": new[0]})
-            return
-        is_moved = args and isinstance(args[0], torch.Tensor) and args[0].device != new[0].device
-        if func is torch.ops.aten._to_copy.default and (is_moved or not self._is_native):
-            self._add_buffer(new[0], "private")
+            self._launch(name, out_form, args, {**kwargs, "out": made})
+        elif is_copy:
             # Copies to and from pinned memory are ordered by the stream: Python need not wait.
-            is_pinned = HOST in (new[0].device, args[0].device) and not self._is_native and is_moved
-            operands = (new[0], args[0], True) if is_pinned else (new[0], args[0])
-            self._launch("copy_", torch.ops.aten.copy_.default, operands, {})
-            return
-        if (
-            func in _NATIVE_OUT_FORMS
-            and self._is_native
-            and self._launch_native(name, func, args, kwargs, new[0])
-        ):
-            return
-        if (
-            func is torch.ops.aten.empty.memory_format
-            or func is torch.ops.aten.empty_strided.default
-        ):
-            self._add_buffer(new[0], "private")
-            return
-        for tensor in new:
-            if memory_id(tensor) not in self._buffers:
-                self._add_buffer(tensor, "foreign")
-        leaves, returns = result
-        self._launch(name, func, args, kwargs, tuple(map(self._operand, leaves)), returns)
+            is_pinned = HOST in (made.device, args[0].device) and not self._is_native and is_moved
+            self._copy(made, args[0], *[True] * is_pinned)
+        elif func is _ATEN.as_strided_copy.default:
+            self._copy(made, self._strided(args[0], *args[1:]))
+        elif func is _ATEN.as_strided_scatter.default:
+            self._copy(made, args[0])
+            self._copy(self._strided(made, *args[2:]), args[1])
+
+    def _out_form(self, func: Any) -> Any:
+        if _is_collective(func):  # ours all have an out= overload
+            return func.overloadpacket.out
+        if func is _ATEN.sum.dim_IntList and not self._is_native:  # the end of split reductions
+            return _ATEN.sum.IntList_out
+        return _OUT_FORMS.get(func)
+
+    def _copy(self, *operands: Any) -> None:
+        self._launch("copy_", _ATEN.copy_.default, operands, {})
+
+    def _strided(
+        self, tensor: torch.Tensor, size: Any, stride: Any, start: Any = None
+    ) -> torch.Tensor:
+        """Returns a view whose offset counts from the start of a buffer, not of the arena."""
+        before = 0 if start is None else start - tensor.storage_offset()
+        return self.reinterpret(tensor, size, stride, before)
 
     def finish(self, outputs: Sequence[Any]) -> KernelList:
         """Returns the kernel list."""
