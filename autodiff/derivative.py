@@ -69,12 +69,7 @@ class Recipe:
 
 
 class Differentiator:
-    """Makes derivatives and caches them by closure.
-
-    Args:
-        recipe_for: returns the recipe for a leaf closure.
-        remember: a cache: takes a request for a leaf and a function that makes its derivative.
-    """
+    """Makes derivatives by each leaf's recipe, or a cache of leaves', and keeps them by closure."""
 
     def __init__(
         self, recipe_for: Callable[[ir.Leaf], Recipe], remember: Remember | None = None

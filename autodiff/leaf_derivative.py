@@ -22,12 +22,7 @@ from .traces.joint_trace import JointTrace
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Splits a leaf's joint graph so that just these forward values are saved.
-
-    Attributes:
-        saved: names of nodes of the joint graph; the backward recomputes all others.
-        offloaded: those of them that are kept in host memory until the backward.
-    """
+    """Cuts a leaf's joint graph where just these named values are saved, some on the host."""
 
     saved: frozenset[str]
     offloaded: frozenset[str] = frozenset()

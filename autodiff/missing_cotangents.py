@@ -47,10 +47,8 @@ class _Found:
 class MissingCotangents:
     """Makes the derivatives of one forward for fewer cotangents; common closures are made once.
 
-    All shapes of a program with symbolic sizes share one.
-
-    Args:
-        derivative: for a cotangent of every output; its closures are composite.
+    All shapes of a program with symbolic sizes share one. It is given the derivative for a
+    cotangent of every output, of composite closures.
     """
 
     def __init__(self, derivative: Derivative) -> None:

@@ -119,13 +119,7 @@ class Site:
 
 
 class Planner:
-    """Finds variants of closures, each closure once.
-
-    Args:
-        differentiator: makes the joint graphs and derivatives.
-        costs: what operators cost.
-        sizes: the sizes at which bytes and costs are computed.
-    """
+    """Finds variants of closures, each closure once, with bytes and costs at the given sizes."""
 
     def __init__(
         self, differentiator: Differentiator, costs: OperatorCosts, sizes: SizesAt | None = None

@@ -111,11 +111,7 @@ def package_digest() -> str:
 
 
 class ProcessLock:
-    """A lock per process: a forked child gets a free one, as the thread that held it is gone.
-
-    Args:
-        make: makes the lock of a process.
-    """
+    """A lock per process: a forked child gets a free one, as the thread that held it is gone."""
 
     def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
         self._make = make

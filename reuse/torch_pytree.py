@@ -114,15 +114,9 @@ class Container(NamedTuple):
 
 
 class ContainerFlattener:
-    """Takes containers apart, each once.
+    """Takes containers, objects of ``classes``, apart: into leaves, which differ at each call.
 
-    Args:
-        classes: objects of these are containers.
-        known: numbers of containers that a call was given, by ``id``.
-
-    Attributes:
-        leaves: what differs from call to call.
-        objects: the containers themselves.
+    ``known`` numbers those that a call was given, by ``id``.
     """
 
     def __init__(self, classes: tuple[type, ...], known: Mapping[int, int] | None = None) -> None:

@@ -142,12 +142,7 @@ def _derivatives(
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operator without a rule, for which forward mode was nested.
-
-    Attributes:
-        operator: its name.
-        source: the user's line; empty if unknown.
-    """
+    """Names an operator without a rule, for which forward mode was nested, and the user's line."""
 
     operator: str
     source: str

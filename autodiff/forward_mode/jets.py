@@ -265,13 +265,7 @@ def like(coefficients: Coefficients, tensors: Sequence[Tensor]) -> dict[int, tup
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """Holds the operands of one operator.
-
-    Attributes:
-        args: by position; lists among them may hold jets, too.
-        kwargs: by name.
-        jets: those that carry a series, each place once, in order.
-    """
+    """Holds the operands of one operator; ``jets`` are those with a series, in order."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

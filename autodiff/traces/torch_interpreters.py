@@ -34,13 +34,7 @@ from .torch_user_rules import DATA_DEPENDENT_ERRORS, dense_as
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Names the operator of the user's code that an operator was traced for.
-
-    Attributes:
-        operator: what the user's code called.
-        source: the user's line; empty if unknown.
-        is_backward: whether it belongs to the derivative of that operator.
-    """
+    """Names the operator of the user's code, or its derivative, that an operator was traced for."""
 
     operator: str
     source: str
@@ -57,13 +51,7 @@ def origin_of(node: torch.fx.Node) -> Origin | None:
 
 
 class NotingInterpreter(ModalInterpreter):
-    """Runs a leaf body while it is traced, and records the origin of each traced operator.
-
-    Args:
-        module: the leaf's body.
-        graph: the graph of the trace.
-        relayout: as in ModalInterpreter.
-    """
+    """Runs a leaf body while ``graph`` is traced, and records the origin of each traced operator."""
 
     def __init__(
         self, module: torch.fx.GraphModule, graph: torch.fx.Graph, relayout: Relayout | None = None

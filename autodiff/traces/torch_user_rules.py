@@ -43,13 +43,7 @@ _PYTORCHS = ("aten", "prim", "prims")
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The decomposition rule of an operator.
-
-    Attributes:
-        function: takes the operator's arguments.
-        operator: the operator's name.
-        place: the user's line, such as ``ops.py:31 square``.
-    """
+    """The decomposition rule of an operator, and the user's line, such as ``ops.py:31 square``."""
 
     function: Callable[..., Any]
     operator: str

@@ -80,13 +80,7 @@ class CacheUse:
 
 
 class CompileCache:
-    """Results of passes, on disk.
-
-    Args:
-        disk: the directory; None keeps nothing.
-        backend: name of the backend that makes the results.
-        target: name of the GPU that they are for, if it need not be here; or "".
-    """
+    """Results of passes on disk (None keeps nothing), for a backend and maybe an absent GPU."""
 
     def __init__(self, disk: DiskCache | None, backend: str, target: str = "") -> None:
         self._disk = disk

@@ -56,13 +56,7 @@ def write_parts(
 
 
 class Parts:
-    """The parts of an open file.
-
-    Attributes:
-        names: of all but the manifest.
-        is_signed: whether this machine's own cache has signed them.
-        digest: of the manifest.
-    """
+    """The parts of an open file, by name; ``is_signed`` if this machine's own cache wrote them."""
 
     def __init__(
         self, file: BinaryIO, archive: zipfile.ZipFile, size: int, store: DiskCache | None

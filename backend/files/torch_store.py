@@ -119,15 +119,10 @@ def max_bytes() -> int:
 
 
 class DiskCache:
-    """A cache directory, made if it is not there.
+    """A cache directory, made if it is not there; :meth:`trim` makes room beyond its limit.
 
-    Args:
-        directory: where.
-        limit_bytes: size at which :meth:`trim` makes room.
-
-    Raises:
-        CacheError: if others may write to the directory, or it is not the user's own.
-        OSError: if it cannot be made.
+    Raises CacheError if others may write to it, or it is not the user's own; OSError if it cannot
+    be made.
     """
 
     def __init__(self, directory: pathlib.Path, limit_bytes: int = DEFAULT_MAX_BYTES) -> None:

@@ -74,9 +74,6 @@ class LoadedKernel:
     """A Triton kernel on a GPU of this machine, launched on the current stream.
 
     Its first launch autotunes: it tries all configs on copies and keeps one, as Inductor does.
-
-    Args:
-        kernel: its text.
     """
 
     def __init__(self, kernel: TritonKernel) -> None:
@@ -101,12 +98,7 @@ def _tuner_of(kernel: TritonKernel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TritonKernel:
-    """A kernel by its text; equal texts are one kernel.
-
-    Attributes:
-        name: of the function in it.
-        source: a Python module that holds it, and how Inductor would launch it.
-    """
+    """A kernel by its text, a Python module that also says how Inductor would launch it."""
 
     name: str
     source: str

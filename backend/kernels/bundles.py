@@ -246,12 +246,7 @@ Kernel = Callable[..., Any]
 
 
 class Promise:
-    """A kernel that may not be built yet.
-
-    Args:
-        made: the future of the kernel; cancelled if its compile was given up.
-        make: builds the kernel in that case.
-    """
+    """A kernel that may not be built yet; ``make`` builds it if its compile was given up."""
 
     def __init__(self, made: Future[Kernel], make: Callable[[], Kernel]) -> None:
         self._made = made
@@ -272,12 +267,7 @@ def kept(value: Any) -> Any:
 
 
 class BuiltKernels:
-    """The kernels that are built already, by source and setting, shared by all processes.
-
-    Args:
-        store: keeps them; None keeps nothing.
-        setting: everything besides the source that affects a build: flags, compiler, versions.
-    """
+    """The built kernels, by source and all else that affects a build, shared by all processes."""
 
     def __init__(self, store: DiskCache | None, setting: str) -> None:
         self._store = store

@@ -120,13 +120,7 @@ class InductorBackend:
 
     A program for a GPU target launches the same kernels as one for a model on a GPU: every leaf has
     Inductor's kernels, attention and dropout are those of a GPU, and kernels are kept as text,
-    which is compiled and loaded where the program runs.
-
-    Args:
-        target: the GPU that leaves are moved to; None for the model's device.
-
-    Attributes:
-        built: machine code for the target, by the contents of kernels.
+    which is compiled and loaded where the program runs. ``built`` is machine code for the target.
     """
 
     name: BackendName = "inductor"

@@ -189,12 +189,7 @@ class _ExternKernels:
 
 @dataclass(frozen=True)
 class Traced:
-    """A leaf with sizes that PyTorch can compute with, to run when sizes are recorded or symbolic.
-
-    Attributes:
-        leaf: the leaf with such sizes.
-        sizes: their shape environment, and the number to record for each.
-    """
+    """A leaf with sizes that PyTorch can compute with, if sizes are recorded or symbolic."""
 
     leaf: Leaf
     sizes: SizeTrace

@@ -74,12 +74,7 @@ class _Outside(NamedTuple):
 
 
 class Evidence:
-    """Holds what an instance must agree with to share the closure of ``root``.
-
-    Args:
-        root: the instance that was traced.
-        reads: what its Python read.
-    """
+    """Holds what an instance must agree with to share the closure of ``root``, which was traced."""
 
     def __init__(self, root: nn.Module, reads: Reads) -> None:
         self.type = type(root)

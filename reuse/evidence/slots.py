@@ -233,14 +233,7 @@ class Written(NamedTuple):
 
 
 class SlotEvidence:
-    """Holds what another instance must find in the objects among its arguments.
-
-    Args:
-        reads: what the traced instance found in its own.
-        paths: of the modules in the traced instance's tree, by ``id``.
-        arguments: the traced instance's flat arguments.
-        is_own: whether a tensor is one of the model's.
-    """
+    """Holds what another instance must find in its arguments, by what the traced one ``reads``."""
 
     def __init__(
         self,
@@ -306,11 +299,7 @@ class SlotEvidence:
 
 
 class FoundSlots:
-    """The objects that one instance finds at the end of its ways.
-
-    Attributes:
-        tensors: the tensors that it reads, in the order of the traced instance's.
-    """
+    """The objects that one instance finds at the end of its ways; the tensors that it reads."""
 
     def __init__(self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
         self._arguments = arguments

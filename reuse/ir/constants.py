@@ -49,13 +49,7 @@ _EXACT_INTEGERS = 2**53  # integers up to here are exact in every step from int 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A Python number that an operator computes with.
-
-    Attributes:
-        text: the number, exactly: ``float.hex`` or decimal digits.
-        kind: ``float`` or ``int``, its Python type.
-        dtype: the dtype that the operator rounds it to.
-    """
+    """A Python number, as its exact text, and the dtype that an operator rounds it to."""
 
     text: str
     kind: type

@@ -67,13 +67,7 @@ CUDA = Rates(3e14, 2e12)
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of an operator or a program in one run.
-
-    Attributes:
-        flops: of products, convolutions and attention.
-        moved_bytes: that its operators read and write.
-        seconds: that this takes by a row of rates.
-    """
+    """The FLOPs of an operator or a program, the bytes that it moves, and the seconds it takes."""
 
     flops: int = 0
     moved_bytes: int = 0
@@ -180,13 +174,7 @@ def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """Costs of operators on one device.
-
-    Attributes:
-        rates: of the device.
-        fused: whether elementwise operators are fused into their readers, and then move no bytes of
-            their own.
-    """
+    """Costs on one device; fused elementwise operators move no bytes of their own."""
 
     rates: Rates = CPU
     fused: bool = True
@@ -219,11 +207,7 @@ class OperatorCosts:
 
 
 class ProgramCosts:
-    """Computes the costs of programs, each different closure once.
-
-    Args:
-        costs: of operators.
-    """
+    """Computes the costs of programs, each different closure once."""
 
     def __init__(self, costs: OperatorCosts) -> None:
         self._costs = costs

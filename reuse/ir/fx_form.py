@@ -297,12 +297,7 @@ def _leaf_module(leaf: ir.Leaf, sizes: Sequence[Any]) -> LeafModule:
 
 
 class _Body:
-    """The graph of one program while it is made.
-
-    Attributes:
-        values: the node of each value.
-        sizes: the node of each symbol.
-    """
+    """The graph of one program while it is made, with the node of each value and symbol."""
 
     def __init__(self, program: ir.Program, graph: torch.fx.Graph, root: nn.Module) -> None:
         self._program, self._graph, self._root = program, graph, root

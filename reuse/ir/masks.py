@@ -99,11 +99,7 @@ def has_masks(program: Program) -> bool:
 
 
 class Masks:
-    """Removes masks from attentions, once per different closure.
-
-    Attributes:
-        num_removed: how many attentions lost their masks, by name of closure.
-    """
+    """Removes masks from attentions, and counts them, once per different closure."""
 
     def __init__(self) -> None:
         self.num_removed: Counter[str] = Counter()

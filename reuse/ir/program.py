@@ -63,11 +63,7 @@ Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Control:
-    """A control-flow operator: chooses between closures, or repeats one.
-
-    Attributes:
-        bodies: the closures that it runs.
-    """
+    """A control-flow operator: chooses between closures, its bodies, or repeats one."""
 
     bodies: tuple[Composite, ...]
     word: ClassVar[str]

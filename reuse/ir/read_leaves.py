@@ -140,13 +140,8 @@ def _wanting_gradients(operand: Any) -> Any:
 class ReadValues(ModalInterpreter):
     """Runs a graph that was read on fake tensors, and gives each node its value.
 
-    Args:
-        module: the graph.
-        bodies: ``"later"`` for a text that is trusted.
-        lines: of the text, by node.
-
-    Attributes:
-        node: the node that runs, or ran last.
+    ``bodies`` is ``"later"`` for a text that is trusted; ``node`` is the one that runs, or ran
+    last.
     """
 
     node: Any = None

@@ -79,14 +79,7 @@ for _name in (*_REFUSED, *(f"r{name}" for name in _REFUSED), "float", "abs", "in
 
 
 class SizeTape:
-    """Records what is computed from the sizes of one shape.
-
-    Args:
-        numbers: the value of each symbol.
-
-    Attributes:
-        values: a size for each symbol.
-    """
+    """Records what is computed from the sizes of one shape; ``values`` has one for each symbol."""
 
     def __init__(self, numbers: Mapping[Any, int]) -> None:
         self._sizes: list[Size] = []

@@ -109,11 +109,7 @@ class SizeLiteral:
 
 
 class SizedInterpreter(torch.fx.Interpreter):
-    """Runs a graph whose sizes are literals, on tensors of its shape environment.
-
-    Attributes:
-        values: the value of each symbol, if the tensors are of another environment.
-    """
+    """Runs a graph whose sizes are literals; by ``values`` if its tensors have other symbols."""
 
     values: Values | None = None
 
@@ -369,14 +365,9 @@ class _Named(Source):
 
 
 class SizeTrace:
-    """Symbols in a shape environment of its own, in which operators run for one shape.
+    """Symbols, each with a number, in a shape environment of its own, which keeps the guards.
 
-    Args:
-        numbers: the number of each symbol.
-
-    Attributes:
-        values: a size that PyTorch computes with, for each symbol.
-        environment: the shape environment, which keeps the guards.
+    Operators run there for one shape. ``values`` has a size that PyTorch computes with for each.
     """
 
     def __init__(self, numbers: Values) -> None:

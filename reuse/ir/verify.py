@@ -48,13 +48,7 @@ def operators_of(program: Program) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class NotPrimitive:
-    """An operator that is not a primitive, in a leaf of a program.
-
-    Attributes:
-        operator: its name.
-        closure: the leaf's name.
-        source: the user's line that it comes from; empty if unknown.
-    """
+    """An operator that is not a primitive, in a leaf, and the user's line; empty if unknown."""
 
     operator: str
     closure: str
