@@ -28,20 +28,20 @@ from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.joint_trace import trace_function, trace_taken_apart, with_layout_of
+from ..traces.joint_trace import trace_for_rules, trace_function, with_layout_of
 from ..traces.torch_interpreters import origin_of, stop_in_trace
 from .jets import Jet, Lanes, Operands, Orders, Series, results_of
 from .polynomials import Coefficient, scaled
-from .torch_rules import is_wrong_nested, rule_of, taken_apart
+from .torch_rules import decompositions, is_wrong_nested, rule_of
 
 Place: TypeAlias = tuple[int, int]
 """An order, and which operand."""
 
 
-def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
+def nested_forward(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Returns an operator's results with their series by nested forward mode, or PlanError."""
     results = operands.call(target)
-    flat = _listed(results)
+    flat = _as_list(results)
     # By autograd, since forward mode silently gives no tangent to a result that it cannot
     # differentiate.
     moving = _differentiable(target, operands)
@@ -50,7 +50,7 @@ def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
         return results
 
     def values(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = _listed(operands.call(target, tensors))
+        found = _as_list(operands.call(target, tensors))
         return tuple(found[i] for i in moving)
 
     def push(*series: Sequence[Coefficient]) -> list[list[Coefficient]]:
@@ -65,7 +65,7 @@ def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
         ]
 
     found: list[Mapping[int, tuple[Tensor, ...]]] = [{} for _ in flat]
-    for place, coefficients in zip(moving, lanes.along(push, *operands.jets), strict=True):
+    for place, coefficients in zip(moving, lanes.propagated(push, *operands.jets), strict=True):
         found[place] = coefficients
     return results_of(lanes, results, found)
 
@@ -80,7 +80,7 @@ def _refuse_wrong(target: Any, results: list[Any], moving: Sequence[int], order:
         raise PlanError("PyTorch's own, nested, is wrong.")
 
 
-def _listed(results: Any) -> list[Any]:
+def _as_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
@@ -106,7 +106,7 @@ def _differentiable(target: Any, operands: Operands) -> list[int]:
     """Returns which results PyTorch can differentiate; the tangents of others would be lost."""
     with torch.enable_grad():
         watched = [jet.primal.detach().requires_grad_() for jet in operands.jets]
-        results = _listed(operands.call(target, watched))
+        results = _as_list(operands.call(target, watched))
     return [i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
 
 
@@ -203,7 +203,7 @@ class JetInterpreter(SizedInterpreter):
                 "what it is given. Take the derivative of a model in eval mode, or in reverse."
             )
         try:
-            found = by_nesting(self._lanes, target, operands)
+            found = nested_forward(self._lanes, target, operands)
         except (PlanError, RuntimeError) as error:  # PyTorch's, where it has no formula
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise PlanError(
@@ -279,7 +279,7 @@ class ForwardDerivatives:
         program, series = closure.program, request.series
         flowing: dict[Value, dict[int, Value]] = {}
         for value, orders in zip(program.inputs, request.inputs, strict=True):
-            flowing[value] = _beside(value, orders, series)
+            flowing[value] = _coefficient_values(value, orders, series)
         calls, fallbacks = [], dict[Fallback, None]()
         for call in program.calls:
             # The pattern of zero orders is part of the request; from the second block on it is
@@ -288,7 +288,7 @@ class ForwardDerivatives:
             derivative = self.of(ForwardRequest(call.closure, inner, series))
             fallbacks.update(dict.fromkeys(derivative.fallbacks))
             for value, found in zip(call.results, derivative.outputs, strict=True):
-                flowing[value] = _beside(value, found, series)
+                flowing[value] = _coefficient_values(value, found, series)
             args = (*call.args, *_coefficients(flowing, call.args))
             results = (*call.results, *_coefficients(flowing, call.results))
             calls.append(Call(derivative.closure, args, results, call.path, call.recompute))
@@ -310,16 +310,16 @@ class ForwardDerivatives:
 
     # ---- leaves --------------------------------------------------------------------------
 
-    def _taken_apart(self, leaf: Leaf) -> torch.fx.GraphModule:
+    def _decomposed(self, leaf: Leaf) -> torch.fx.GraphModule:
         if leaf not in self._plain:
             types = flat_types(leaf.input_types)
-            self._plain[leaf] = trace_taken_apart(leaf.module, types, taken_apart())
+            self._plain[leaf] = trace_for_rules(leaf.module, types, decompositions())
         return self._plain[leaf]
 
     @without_autocast()
     def _leaf(self, request: ForwardRequest, leaf: Leaf) -> ForwardDerivative:
         _refuse_own_derivatives(leaf)
-        plain, series = self._taken_apart(leaf), request.series
+        plain, series = self._decomposed(leaf), request.series
         lanes = Lanes(series)
         # One traced run on fake tensors gives the derived graph.
         interpreter = JetInterpreter(plain, lanes, stop_in_trace)
@@ -334,7 +334,7 @@ class ForwardDerivatives:
         def derived(flat: list[Tensor]) -> tuple[Tensor, ...]:
             primals, rest = flat[: len(types)], iter(flat[len(types) :])
             values = [
-                lanes.taken(primal, {order: next(rest) for order in orders})
+                lanes.jet(primal, {order: next(rest) for order in orders})
                 for primal, orders in zip(primals, request.inputs, strict=True)
             ]
             results = interpreter.run_flat(values)
@@ -359,7 +359,7 @@ class ForwardDerivatives:
         return ForwardDerivative(derived_leaf, request.inputs, tuple(outputs), fallbacks)
 
 
-def _beside(value: Value, orders: Orders, series: Series) -> dict[int, Value]:
+def _coefficient_values(value: Value, orders: Orders, series: Series) -> dict[int, Value]:
     """Returns a new value for each coefficient of a value."""
     return {
         order: Value(
@@ -396,7 +396,7 @@ def _with_layouts(lanes: Lanes, results: Sequence[Any], types: Sequence[Any]) ->
     for result, type_ in zip(results, types, strict=True):
         for order in _orders(result):
             wanted = lanes.series.coefficient_type(type_, order)
-            yield with_layout_of(lanes.joined(result, order), wanted)
+            yield with_layout_of(lanes.stacked(result, order), wanted)
 
 
 def _refuse_own_derivatives(leaf: Leaf) -> None:

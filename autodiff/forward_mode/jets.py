@@ -114,7 +114,7 @@ class Lanes:
 
     # ---- from and to the boundary --------------------------------------------------------
 
-    def taken(self, primal: Tensor, given: Mapping[int, Tensor]) -> Tensor | Jet:
+    def jet(self, primal: Tensor, given: Mapping[int, Tensor]) -> Tensor | Jet:
         """Returns a value with the coefficients that a closure takes for it."""
         if not given:
             return primal
@@ -125,7 +125,7 @@ class Lanes:
             return (tensor,)
         return tensor.unbind(0)
 
-    def joined(self, jet: Jet, order: int) -> Tensor:
+    def stacked(self, jet: Jet, order: int) -> Tensor:
         """Returns the coefficients of an order as a closure returns them."""
         lanes = jet.coefficients[order]
         is_one = self.series.is_sum(order) or self.are_batched
@@ -133,7 +133,7 @@ class Lanes:
 
     # ---- how operators act ---------------------------------------------------------------
 
-    def along(self, push: Push, *jets: Jet | Tensor) -> list[Coefficients]:
+    def propagated(self, push: Push, *jets: Jet | Tensor) -> list[Coefficients]:
         """Returns the coefficients of each result of an operator.
 
         Args:
@@ -198,7 +198,7 @@ class Lanes:
         rest = iter(torch.vmap(for_one)(*given))
         return [[next(rest) if there else None for there in series] for series in pattern]
 
-    def each(self, function: Callable[[Tensor], Any], jet: Jet) -> list[Coefficients]:
+    def each_coefficient(self, function: Callable[[Tensor], Any], jet: Jet) -> list[Coefficients]:
         """Returns the coefficients of each result of a function that is linear: one by one."""
         found: list[dict[int, tuple[Tensor, ...]]] = []
         for order, lanes in jet.coefficients.items():
@@ -211,7 +211,7 @@ class Lanes:
                 found[place][order] = lane
         return [*found]
 
-    def at_once(self, function: Callable[[Tensor], Tensor], jet: Jet, dim: int) -> Jet:
+    def in_one_product(self, function: Callable[[Tensor], Tensor], jet: Jet, dim: int) -> Jet:
         """Applies a linear function to a value and all its coefficients, laid end to end.
 
         Args:
@@ -232,19 +232,19 @@ class Lanes:
             part.unflatten(dim, size).movedim(dim - 1, 0) if is_many else part
             for part, is_many in zip(parts, many, strict=True)
         ]
-        return Jet(primal, like(jet.coefficients, parts))
+        return Jet(primal, as_coefficients(jet.coefficients, parts))
 
-    def conformed(self, primal: Tensor, coefficients: Coefficients) -> Tensor | Jet:
-        """Returns a result, its coefficients as it is: of its shape and number type."""
+    def with_series(self, primal: Tensor, coefficients: Coefficients) -> Tensor | Jet:
+        """Returns a value with its coefficients, which get its shape and dtype."""
         found = {}
         for order, lanes in coefficients.items():
             many = self._has_rows(order)
             shape = (self.series.directions, *primal.shape) if many else tuple(primal.shape)
-            found[order] = tuple(_conformed(t, shape, primal.dtype, many) for t in lanes)
+            found[order] = tuple(_with_shape(t, shape, primal.dtype, many) for t in lanes)
         return Jet(primal, found) if found else primal
 
 
-def _conformed(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many: bool) -> Tensor:
+def _with_shape(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many: bool) -> Tensor:
     tensor = tensor.to(dtype) if tensor.dtype != dtype else tensor
     if tuple(tensor.shape) == shape:
         return tensor
@@ -255,7 +255,9 @@ def _conformed(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many:
     return tensor.expand(shape)
 
 
-def like(coefficients: Coefficients, tensors: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
+def as_coefficients(
+    coefficients: Coefficients, tensors: Sequence[Tensor]
+) -> dict[int, tuple[Tensor, ...]]:
     """Returns tensors, lane by lane from the lowest order on, as coefficients."""
     rest = iter(tensors)
     return {
@@ -326,9 +328,9 @@ def _mapped(operand: Any, of_jet: Callable[[Jet], Any]) -> Any:
 def results_of(lanes: Lanes, results: Any, coefficients: Sequence[Coefficients]) -> Any:
     """Puts the results of an operator together with the coefficients of each."""
     if not isinstance(results, (list, tuple)):
-        return lanes.conformed(results, coefficients[0]) if coefficients else results
+        return lanes.with_series(results, coefficients[0]) if coefficients else results
     pairs = zip(results, coefficients, strict=True)
-    return tuple(lanes.conformed(result, found) for result, found in pairs)
+    return tuple(lanes.with_series(result, found) for result, found in pairs)
 
 
 Rule: TypeAlias = Callable[[Lanes, Any, Operands], Any]

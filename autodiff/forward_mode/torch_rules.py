@@ -32,7 +32,7 @@ from .polynomials import (
 )
 
 
-def of_one_variable(taylor: TaylorCoefficients) -> Rule:
+def elementwise(taylor: TaylorCoefficients) -> Rule:
     """Returns the rule of a function that acts on each element by itself.
 
     ``taylor`` takes a point, the value there, an order, and the operator's further operands.
@@ -48,7 +48,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
         # The factors depend on the point alone, so all directions share them.
         factors = taylor(jet.primal, value, lanes.order, *operands.args[1:], **operands.kwargs)
         highest = max((k for k, factor in enumerate(factors) if factor is not None), default=1)
-        parts = lanes.along(lambda series: powers(series, max(highest, 1)), jet)
+        parts = lanes.propagated(lambda series: powers(series, max(highest, 1)), jet)
         coefficients = {}
         for order in lanes.series.orders:
             rows = [part.get(order) for part in parts]
@@ -60,12 +60,12 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
                 found.append(total)
             if found and found[0] is not None:
                 coefficients[order] = tuple(found)
-        return lanes.conformed(value, coefficients)
+        return lanes.with_series(value, coefficients)
 
     return rule
 
 
-def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
+def piecewise_linear(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Differentiates a piecewise linear function: each coefficient times PyTorch's slope."""
     if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
         return NotImplemented
@@ -75,8 +75,8 @@ def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
         return operands.call(target, [x])
 
     value, slope = torch.func.jvp(function, (jet.primal,), (torch.ones_like(jet.primal),))
-    (coefficients,) = lanes.each(lambda t: t * slope, jet)
-    return lanes.conformed(value, coefficients)
+    (coefficients,) = lanes.each_coefficient(lambda t: t * slope, jet)
+    return lanes.with_series(value, coefficients)
 
 
 def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -92,7 +92,7 @@ def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
             found.append(minus(grown[k - 1], falls))
         return [found[1:]]
 
-    return lanes.conformed(value, lanes.along(push, operands.jets[0])[0])
+    return lanes.with_series(value, lanes.propagated(push, operands.jets[0])[0])
 
 
 def log_softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -105,7 +105,7 @@ def log_softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
         logs = logarithm(sums)
         return [[minus(x, log) for x, log in zip(series, logs, strict=True)]]
 
-    return lanes.conformed(value, lanes.along(push, operands.jets[0])[0])
+    return lanes.with_series(value, lanes.propagated(push, operands.jets[0])[0])
 
 
 def logsumexp(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -120,7 +120,7 @@ def logsumexp(lanes: Lanes, target: Any, operands: Operands) -> Any:
     def push(series: Sequence[Coefficient]) -> list[list[Coefficient]]:
         return [logarithm(weigh(series)[1])]
 
-    return lanes.conformed(value, lanes.along(push, jet)[0])
+    return lanes.with_series(value, lanes.propagated(push, jet)[0])
 
 
 Weighed = Callable[[Sequence[Coefficient]], tuple[list[Coefficient], list[Coefficient]]]
@@ -137,7 +137,7 @@ def _weighed(weights: Tensor, dims: Any, *, keepdim: bool = True) -> Weighed:
     return weigh
 
 
-def of_constant(lanes: Lanes, target: Any, operands: Operands) -> Any:
+def without_derivative(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Runs an operator with no or a zero derivative: signs, comparisons, draws, fresh memory."""
     return operands.call(target)
 
@@ -151,7 +151,7 @@ Product = Callable[[Any, Any], Tensor]
 def multiply(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Differentiates ``a * b``, element by element."""
     a, b = operands.args[:2]
-    return lanes.conformed(operands.call(target), _product(lanes, torch.mul, a, b))
+    return lanes.with_series(operands.call(target), _product(lanes, torch.mul, a, b))
 
 
 def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -161,9 +161,9 @@ def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
         return NotImplemented
     # Linear in the only operand with a series: value and coefficients are rows of one matrix.
     if not isinstance(b, Jet):
-        return lanes.at_once(lambda rows: target(rows, b), a, -2)
+        return lanes.in_one_product(lambda rows: target(rows, b), a, -2)
     if not isinstance(a, Jet):
-        return lanes.at_once(lambda columns: target(a, columns), b, -1)
+        return lanes.in_one_product(lambda columns: target(a, columns), b, -1)
     return Jet(target(a.primal, b.primal), _product(lanes, target, a, b))
 
 
@@ -175,18 +175,18 @@ def pairwise(lanes: Lanes, target: Any, operands: Operands) -> Any:
         found: Tensor = target(x, y, *operands.args[2:], **operands.kwargs)
         return found
 
-    return lanes.conformed(operands.call(target), _product(lanes, product, a, b))
+    return lanes.with_series(operands.call(target), _product(lanes, product, a, b))
 
 
 def _product(lanes: Lanes, product: Product, a: Any, b: Any) -> Coefficients:
     if not isinstance(b, Jet):
-        return lanes.each(lambda t: product(t, b), a)[0]
+        return lanes.each_coefficient(lambda t: product(t, b), a)[0]
     if not isinstance(a, Jet):
-        return lanes.each(lambda t: product(a, t), b)[0]
+        return lanes.each_coefficient(lambda t: product(a, t), b)[0]
     # A square needs half the products of a general one.
     if a is b and product is torch.mul:
-        return lanes.along(partial(_square, a.primal), a)[0]
-    return lanes.along(partial(_cauchy, product, a.primal, b.primal), a, b)[0]
+        return lanes.propagated(partial(_square, a.primal), a)[0]
+    return lanes.propagated(partial(_cauchy, product, a.primal, b.primal), a, b)[0]
 
 
 def _square(a: Tensor, series: Sequence[Coefficient]) -> list[list[Coefficient]]:
@@ -219,7 +219,7 @@ def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
         return NotImplemented
     value = operands.call(target)
     if not isinstance(b, Jet):
-        return lanes.conformed(value, lanes.each(lambda t: t / b, a)[0])
+        return lanes.with_series(value, lanes.each_coefficient(lambda t: t / b, a)[0])
     divisor = b.primal
 
     def push(above: Sequence[Coefficient], below: Sequence[Coefficient]) -> list[list[Coefficient]]:
@@ -232,7 +232,7 @@ def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
         return [found[1:]]
 
     above = a if isinstance(a, Jet) else value
-    return lanes.conformed(value, lanes.along(push, above, b)[0])
+    return lanes.with_series(value, lanes.propagated(push, above, b)[0])
 
 
 def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -243,14 +243,14 @@ def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
     if train is False or p == 0:
         return operands.jets[0], mask
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    (coefficients,) = lanes.each(lambda t: t * mask * scale, operands.jets[0])
-    return lanes.conformed(value, coefficients), mask
+    (coefficients,) = lanes.each_coefficient(lambda t: t * mask * scale, operands.jets[0])
+    return lanes.with_series(value, coefficients), mask
 
 
 # ---- what is linear in its operands: it is applied to each coefficient -------------------------
 
 
-def first_operand(*constants: int) -> Rule:
+def linear_in_first(*constants: int) -> Rule:
     """Returns the rule of an operator that is linear in its first operand, the others constant.
 
     Args:
@@ -260,7 +260,7 @@ def first_operand(*constants: int) -> Rule:
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
         if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
             return NotImplemented
-        coefficients = lanes.each(
+        coefficients = lanes.each_coefficient(
             lambda t: operands.call(target, [t], zeros_at=constants), operands.jets[0]
         )
         return results_of(lanes, operands.call(target), coefficients)
@@ -268,7 +268,7 @@ def first_operand(*constants: int) -> Rule:
     return rule
 
 
-def jointly(*places: int) -> Rule:
+def jointly_linear(*places: int) -> Rule:
     """Returns the rule of an operator that is linear in some operands at once (``cat``, ``where``).
 
     Args:
@@ -293,7 +293,7 @@ def jointly(*places: int) -> Rule:
                 found.append(operands.call(target, filled, zeros_at=places))
             return [found]
 
-        return results_of(lanes, operands.call(target), lanes.along(push, *operands.jets))
+        return results_of(lanes, operands.call(target), lanes.propagated(push, *operands.jets))
 
     return rule
 
@@ -302,7 +302,7 @@ def add(lanes: Lanes, target: Any, operands: Operands, *, sign: int) -> Any:
     """Differentiates ``a + sign alpha b``."""
     a, b = operands.args[:2]
     factor = sign * operands.option("alpha", 2, 1)
-    return lanes.conformed(operands.call(target), _sum(lanes, a, b, factor))
+    return lanes.with_series(operands.call(target), _sum(lanes, a, b, factor))
 
 
 def _sum(lanes: Lanes, a: Any, b: Any, factor: Any) -> Coefficients:
@@ -319,7 +319,7 @@ def _sum(lanes: Lanes, a: Any, b: Any, factor: Any) -> Coefficients:
         return {order: tuple(scaled(t, factor) for t in ts) for order, ts in b.coefficients.items()}
     if lanes.are_batched and a.primal.dim() == b.primal.dim():
         return _by_order(a, b, factor)  # no need to go through vmap
-    return lanes.along(push, a, b)[0]
+    return lanes.propagated(push, a, b)[0]
 
 
 def _by_order(a: Jet, b: Jet, factor: Any) -> dict[int, tuple[Tensor, ...]]:
@@ -337,7 +337,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_MADE_OF_LINES = _names("abs clamp clamp_max clamp_min hardtanh leaky_relu relu")
+_PIECEWISE_LINEAR = _names("abs clamp clamp_max clamp_min hardtanh leaky_relu relu")
 
 _LINEAR_IN_THE_FIRST = _names("""
     _conj _conj_physical _neg_view _reshape_alias _to_copy _unsafe_view alias chunk clone contiguous
@@ -367,7 +367,7 @@ _LINEAR_TOGETHER: Mapping[str, tuple[int, ...]] = {
     "where.self": (1, 2),
 }
 
-_CONSTANT = _names("""
+_WITHOUT_DERIVATIVE = _names("""
     argmax argmin bernoulli bitwise_not ceil empty_like eq.Scalar eq.Tensor floor full_like
     ge.Scalar ge.Tensor gt.Scalar gt.Tensor heaviside isfinite isinf isnan le.Scalar le.Tensor
     logical_and logical_not logical_or lt.Scalar lt.Tensor ne.Scalar ne.Tensor new_empty
@@ -376,21 +376,21 @@ _CONSTANT = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: of_one_variable(taylor) for name, taylor in polynomials.BY_NAME.items()},
-    **dict.fromkeys(_MADE_OF_LINES, made_of_lines),
-    **dict.fromkeys(_LINEAR_IN_THE_FIRST, first_operand()),
-    **{name: jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
-    **dict.fromkeys(_CONSTANT, of_constant),
+    **{name: elementwise(taylor) for name, taylor in polynomials.BY_NAME.items()},
+    **dict.fromkeys(_PIECEWISE_LINEAR, piecewise_linear),
+    **dict.fromkeys(_LINEAR_IN_THE_FIRST, linear_in_first()),
+    **{name: jointly_linear(*places) for name, places in _LINEAR_TOGETHER.items()},
+    **dict.fromkeys(_WITHOUT_DERIVATIVE, without_derivative),
     "_log_softmax": log_softmax,
     "_safe_softmax": softmax,
     "_softmax": softmax,
     "add": partial(add, sign=1),
     "bmm": matrices,
-    "constant_pad_nd": first_operand(2),
+    "constant_pad_nd": linear_in_first(2),
     "div": divide,
     "dot": pairwise,
     "logsumexp": logsumexp,
-    "masked_fill.Scalar": first_operand(2),
+    "masked_fill.Scalar": linear_in_first(2),
     "mm": matrices,
     "mul": multiply,
     "mv": pairwise,
@@ -399,7 +399,7 @@ RULES: Mapping[str, Rule] = {
 }
 """By the name of an operator, or of one overload of it."""
 
-_TAKEN_APART = _names("""
+_DECOMPOSED = _names("""
     _batch_norm_with_update_functional _native_batch_norm_legit
     _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
     addcdiv addcmul addmv binary_cross_entropy elu elu_backward gelu_backward glu
@@ -453,7 +453,7 @@ def _product_plus(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any 
     return product + (c if beta == 1 else c * beta)
 
 
-def taken_apart() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns decompositions into operators that have rules, with the same derivatives."""
     table = torch._decomp.decomposition_table
     aten = torch.ops.aten
@@ -463,7 +463,7 @@ def taken_apart() -> dict[Any, Callable[..., Any]]:
         aten.var.correction: _variance,
         aten.var_mean.correction: _variance_and_mean,
     }
-    for name in _TAKEN_APART:
+    for name in _DECOMPOSED:
         packet = getattr(torch.ops.aten, name, None)
         for overload in () if packet is None else packet.overloads():
             operator = getattr(packet, overload)

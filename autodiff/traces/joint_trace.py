@@ -517,7 +517,7 @@ def _captured_run(
 
 
 @without_autocast()
-def trace_taken_apart(
+def trace_for_rules(
     module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
     """Does :func:`trace_forward` for derivative rules: a detach that stops a gradient stays.

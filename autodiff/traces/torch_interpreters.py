@@ -51,7 +51,7 @@ def origin_of(node: torch.fx.Node) -> Origin | None:
 
 
 class NotingInterpreter(ModalInterpreter):
-    """Runs a leaf body while ``graph`` is traced, and records the origin of each traced operator."""
+    """Runs a leaf body in a trace, and records the origin of each operator of its ``graph``."""
 
     def __init__(
         self, module: torch.fx.GraphModule, graph: torch.fx.Graph, relayout: Relayout | None = None

@@ -1,14 +1,14 @@
-"""The kernel list of one closure: launches over named buffers, recorded once, relocated per call.
+"""The kernel launches of one closure, recorded once, on buffers that each call of it replaces.
 
 A kernel writes into memory that it is given; it neither allocates nor checks. If an operator can
 only allocate its own result, the result's buffer is *foreign*: outside the memory plan, but counted
 and reported.
 
-The native loop runs launches encoded as words; a launch without words is run from Python. Every
-operation of the loop computes what PyTorch's kernel computes: the same BLAS routine with the same
-arguments (or, for small matrices, our own product, with no more rounding), sums and copies to the
-last bit, in the same order. Where that is not so (other layouts, dtypes or BLAS), PyTorch runs the
-launch.
+The native loop (C++) runs launches that are encoded as integers, called words; Python runs the
+others. Each operation of the loop gives the bits of PyTorch's kernel: it calls the same BLAS
+routine with the same arguments, and adds and copies in the same order. Small matrix products are
+our own, and round no more than BLAS does. For other layouts, dtypes or BLAS libraries there are no
+words, and PyTorch runs the launch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BufferInfo:
 
 @dataclass(frozen=True, slots=True)
 class NativeOp:
-    """A launch for the native loop: words, and views where an address goes."""
+    """A launch for the native loop: its words, with a view in place of each address."""
 
     operands: tuple[int | View, ...]
     num_operations: int = 1
@@ -78,12 +78,11 @@ class NativeOp:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch. Operands are :class:`View` or constants, lists of them included.
+    """One kernel launch. Its operands are views, constants and lists of these.
 
-    ``results`` are the foreign buffers that the function returns; ``returns`` says whether as a
-    ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a kernel that only takes the
-    operands' addresses, so that their shapes do not matter. ``native`` is the launch for the
-    native loop, if it has such a form.
+    ``results`` are the foreign buffers that the function returns, as ``returns`` says. ``operands``
+    is ``"addresses"`` for a kernel that takes addresses alone, whatever the shapes are. ``native``
+    is the launch as words, if it has some.
     """
 
     name: str
@@ -183,7 +182,7 @@ def native_op(launch: Launch) -> NativeOp | None:
 
 
 def _key(function: Any) -> Any:
-    """Returns the key of a function in the rules; Inductor launches ``torch.mm`` for ``mm.out``."""
+    """Returns a function's key in the rules: Inductor launches ``torch.mm`` as ``mm.out``."""
     names = {torch.mm: aten.mm.out, torch.addmm: aten.addmm.out, torch.bmm: aten.bmm.out}
     try:
         return names.get(function, function)
@@ -251,12 +250,11 @@ def _gemm(
     if not (a.dtype == b.dtype == out.dtype) or out.dtype not in _TYPES:
         return None
     (rows, columns), inner = out.shape, a.shape[1]
-    if 0 in (rows, columns, inner) or not torch_native.blas_is_exact():
-        return None
-    if (rows, columns) == (1, 1):  # a dot product, whose strides do not tell its order of sums
+    is_dot = (rows, columns) == (1, 1)  # whose strides do not say in which order PyTorch adds
+    if 0 in (rows, columns, inner) or is_dot or not torch_native.blas_is_exact():
         return None
     address = torch_native.blas_address(routine or f"{_BLAS_LETTERS[out.dtype]}gemm_")
-    left, right = _leading(b), _leading(a)
+    left, right = _blas_layout(b), _blas_layout(a)
     if address is None or left is None or right is None or not out.is_contiguous:
         return None
     sizes = (columns, rows, inner, left[1], right[1], columns)
@@ -265,23 +263,17 @@ def _gemm(
     return (_GEMM, _TYPES[out.dtype], address, beta, left[0], right[0], *sizes, b, a, out)
 
 
-def _leading(matrix: View) -> tuple[int, int] | None:
-    """Returns a matrix's transposition flag and stride for BLAS, which is column-major."""
+def _blas_layout(matrix: View) -> tuple[int, int] | None:
+    """Returns how column-major BLAS reads a matrix: ``N`` or ``T``, and the leading dimension."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
     if column_stride == 1 and row_stride >= max(1, columns):
         return ord("N"), row_stride
     if row_stride == 1 and column_stride >= max(1, rows):
         return ord("T"), column_stride
-    if _lies_in_rows(matrix):
+    # Contiguous but for the strides of dimensions of size 1: PyTorch multiplies a copy of it.
+    if (columns == 1 or column_stride == 1) and (rows == 1 or row_stride == columns):
         return ord("N"), columns
     return None
-
-
-def _lies_in_rows(matrix: View) -> bool:
-    """Whether a matrix is contiguous, if strides of dimensions of size 1 are ignored."""
-    # PyTorch looks at all strides, and multiplies a copy of such a matrix.
-    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
-    return (columns == 1 or column_stride == 1) and (rows == 1 or row_stride == columns)
 
 
 def _add(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:

@@ -37,11 +37,11 @@ from .torch_parts import (
     in_order_of,
     joined_in_parts,
     laid_out,
-    with_layout_of,
     moved,
     of_own_parts,
     reshaped_in_parts,
     stride_like,
+    with_layout_of,
     without_data,
 )
 from .torch_sharding_rules import (
