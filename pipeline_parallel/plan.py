@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The share of the time of all ranks in which they wait."""
         busy = sum(slot.end_s - slot.start_s for slot in self.slots)
         whole = self.step_s * self.num_ranks
         return 1.0 - busy / whole if whole else 0.0
@@ -105,7 +105,7 @@ def _ordered(table: ActionTable) -> dict[Action, list[Action]]:
 
 
 def _needs(action: Action, table: ActionTable) -> list[list[Action]]:
-    """Returns lists of actions: the one of each list that is in the table precedes this one."""
+    """Returns lists of actions; the one of each list that is in the table must precede this one."""
     stage, number = action.stage, action.micro_batch
     if action.kind == FORWARD:
         return [[Action(FORWARD, stage - 1, number)]] if stage else []
@@ -153,7 +153,7 @@ class StagePlan:
 
     @property
     def flight_bytes(self) -> int:
-        """Bytes that one micro-batch in flight holds."""
+        """The bytes that one micro-batch in flight holds."""
         return self.saved_bytes + self.received_bytes
 
 
@@ -170,7 +170,7 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """Predicted share of all ranks' time in which they wait."""
+        """The predicted share of the time of all ranks in which they wait."""
         return self.timeline.bubble
 
     @property
@@ -179,17 +179,17 @@ class PipelinePlan:
         return self.timeline.step_s
 
     def in_flight_bytes(self, rank: int) -> int:
-        """Most bytes that a rank's micro-batches in flight hold."""
+        """Returns the most bytes that a rank's micro-batches in flight hold."""
         held = {s.index: s.flight_bytes for s in self.stages}
         return self.table.peak_bytes(rank, held)
 
     def peak_bytes(self, rank: int) -> int:
-        """Bytes of a rank at its peak: parameters, gradients, and micro-batches in flight."""
+        """Returns the most bytes on a rank: parameters, gradients, micro-batches in flight."""
         own = [s for s in self.stages if s.rank == rank]
         return sum(s.parameter_bytes + s.gradient_bytes for s in own) + self.in_flight_bytes(rank)
 
     def simulated(self, measured_s: dict[tuple[int, str], float]) -> Timeline:
-        """Simulates the step with measured durations of (stage, kind of action)."""
+        """Simulates a step with durations that were measured for each stage and kind of action."""
         return simulate(self.table, lambda a: measured_s[a.stage, a.kind], lambda a: 0.0)
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ _HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "sa
 
 
 def _table(stages: Sequence[StagePlan]) -> list[str]:
-    """Returns a line for each stage, no wider than a screen: only names are shortened."""
+    """Returns a line for each stage, no wider than a screen; only names of layers are shortened."""
     rows = [
         (
             *(str(n) for n in (s.index, s.rank, s.num_blocks)),
@@ -235,7 +235,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
 
 
 def _layers(stage: StagePlan, width: int) -> str:
-    """Returns first and last layer; if too long, the common prefix once, or cut at the left."""
+    """Returns the paths of the first and last layer, shortened at the left if they are too long."""
     parent = stage.first.rpartition(".")[0]
     short = stage.last.removeprefix(f"{parent}.") if parent else stage.last
     texts = [f"{stage.first} .. {last}" for last in (stage.last, short)]
@@ -244,14 +244,14 @@ def _layers(stage: StagePlan, width: int) -> str:
 
 
 def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
-    """Returns durations by predicted cost; each half of a backward takes half of its time."""
+    """Returns predicted durations; each half of a backward takes half of its time."""
     by_stage = {s.index: s for s in stages}
 
     def duration_s(action: Action) -> float:
         stage = by_stage[action.stage]
         if action.kind == FORWARD:
             return stage.forward_s
-        # Only the cost of the whole backward is predicted.
+        # Only the whole backward has a predicted cost.
         return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
 
     return duration_s
@@ -324,9 +324,8 @@ def _wire_bytes(types: Sequence[TensorType]) -> int:
 # one that sends to it. Nothing has to wait for it. (Lamport, "Time, Clocks, and the Ordering of
 # Events in a Distributed System", 1978.)
 #
-# Without a memory plan, sent and received tensors and the gradients of one backward are counted
-# besides what micro-batches keep: PyTorch's runtime frees what it sent when the step ends (1F1B:
-# when it sends the next).
+# Where memory is not planned, a rank also holds sent and received tensors, and the gradients of one
+# backward: PyTorch's runtime frees what it sent when the step ends (1F1B: when it sends the next).
 
 
 @dataclass(frozen=True)
@@ -382,7 +381,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
 
 
 def _split_table(table: ActionTable) -> ActionTable:
-    """Replaces every backward by its two halves, if any backward is split."""
+    """Replaces every backward by its two halves, if the schedule splits any."""
     if not table.splits_backward:
         return table
     # A schedule may mix whole and split backwards. A stage is compiled as two halves only, and a
@@ -406,7 +405,7 @@ def _halves(action: Action) -> list[Action]:
 
 
 def _takers(table: ActionTable, boundaries: Boundaries) -> dict[Action, Action]:
-    """Returns, for each sending action, the action of the next stage that needs its result."""
+    """Returns, for each action whose result is sent, the action that receives it."""
     found = {}
     for action in (action for actions in table.ranks for action in actions):
         stage = action.stage + (1 if action.kind == FORWARD else -1)

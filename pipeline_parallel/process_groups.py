@@ -46,7 +46,7 @@ class GradientSums:
                 self.buffers[name] = in_own_storage(buffer)
 
     def zero(self) -> None:
-        """Makes all buffers zero: a step adds to them."""
+        """Sets all buffers to zero, because a step adds to them."""
         for flat in self.flat:
             flat.zero_()
 
@@ -60,13 +60,14 @@ class Ranks:
     """This rank's place in its pipeline, and its process groups.
 
     Attributes:
-        rows: for each pipeline its global ranks, in order of their stages.
+        rows: the global ranks of each pipeline, in the order of their stages.
         group: the ranks of this pipeline.
         data_group: the ranks that hold the same stages in other pipelines; None if there are none.
         rank: this rank's number in its pipeline.
         device: the device that it computes on.
-        timeout: how long to wait for another rank.
-        num_batches: how many pipelines have different batches, over which gradients are averaged.
+        timeout: how long it waits for another rank.
+        num_batches: how many pipelines have batches of their own, over which gradients are
+            averaged.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -79,7 +80,7 @@ class Ranks:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one pipeline."""
+        """The number of ranks of one pipeline."""
         return len(self.rows[0])
 
     def merged(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -101,7 +102,7 @@ class Ranks:
             **asked,
         }
         if program is not None:
-            # A digest: the text of a large model is megabytes, and each rank sends it to all.
+            # Only a digest is sent to all ranks, because the text of a large model is megabytes.
             digest = hashlib.sha256(text_to_compare(program).encode()).hexdigest()
             own["model (its captured program)"] = digest[:12]
         self.compare(own, f"Ranks do not agree, {why}")
@@ -139,7 +140,7 @@ class Ranks:
         cache have one place, and "" shares none.
         """
         everyone = _gathered(place or f"rank {self.rank}", self.group)
-        # One barrier: the leader enters it after its turn, the others before theirs.
+        # The leader enters the barrier after its turn, the others before theirs.
         leads = everyone.index(everyone[self.rank]) == self.rank
         if not leads:
             with _explained("while another rank compiled", self.group):
@@ -212,7 +213,7 @@ class Reduction:
         return total.sqrt().float()
 
     def agree_on_largest(self, flags: dict[Any, Tensor]) -> None:
-        """Sets the flag of this rank's device to the largest of all ranks of the pipeline."""
+        """Sets this rank's flag to the largest of all ranks of the pipeline."""
         device, group = self.ranks.device, self.ranks.group
         flag = flags.setdefault(device, torch.zeros((), device=device))
         with _explained("in the agreement on infinite gradients", group):
@@ -221,7 +222,7 @@ class Reduction:
 
 @contextmanager
 def _explained(where: str, group: Any) -> Iterator[None]:
-    """Turns an error of a collective into a PipelineError that says where this rank stopped."""
+    """Turns an error of a collective into a PipelineError that says what this rank was doing."""
     try:
         yield
     except RuntimeError as error:
@@ -229,7 +230,7 @@ def _explained(where: str, group: Any) -> Iterator[None]:
 
 
 def stopped(where: str, group: Any, error: BaseException) -> str:
-    """Returns an error text: what this rank was doing, with which ranks, and the error."""
+    """Returns the text of an error, with what this rank was doing and with which ranks."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
     text = f"Rank {dist.get_rank()} stopped {where} (ranks {ranks}). {first_line(error)}"
     if isinstance(error, LazyInlineError):  # which says what to look at
@@ -308,7 +309,7 @@ def ranks_along(
 
 
 def _lines(mesh: Any, dims: Collection[str]) -> list[tuple[int, ...]]:
-    """Returns each set of ranks that differ along these dimensions alone."""
+    """Returns the sets of ranks that differ along these dimensions alone."""
     own = [i for i, name in enumerate(mesh.mesh_dim_names) if name in dims]
     moved = mesh.mesh.movedim(own, list(range(-len(own), 0)))
     return [tuple(line) for line in moved.reshape(-1, math.prod(map(mesh.size, own))).tolist()]
@@ -342,7 +343,7 @@ def _gathered(own: object, group: Any) -> list[Any]:
 
 
 def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) -> Any:
-    """Makes a process group of each set of ranks; returns the one that this rank is in."""
+    """Makes a process group of each set of ranks; returns the one of this rank."""
     own = None
     # ``new_group`` is a collective of all ranks, also of those that are not in the group.
     for ranks in sets:

@@ -3,10 +3,9 @@
 All stages of a model share one :class:`Differentiator` and one :class:`Splitter`, so each different
 closure is differentiated and split once, whatever the number of stages, layers and micro-batches.
 The early half computes the gradients that are sent to the stage before, the late half those of
-parameters: zero-bubble schedules send the gradient of a stage's input as soon as possible and
-compute gradients of parameters when they would wait. A closure is split by which of its outputs are
-needed early; nothing is computed twice except views. (Qi et al., "Zero Bubble Pipeline
-Parallelism", 2023.)
+parameters: zero-bubble schedules send the gradient of a stage's input as soon as possible, and
+compute gradients of parameters when they would wait. Nothing is computed twice except views. (Qi et
+al., "Zero Bubble Pipeline Parallelism", 2023.)
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Halves:
     Attributes:
         early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then a
             struct of values for the late half. None if no output is early.
-        late: takes that struct (if there is an early half), then the inputs ``late_inputs`` of the
-            whole; returns the other outputs. None if every output is early.
+        late: takes that struct, if there is an early half, then the inputs ``late_inputs`` of the
+            whole; returns its other outputs. None if every output is early.
     """
 
     early: ir.Closure | None
@@ -50,7 +49,7 @@ class Halves:
 
 
 class Splitter:
-    """Splits closures, each at most once per choice of early outputs."""
+    """Splits closures, each once for each choice of early outputs."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[ir.Closure, frozenset[int]], Halves] = {}
@@ -158,10 +157,10 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
     early_outputs, late_outputs = _sides(len(groups), early)
     early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
     late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
-    # With in-place operators the order matters: all nodes that they depend on run early.
+    # The order of in-place operators matters, so they run early, with all that they depend on.
     changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
     first = _with_picks(leaf, ancestors([*early_results, *changing]))
-    # Views are computed again in the late half: to pass them on would keep the same memory.
+    # The late half computes views again: to carry them would keep the same memory anyway.
     ends = first if changing else {n for n in first if not _is_free(n)}
     second = ancestors(late_results, ends)
     carried = [n for n in leaf.nodes if n in second and n in ends]
@@ -189,13 +188,13 @@ def _split_leaf(leaf: ir.Leaf, early: frozenset[int]) -> Halves:
 
 
 def _with_picks(leaf: ir.Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Adds the getitem nodes of multi-output operators: only tensors can be passed on."""
+    """Adds the getitems of operators with several results: only tensors can be carried."""
     picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
     return nodes | picks
 
 
 def _is_free(node: torch.fx.Node) -> bool:
-    """Whether a node costs nothing to run in both halves: it is a view."""
+    """Whether a node costs nothing to run in both halves, because it is a view."""
     return is_view(node) and len(node.all_input_nodes) == 1
 
 
@@ -209,13 +208,11 @@ class StageDerivative:
 
     Attributes:
         stage: the stage.
-        derivative: None if no gradient flows through it.
-        request: for the derivative, with the choice of what is saved.
-        halves: the backward split; None unless asked for.
-        gradients_sent: positions, among what it received, of the values whose gradients it sends
-            back.
-        gradients_received: positions, among what it sent (or its results), of the values whose
-            gradients come back.
+        derivative: its derivative; None if no gradient flows through it.
+        request: the request that the derivative is of, which says what is saved.
+        halves: the halves of the backward; None unless it is split.
+        gradients_sent: the positions of received values whose gradients it sends back.
+        gradients_received: the positions of sent values (or results) whose gradients come back.
     """
 
     stage: Stage
@@ -227,14 +224,14 @@ class StageDerivative:
 
     @property
     def forward(self) -> ir.Program:
-        """The program of a forward step."""
+        """The program of a forward."""
         if self.derivative is None:
             return self.stage.program
         return _body(self.derivative.forward)
 
     @property
     def backward(self) -> tuple[ir.Program | None, ...]:
-        """The programs of backward steps: the whole backward, or its early and its late half."""
+        """The programs of a backward: the whole, or its early and its late half."""
         if self.derivative is None:
             return ()
         if self.halves is None:
@@ -249,7 +246,7 @@ class StageDerivative:
 
     @property
     def gradient_types(self) -> tuple[TensorType, ...]:
-        """Types of the gradients it sends back, in order."""
+        """Types of the gradients that it sends back, in order."""
         return tuple(self.stage.received_types[i].cotangent() for i in self.gradients_sent)
 
     @property
@@ -266,13 +263,13 @@ class StageDerivative:
 
     @property
     def trained_types(self) -> list[tuple[ir.ModelTensor, TensorType]]:
-        """Those parameters with the types of their gradients."""
+        """Those parameters, each with the type of its gradient."""
         types = dict(zip(self.stage.model_tensors, self.stage.model_types, strict=True))
         return [(source, types[source].cotangent()) for source in self.trained]
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that one micro-batch saves for its backward, without handed-over values."""
+        """The bytes that a micro-batch saves for its backward, without kept inputs and outputs."""
         return 0 if self.derivative is None else self.derivative.saved_type.num_bytes
 
 
@@ -317,7 +314,7 @@ def differentiate_stages(
 
 
 def _active_received(stages: Sequence[Stage], differentiator: Differentiator) -> list[list[bool]]:
-    """Says for each input of each stage whether a parameter's gradient flows through it."""
+    """Returns, for each input of each stage, whether a parameter's gradient flows through it."""
     flags: list[list[bool]] = []
     received: list[bool] = []
     for stage in stages:

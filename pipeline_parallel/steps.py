@@ -26,7 +26,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class StageDraws:
-    """The random draws of the stages' forwards, in order, by this rank's local programs."""
+    """The random draws of the forwards of stages, in order, by this rank's local programs."""
 
     def __init__(self, forwards: Iterable[Program] = ()) -> None:
         self._drawing = [list(_drawing_nodes(program)) for program in forwards]
@@ -37,7 +37,7 @@ class StageDraws:
 
     @contextmanager
     def step(self, num_micro_batches: int) -> Iterator[None]:
-        """Prepares the states for forwards inside; then leaves the generator as after a step."""
+        """Keeps the generator's state before each forward; leaves it as after a step."""
         for micro_batch in range(num_micro_batches if self else 0):
             for stage, nodes in enumerate(self._drawing):
                 self._states[stage, micro_batch] = torch.get_rng_state()
@@ -52,13 +52,13 @@ class StageDraws:
                 torch.set_rng_state(after)
 
     def begin(self, stage: int, micro_batch: int) -> None:
-        """Sets the generator to its state before this forward in one process."""
+        """Sets the generator to its state before this forward in a single process."""
         if self:
             torch.set_rng_state(self._states[stage, micro_batch])
 
 
 def check_draws(forwards: Iterable[Program], backwards: Iterable[Program], device: str) -> None:
-    """Raises PlanError if stages have random operators that :class:`StageDraws` cannot repeat."""
+    """Raises PlanError if stages draw random numbers that :class:`StageDraws` cannot repeat."""
     late = [node for program in backwards for node in _drawing_nodes(program)]
     for node in (*late, *(n for program in forwards for n in _drawing_nodes(program))):
         if late or device != "cpu" or node.target is not _DROPOUT:
