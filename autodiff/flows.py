@@ -133,8 +133,7 @@ def used_inputs(program: ir.Program) -> Inputs:
     uses all of its operands, except batch norm in training mode: it only updates the running
     statistics, and neither result nor gradients depend on their old values.
     """
-    leaves = (closure for closure in ir.walk_closures(program) if isinstance(closure, ir.Leaf))
-    if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
+    if any(is_mutable(node.target) for _, node in ir.leaf_nodes(program)):
         return frozenset(range(len(program.inputs)))
     return frozenset().union(*_flows(program, partial(_in_graph, _computed_from)))
 
@@ -268,5 +267,4 @@ def _device_of(node: torch.fx.Node) -> str:
 
 def drawing_leaf(program: ir.Program) -> ir.Leaf | None:
     """Returns a leaf that draws random numbers, if a program has one."""
-    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
-    return next((leaf for leaf in leaves if any(map(is_draw, leaf.nodes))), None)
+    return next((leaf for leaf, node in ir.leaf_nodes(program) if is_draw(node)), None)

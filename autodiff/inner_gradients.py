@@ -82,8 +82,7 @@ class DerivativeCall:
 
 def takes_gradients(program: ir.Program) -> bool:
     """Returns whether a program has a mark of a derivative, at any depth."""
-    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
-    return any(_derivation(leaf) is not None for leaf in leaves)
+    return any(isinstance(node.target, DerivativeMark) for _, node in ir.leaf_nodes(program))
 
 
 def derivative_call(call: ir.Call) -> DerivativeCall | None:

@@ -359,8 +359,7 @@ def own_derivative(program: ir.Program) -> str:
 
     A second derivative would be that of its operators, and not of its own backward.
     """
-    leaves = (c for c in ir.walk_closures(program) if isinstance(c, ir.Leaf))
-    targets = (node.target for leaf in leaves for node in leaf.nodes)
+    targets = (node.target for _, node in ir.leaf_nodes(program))
     known = (*OPERATOR_TYPES, BuiltinFunctionType, ir.Control)
     own = (t for t in targets if not isinstance(t, known))
     return next((str(getattr(target, "__name__", target)) for target in own), "")

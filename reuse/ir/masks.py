@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate, map_arg
 from ..torch_names import module_of, schema_of
 from .leaf import ModalInterpreter, cut_leaf, memory_of, node_type
 from .operators import is_draw, may_draw, mutated_args
-from .program import Call, Closure, Composite, Leaf, Program, Value, outputs_of, walk_closures
+from .program import Call, Closure, Composite, Leaf, Program, Value, leaf_nodes, outputs_of
 from .torch_symbols import symbols_of
 from .types import TensorType
 
@@ -94,8 +94,7 @@ _Taken: TypeAlias = tuple[Closure, Sequence[int]]
 
 def has_masks(program: Program) -> bool:
     """Whether an attention of a program takes a mask."""
-    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
-    return any(_is_masked(node) for leaf in leaves for node in leaf.nodes)
+    return any(_is_masked(node) for _, node in leaf_nodes(program))
 
 
 class Masks:

@@ -377,6 +377,13 @@ def walk_closures(program: Program) -> Iterator[Closure]:
     yield from visit(program)
 
 
+def leaf_nodes(program: Program) -> Iterator[tuple[Leaf, torch.fx.Node]]:
+    """Yields the operators of every different leaf of a program, each with its leaf."""
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            yield from ((closure, node) for node in closure.nodes)
+
+
 def count_calls(program: Program) -> Counter[Closure]:
     """Counts the call sites of each closure over all closure bodies, callees first."""
     # Zeros first, to keep the order of the walk: callees before callers.

@@ -11,7 +11,6 @@ Levels, from capture to link:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +23,7 @@ from .control import checked
 from .leaf import flat_types, memory_of, stamp_of
 from .operators import is_primitive, mutated_args, takes_one_of_several
 from .printer import format_program
-from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
+from .program import Call, Composite, Leaf, Pack, Program, Unpack, Value, leaf_nodes, walk_closures
 
 ProgramLevel = Literal["shared", "aten", "flat", "primitive"]
 LEVELS: tuple[ProgramLevel, ...] = get_args(ProgramLevel)
@@ -42,7 +41,7 @@ def verify(program: Program, level: ProgramLevel = "shared") -> Program:
 def operators_of(program: Program) -> Counter[str]:
     """Counts the operators of a program by name, each different closure's once."""
     return Counter(
-        name_of(node) for _, node in _nodes(program) if not takes_one_of_several(node.target)
+        name_of(node) for _, node in leaf_nodes(program) if not takes_one_of_several(node.target)
     )
 
 
@@ -63,7 +62,7 @@ def not_primitive(program: Program) -> list[NotPrimitive]:
     """Returns the operators of a program that are not primitives, each place once."""
     found = (
         NotPrimitive(name_of(node), leaf.name, stamp_of(node).source)
-        for leaf, node in _nodes(program)
+        for leaf, node in leaf_nodes(program)
         if not is_primitive(node.target)
     )
     return list(dict.fromkeys(found))
@@ -74,12 +73,6 @@ def name_of(node: torch.fx.Node) -> str:
     if schema_of(node.target):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
-
-
-def _nodes(program: Program) -> Iterator[tuple[Leaf, torch.fx.Node]]:
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
-            yield from ((closure, node) for node in closure.nodes)
 
 
 class _BrokenRuleError(Exception):
@@ -131,7 +124,7 @@ def _define(value: Value, defined: set[Value], where: str) -> None:
 
 
 def _check_call(call: Call, defined: set[Value], where: str) -> None:
-    closure: Closure = call.closure
+    closure = call.closure
     for index, value in enumerate(call.args):
         if value not in defined:
             raise _BrokenRuleError(f"{where}: operand {index} is used before it is defined")
