@@ -3,14 +3,15 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from models import Around, Stack, example, linear
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Advice
-from lazyinline.frontend.advise import KeptApart
 
 
 class Layer(nn.Module):
@@ -29,18 +30,25 @@ class Layer(nn.Module):
         return x + self.b(h.cos() * x.tanh())
 
 
+class Shifted(nn.Module):
+    """Rolls by a number."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.roll(self.a(x).sin(), self.shift, 1)
+        return x + self.b(h.exp().cos() * x.tanh())
+
+
 def advise(model: nn.Module, *args: Tensor) -> Advice:
     """Returns the advice with seconds that do not depend on the machine."""
     advice = lazyinline.advise(model, args or (example(),), backend="eager")
     assert advice.seconds_per_node > 0
     classes = [dataclasses.replace(c, seconds_saved=0.01 * c.nodes_saved) for c in advice.classes]
     return dataclasses.replace(advice, seconds_per_node=0.01, classes=tuple(classes))
-
-
-def kept_apart(last: nn.Module) -> KeptApart:
-    """Returns what keeps a layer apart from two others."""
-    (apart,) = advise(Stack(Layer(), Layer(), last)).kept_apart
-    return apart
 
 
 def without_lines(text: str) -> str:
@@ -73,44 +81,23 @@ def test_savings_are_those_that_sharing_brings() -> None:
     assert only.nodes_saved == advice.num_nodes_if_inlined - (advice.num_nodes - num_calls)
 
 
-def test_an_attribute_that_chooses_operators_is_named() -> None:
-    apart = kept_apart(Layer(causal=False))
-    assert apart.cause == "attribute causal is False, not True"
-    assert apart.change.startswith("give all of them the same causal. ")
-    assert "torch.where" in apart.change
-
-
-def test_a_constant_that_is_a_size_is_named() -> None:
-    apart = kept_apart(Layer(width=3))
-    assert apart.cause == "attribute power is 1, not 2"
-    assert apart.change.startswith("give all of them the same power. ")
-
-
-class Shifted(nn.Module):
-    """Rolls by a number."""
-
-    def __init__(self, shift: int) -> None:
-        super().__init__()
-        self.a, self.b = linear(), linear()
-        self.shift = shift
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.roll(self.a(x).sin(), self.shift, 1)
-        return x + self.b(h.exp().cos() * x.tanh())
-
-
-def test_a_number_that_is_an_option_is_to_be_equal_or_a_tensor() -> None:
-    layers = [Shifted(shift) for shift in (1, 1, 0)]
-    apart = next(k for k in advise(Stack(*layers)).kept_apart if "shift" in k.cause)
-    assert apart.cause == "attribute shift is 0, not 1"
-    assert apart.change.startswith("give all of them the same shift. ")
-    assert "a tensor in its place" in apart.change
-
-
-def test_a_number_in_arithmetic_needs_no_change() -> None:
-    apart = kept_apart(Layer(scale=3.0))
-    assert apart.cause == "attribute scale is 3.0, not 1.0"
-    assert apart.change.startswith("nothing") and "3.0 as an input" in apart.change
+@pytest.mark.parametrize(
+    ("make", "usual", "other", "cause", "change"),
+    [
+        (Layer, {}, {"causal": False}, "causal is False, not True", "same causal. .*torch.where"),
+        (Layer, {}, {"width": 3}, "power is 1, not 2", "same power. "),
+        (Shifted, {"shift": 1}, {"shift": 0}, "shift is 0, not 1", "same shift. .*a tensor in its"),
+        (Layer, {}, {"scale": 3.0}, "scale is 3.0, not 1.0", "nothing.*3.0 as an input"),
+    ],
+    ids=["chooses operators", "is a size", "is an option", "is in arithmetic"],
+)
+def test_the_attribute_that_keeps_a_layer_apart_is_named(
+    make: Callable[..., nn.Module], usual: Any, other: Any, cause: str, change: str
+) -> None:
+    model = Stack(make(**usual), make(**usual), make(**other))
+    apart = next(k for k in advise(model).kept_apart if "attribute" in k.cause)
+    assert apart.cause == f"attribute {cause}"
+    assert re.match(f"(give all of them the )?{change}", apart.change)
 
 
 def test_an_argument_is_named() -> None:

@@ -24,7 +24,7 @@ from comparing import (
     twin,
 )
 from decoders import DecoderBlock, GptBlock, gpt, llama
-from models import MarkedBlock, Net, batch
+from models import MarkedBlock, Net, batch, block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,17 +53,9 @@ def net(num_blocks: int = 2) -> Net:
     return Net(normed, num_blocks, num_outputs=4)
 
 
-class Then(nn.Module):
-    """What a test does with a block's result; keywords become attributes."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
-        super().__init__()
-        self.run, self.block = run, normed()
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
+def then(run: Callable[[Any, Tensor], Any], **attributes: Any) -> Make:
+    """Makes models with a forward that uses a block; keywords become attributes."""
+    return lambda: block(run, mark=False)(block=normed(), linear=None, **attributes)
 
 
 COMPILERS = {name: Compiler(Options(backend=name)) for name in ("eager", "inductor")}
@@ -451,7 +443,7 @@ def test_outputs_and_gradients_held_by_the_user_do_not_change_later(backend: str
 
 @pytest.mark.sweep(keep="eager")
 def test_the_user_may_change_an_output_in_place(backend: str) -> None:
-    sides = make(lambda: Then(lambda model, x: model.block(x).view(-1)), backend)
+    sides = make(then(lambda model, x: model.block(x).view(-1)), backend)
     for side in sides:
         out = side.run(batch())  # a view of something inside
         out.mul_(3)
@@ -546,7 +538,7 @@ def test_a_saved_tensor_changed_before_backward_is_refused_as_in_eager(
 @pytest.mark.sweep(keep="eager")
 def test_an_output_needed_again_and_changed_in_place_is_refused_or_right(backend: str) -> None:
     # exp needs its own result again; here through a view
-    ours, theirs = make(lambda: Then(lambda model, x: model.block(x).exp().t()), backend)
+    ours, theirs = make(then(lambda model, x: model.block(x).exp().t()), backend)
     (2 * theirs.run(batch())).sum().backward()
     assert is_refused(twin(theirs.model)(batch()).mul_(2).sum())
     if not is_refused(ours.run(batch()).mul_(2).sum()):
@@ -558,7 +550,7 @@ def test_an_index_out_of_range_is_an_error_and_the_next_call_works(backend: str)
     def embedded(model: Any, ids: Tensor) -> Tensor:
         return model.block(model.embedding(ids).exp())
 
-    ours, _ = sides = make(lambda: Then(embedded, embedding=nn.Embedding(5, 4)), backend)
+    ours, _ = sides = make(then(embedded, embedding=nn.Embedding(5, 4)), backend)
     ids = torch.tensor([1, 2, 4])
     ours.run(ids)
     for _ in range(3):

@@ -56,7 +56,10 @@ class Energy(nn.Module):
 
     def forward(self, kinds: Tensor, positions: Tensor, edges: Tensor, molecule: Tensor) -> Tensor:
         to, of = edges
-        distance = (positions[of] - positions[to]).norm(dim=1)
+        return self.of_edges(kinds, positions[of] - positions[to], edges, molecule)
+
+    def of_edges(self, kinds: Tensor, apart: Tensor, edges: Tensor, molecule: Tensor) -> Tensor:
+        distance = apart.norm(dim=1)
         basis = torch.exp(-((distance[:, None] - self.centers) ** 2))
         cut = 0.5 * (torch.cos(distance * math.pi / CUTOFF) + 1) * (distance < CUTOFF)
         x = self.embed(kinds)

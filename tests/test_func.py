@@ -38,14 +38,7 @@ def network(num_layers: int = 1, results: int = 1) -> nn.Sequential:
 
 def of_forward(forward: Callable[..., Any], net: nn.Module) -> nn.Module:
     """Returns a model whose forward is a function of itself and its input."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net
-
-    Model.forward = forward  # type: ignore[method-assign,assignment]
-    return Model()
+    return block(forward, mark=False)(net=net, linear=None)
 
 
 @contextlib.contextmanager
