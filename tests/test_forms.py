@@ -1,6 +1,7 @@
 """Programs in other forms: fx and torch.export, there and back."""
 
 import copy
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Mapping
@@ -164,13 +165,20 @@ def sequences(length: int) -> Tensor:
     return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length))
 
 
+@functools.cache
+def exported_once(dynamic: bool) -> tuple[nn.Module, ExportedProgram]:
+    """A model, and what PyTorch makes of it; nobody may change them."""
+    model = decoder()
+    shapes = (SEQUENCES,) if dynamic else None
+    return model, torch.export.export(model, (sequences(5),), dynamic_shapes=shapes)
+
+
 @pytest.mark.sweep(keep="True")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_exported_model_is_compiled_once_for_equal_blocks_and_trains(dynamic: bool) -> None:
-    model, x = decoder(), sequences(5)
-    shapes = (SEQUENCES,) if dynamic else None
-    exported = reloaded(torch.export.export(model, (x,), dynamic_shapes=shapes))
-    compiled = lazyinline.compile(exported, backend="eager")
+    (model, exported), x = exported_once(dynamic), sequences(5)
+    model = copy.deepcopy(model)
+    compiled = lazyinline.compile(reloaded(exported), backend="eager")
     assert_close(compiled(x), model(x))
     own = lazyinline.compile(copy.deepcopy(model), backend="eager")
     own(x)
@@ -220,7 +228,7 @@ def test_two_sizes_of_a_family_vary_and_its_program_comes_back(name: str) -> Non
 
 
 def test_what_pytorch_exported_is_a_program_like_a_captured_one() -> None:
-    program = lazyinline.from_exported(torch.export.export(decoder(), (sequences(5),)))
+    program = lazyinline.from_exported(exported_once(dynamic=False)[1])
     assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(4)]
     assert len(program.closures) == 1 and program.closures[0].name == "Attention"
     compiled = lazyinline.compile(program, backend="eager")
@@ -231,8 +239,7 @@ def test_what_pytorch_exported_is_a_program_like_a_captured_one() -> None:
 
 @torch.no_grad()
 def test_sizes_that_vary_are_symbols_with_their_conditions() -> None:
-    model = decoder()
-    exported = torch.export.export(model, (sequences(5),), dynamic_shapes=(SEQUENCES,))
+    model, exported = exported_once(dynamic=True)
     program = lazyinline.from_exported(exported)
     assert "f32[2,s" in str(program)
     module = program.to_fx()
@@ -252,7 +259,7 @@ def test_the_command_line_takes_what_pytorch_exported(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "model.pt2")
-    torch.export.save(torch.export.export(decoder(), (sequences(5),)), file)
+    torch.export.save(exported_once(dynamic=False)[1], file)
     assert main(["inspect", file]) == 0
     assert "closure @Attention(" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none.pt2")]) == 2

@@ -218,11 +218,12 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DERIVATIVES)
-def test_derivatives_by_vectorized_rows_are_eagers(kind: str) -> None:
+def test_derivatives_by_vectorized_rows_are_eagers() -> None:
     model, x = network(), torch.randn(3, 4)
     compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(*(DERIVATIVES[kind](run, x) for run in (compiled, model)))
+    for kind, derivative in DERIVATIVES.items():
+        found, expected = derivative(compiled, x), derivative(model, x)
+        torch.testing.assert_close(found, expected, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
 def differentiated_on(run: Any, x: Tensor, rows: Tensor) -> Any:
@@ -431,13 +432,20 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("use", USES)
-def test_gradients_of_results_are_eagers(use: Use) -> None:
+@pytest.fixture(scope="module")
+def deep() -> list[tuple[Any, Any]]:
+    """What runs and what holds the parameters, compiled and by eager; learns from use to use."""
     torch.manual_seed(0)
-    model, found = Deep(), []
+    model = Deep()
     expected = copy.deepcopy(model)
     compiled = lazyinline.compile(model, backend="eager", dynamic=True)
-    for run, own in ((compiled, model), (expected, expected)):
+    return [(compiled, model), (expected, expected)]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_results_are_eagers(use: Use, deep: list[tuple[Any, Any]]) -> None:
+    found = []
+    for run, own in deep:
         for number in (3, 3):
             torch.manual_seed(number)
             own.zero_grad()
