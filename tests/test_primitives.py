@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import itertools
 import pathlib
 import re
@@ -15,10 +14,10 @@ from typing import Any
 
 import decoders
 import hugging_face
+import operators
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from models import Around, block
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -274,9 +273,7 @@ WITHOUT_A_RULE = {"median"}
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
 @pytest.mark.sweep
-def test_operators_in_all_layouts_in_turn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    operators: Any = importlib.import_module("operators")
+def test_operators_in_all_layouts_in_turn(kind: str) -> None:
     chosen = {n: f for n, f in operators.operators_of(kind).items() if n not in WITHOUT_A_RULE}
     layouts = list(operators.layouts_of(kind).values())
     assert_reduced_equals_eager(
