@@ -216,6 +216,6 @@ def _arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return ((), batch) if isinstance(batch, Mapping) else (batch, {})
 
 
-def tiny_gpt() -> nn.Module:
+def tiny_gpt(layers: int = 2) -> nn.Module:
     """A model whose queries, keys and values are of one projection."""
-    return numbered(GptDecoder(DecoderConfig(2, 16, 4, vocab=VOCABULARY, seq=8)))
+    return numbered(GptDecoder(DecoderConfig(layers, 16, 4, vocab=VOCABULARY, seq=8)))

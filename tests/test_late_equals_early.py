@@ -159,13 +159,6 @@ def test_leaf_that_only_hands_its_operands_on_is_not_compiled() -> None:
     assert list(map(id, kernel.function(*arguments))) == list(map(id, arguments[::-1]))
 
 
-def test_inlining_a_program_of_leaf_calls_changes_nothing() -> None:
-    x = Value(MATRIX)
-    call = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
-    program = Program((x,), (call,), call.results)
-    assert inline_calls(program) is program
-
-
 def gradients_by_closures(
     program: Program, derivative: Derivative, arguments: list[torch.Tensor], seeds: dict[int, Any]
 ) -> tuple[tuple[Any, ...], dict[int, torch.Tensor]]:

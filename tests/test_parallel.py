@@ -1,13 +1,14 @@
 """``parallelize``: a step over a mesh, all ranks as threads of one process."""
 
-import copy
+import math
 import pathlib
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,14 +40,6 @@ from lazyinline.reuse.ir.costs import Rates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-MESHES: dict[str, dict[str, int]] = {
-    "tensor": {"tensor": 2},
-    "data": {"data": 2},
-    "fsdp": {"fsdp": 2},
-    "data x tensor": {"data": 2, "tensor": 2},
-    "fsdp x tensor": {"fsdp": 2, "tp": 2},
-    "data x fsdp": {"dp_replicate": 2, "dp_shard": 2},
-}
 SEQUENCE = {
     **MEGATRON,
     "embed": RowwiseParallel(output_layouts=Shard(1)),
@@ -57,34 +50,136 @@ SEQUENCE = {
 }
 
 
+BY_HEAD = {
+    "blocks.*.attention.qkv": ColwiseParallel(),
+    "blocks.*.attention.out": RowwiseParallel(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+}
+
+
+def twice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that are their own targets: all count, so a mean of means is the mean."""
+    ids, _ = tokens(seed)
+    return ids, ids
+
+
+def pinned() -> nn.Module:
+    """A model with pins of what styles do not know."""
+    model = tiny(1)
+    for layer in model.layers:
+        lazyinline.shard(layer.up, {"weight": Shard(0), "bias": Shard(0)})  # type: ignore[arg-type]
+        lazyinline.shard(layer.gate, {"weight": Shard(0)}, output=Replicate())  # type: ignore[arg-type]
+    return model
+
+
+def one_joint_projection() -> Any:
+    """A model whose layers have one weight for queries, keys and values, of two names."""
+    model: Any = tiny_gpt()
+    model.blocks[1].attention.qkv.weight = model.blocks[0].attention.qkv.weight
+    return model
+
+
+class Scored(nn.Module):
+    """A loss of a few classes, of which some targets do not count; after a BatchNorm if asked."""
+
+    def __init__(self, *, norm: bool = False, images: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+        self.images = images
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.norm(self.linear(x))
+        if self.images:
+            scores, targets = scores.reshape(2, 5, -1), targets.reshape(2, -1)
+        return F.cross_entropy(scores, targets, ignore_index=1)
+
+
+def scored(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (8,), generator=generator)
+
+
+class Case(NamedTuple):
+    """A model, what lies where on which mesh, its batches, and how it is compiled."""
+
+    axes: dict[str, int]
+    plan: Any = None
+    make: Callable[[], nn.Module] = tiny
+    batch: Callable[[int], Any] = tokens
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.axes.values())
+
+
+CASES = {
+    "tensor": Case({"tensor": 2}, MEGATRON),
+    "data": Case({"data": 2}),
+    "fsdp": Case({"fsdp": 2}),
+    "data x tensor": Case({"data": 2, "tensor": 2}, MEGATRON, partial(tiny, 1)),
+    "fsdp x tensor": Case({"fsdp": 2, "tp": 2}, MEGATRON),
+    "data x fsdp": Case({"dp_replicate": 2, "dp_shard": 2}),
+    "sequence and vocabulary": Case({"tensor": 2}, SEQUENCE),
+    "joint projection": Case({"tensor": 2}, BY_HEAD, one_joint_projection, twice),
+    "joint projection, gathered": Case({"fsdp": 2, "tp": 2}, BY_HEAD, tiny_gpt, twice),
+    "tokens for heads": Case(
+        {"tensor": 2}, None, partial(tokens_for_heads, 1), partial(tokens, rows=1)
+    ),
+    "selective recompute": Case({"fsdp": 2}, options={"recompute": "selective"}),
+    "full recompute": Case({"fsdp": 2}, None, partial(tiny, 1), options={"recompute": "full"}),
+    "tied, in micro-batches": Case(
+        {"fsdp": 2}, None, partial(tiny, 1, tied=True), twice, {"micro_batches": 2}
+    ),
+    "pins": Case({"tp": 2}, None, pinned),
+    "classes": Case({"data": 2}, None, lambda: numbered(Scored()), scored),
+    "classes of images": Case({"data": 2}, None, lambda: numbered(Scored(images=True)), scored),
+}
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep="eager-data x tensor")  # kernels: test_parallel_processes.py
+@pytest.mark.sweep(  # kernels: test_parallel_processes.py
+    keep=[
+        *(f"eager-{n}]" for n in ("data x tensor", "sequence and vocabulary", "joint projection")),
+        *("eager-tokens", "eager-full", "eager-tied", "eager-pins", "eager-classes"),
+    ]
+)
 def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None:
-    axes = MESHES[name]
+    case = CASES[name]
 
     def train(rank: int) -> list[str]:
-        plan = MEGATRON if {"tensor", "tp"} & axes.keys() else None
-        return far_off(tiny(), mesh_of(**axes), plan, backend=backend)
+        model, options = case.make(), {"backend": backend, **case.options}
+        wrong = far_off(model, mesh_of(**case.axes), case.plan, case.batch, **options)
+        if case.plan is BY_HEAD:
+            joint = repr(model.get_parameter("blocks.0.attention.qkv.weight").placements[-1])  # type: ignore[attr-defined]
+            wrong += [] if joint == "_StridedShard(dim=0, sf=3)" else [joint]
+        return wrong
 
-    world = torch.Size(axes.values()).numel()
-    assert run_in_threads(world, train) == [[]] * world
+    assert run_in_threads(case.world, train) == [[]] * case.world
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "model"),
+    ("axes", "memory", "model"),
     [
-        ("tensor", 190_000, tiny),
-        ("tensor", 155_000, tiny),
-        ("data x tensor", None, partial(tiny, key_heads=2)),
-        ("data x tensor", None, tiny_gpt),
+        ({"tensor": 2}, 190_000, tiny),
+        ({"tensor": 2}, 155_000, tiny),
+        ({"data": 2, "tensor": 2}, None, partial(tiny, key_heads=2)),
+        ({"data": 2, "tensor": 2}, None, tiny_gpt),
+        ({"tensor": 2}, None, tiny_gpt),
     ],
-    ids=["memory", "recompute", "fewer keys", "joint projection"],
+    ids=["memory", "recompute", "fewer keys", "two axes", "joint projection"],
 )
 @pytest.mark.sweep(keep="joint projection")
 def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_says(
-    name: str, memory: int | None, model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+    axes: dict[str, int],
+    memory: int | None,
+    model: Callable[[], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
     monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(2e6, 8e6))
@@ -100,7 +195,6 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
         return made[-1]
 
     monkeypatch.setattr(lazyinline, "parallelize", noted)
-    axes = MESHES[name]
 
     def train(rank: int) -> list[str]:
         options: dict[str, Any] = {"backend": "eager", "memory_bytes_per_rank": memory}
@@ -122,7 +216,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     again = "selective" if memory == 155_000 else ""
     assert {one.plan.layouts.recompute for one in made} == {again}
     joint = made[0].plan.layouts.parameters.get("blocks.0.attention.qkv.weight")
-    assert joint is None or repr(joint[1]) == "_StridedShard(dim=0, sf=3)"
+    assert joint is None or repr(joint[-1]) == "_StridedShard(dim=0, sf=3)"
 
 
 @pytest.mark.sweep
@@ -179,90 +273,27 @@ def test_a_plan_is_found_or_given() -> None:
                 lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.sweep(keep="eager")
-def test_sequence_parallel_and_a_split_vocabulary_give_what_one_process_gives(backend: Any) -> None:
-    def train(rank: int) -> list[str]:
-        return far_off(tiny(), mesh_of(tensor=2), SEQUENCE, backend=backend)
-
-    assert run_in_threads(2, train) == [[], []]
-
-
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"fsdp": 2, "tp": 2}], ids=["tensor", "fsdp x tp"])
-@pytest.mark.sweep(keep="[tensor]")
-def test_a_joint_projection_that_is_split_by_a_style_is_split_by_head(axes: dict[str, int]) -> None:
-    plan = {
-        "blocks.*.attention.qkv": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(),
-    }
-
-    def batch(seed: int) -> Any:
-        ids, _ = tokens(seed)
-        return ids, ids
-
-    def train(rank: int) -> list[str]:
-        model: Any = tiny_gpt()
-        if "tensor" in axes:  # one weight of two names
-            model.blocks[1].attention.qkv.weight = model.blocks[0].attention.qkv.weight
-        wrong = far_off(model, mesh_of(**axes), plan, batch, backend="eager")
-        joint = repr(model.blocks[0].attention.qkv.weight.placements[-1])
-        return wrong if joint == "_StridedShard(dim=0, sf=3)" else [*wrong, joint]
-
-    world = torch.Size(axes.values()).numel()
-    assert run_in_threads(world, train) == [[]] * world
-
-
 def test_split_tokens_are_exchanged_for_split_heads() -> None:
-    options: dict[str, Any] = {"backend": "eager"}
-
-    def row(seed: int) -> Any:
-        return tokens(seed, rows=1)
-
-    def train(rank: int) -> list[str]:
-        return far_off(tokens_for_heads(1), mesh_of(tensor=4), None, row, **options)
-
     with one_of_many(4):
-        step = lazyinline.parallelize(
-            tokens_for_heads(1), row(0), mesh=mesh_of(tensor=4), **options
-        )
+        given: dict[str, Any] = {"mesh": mesh_of(tensor=4), "backend": "eager"}
+        step = lazyinline.parallelize(tokens_for_heads(1), tokens(rows=1), **given)
         assert "forward: 3 all_to_all over tensor, 768 bytes" in str(step.plan)
-    assert run_in_threads(4, train) == [[]] * 4
 
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 @pytest.mark.sweep(keep="full")
-def test_what_is_computed_again_gives_what_one_process_gives_and_less_is_saved(policy: Any) -> None:
-    def train(rank: int) -> list[str]:
-        return far_off(tiny(), mesh_of(fsdp=2), None, recompute=policy, backend="eager")
-
-    assert run_in_threads(2, train) == [[]] * 2
-    options: dict[str, Any] = {"plan": MEGATRON, "backend": "eager"}
-    with one_of_many(4):
-        peaks = []
+def test_of_what_is_computed_again_less_is_saved(policy: Any) -> None:
+    with one_of_many(2):
+        peaks, mesh = [], mesh_of(tp=2)
+        options: dict[str, Any] = {"plan": MEGATRON, "mesh": mesh, "backend": "eager"}
         for one in (None, policy):
-            mesh = mesh_of(fsdp=2, tp=2)
-            made = lazyinline.parallelize(tiny(4), tokens(), recompute=one, mesh=mesh, **options)
+            made = lazyinline.parallelize(tiny(3), tokens(), recompute=one, **options)
             peaks.append(made.last_report.peak_bytes)
         assert peaks[1] < peaks[0]
         with pytest.raises(lazyinline.PlanError, match="a rank's is not"):
             lazyinline.parallelize(
                 tiny(), tokens(), mesh=mesh, recompute=lazyinline.Budget(fraction=1)
             )
-
-
-def test_micro_batches_and_tied_weights_give_what_one_process_gives() -> None:
-    def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
-        ids, _ = tokens(seed)
-        return ids, ids
-
-    def train(rank: int) -> list[str]:
-        model = tiny(tied=True)
-        mesh = mesh_of(fsdp=2)
-        return far_off(model, mesh, None, batch, backend="eager", micro_batches=2)
-
-    assert run_in_threads(2, train) == [[], []]
 
 
 def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predicted(
@@ -299,7 +330,7 @@ def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predi
 def test_gradients_of_split_parameters_are_scattered_and_parameters_gathered() -> None:
     def kinds(rank: int) -> Any:
         parallel = lazyinline.parallelize(
-            tiny(), tokens(), mesh=mesh_of(fsdp=2), plan=None, backend="eager"
+            tiny(1), tokens(), mesh=mesh_of(fsdp=2), plan=None, backend="eager"
         )
         parallel.step(*tokens())
         layer = parallel.model.layers[0].up.weight  # type: ignore[attr-defined, union-attr]
@@ -341,11 +372,11 @@ def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() ->
 
 
 def test_gradients_in_half_precision_are_summed_together_and_in_their_own_type() -> None:
-    exact = tiny()
+    exact = tiny(1)
     exact(*tokens()).backward()
 
     def found(rank: int) -> Any:
-        model = tiny().bfloat16()
+        model = tiny(1).bfloat16()
         parallel = lazyinline.parallelize(
             model, tokens(), mesh=mesh_of(data=2), plan=None, backend="eager"
         )
@@ -360,54 +391,9 @@ def test_gradients_in_half_precision_are_summed_together_and_in_their_own_type()
     assert run_in_threads(2, found) == [(True, True, 3)] * 2
 
 
-def test_pins_of_parameters_split_what_styles_do_not_know() -> None:
-    def train(rank: int) -> list[str]:
-        model = tiny()
-        for layer in model.layers:
-            lazyinline.shard(layer.up, {"weight": Shard(0), "bias": Shard(0)})  # type: ignore[arg-type]
-            lazyinline.shard(layer.gate, {"weight": Shard(0)}, output=Replicate())  # type: ignore[arg-type]
-        return far_off(model, mesh_of(tp=2), None, backend="eager")
-
-    assert run_in_threads(2, train) == [[], []]
-
-
-class Scored(nn.Module):
-    """A loss of a few classes, of which some targets do not count; after a BatchNorm if asked."""
-
-    def __init__(self, *, norm: bool = False, images: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 5, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(5, dtype=torch.float64) if norm else nn.Identity()
-        self.images = images
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        scores = self.norm(self.linear(x))
-        if self.images:
-            scores, targets = scores.reshape(2, 5, -1), targets.reshape(2, -1)
-        return F.cross_entropy(scores, targets, ignore_index=1)
-
-
-def scored(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 5, (8,), generator=generator)
-
-
-@pytest.mark.parametrize("images", [False, True])
-def test_a_mean_divides_by_what_counts_on_all_ranks(images: bool) -> None:
-    torch.manual_seed(0)
-    model = Scored(images=images)
-
-    def train(rank: int) -> list[str]:
-        mesh = mesh_of(data=2)
-        return far_off(copy.deepcopy(model), mesh, None, scored, backend="eager")
-
-    assert run_in_threads(2, train) == [[], []]
-
-
 def test_statistics_over_rows_of_several_ranks_are_refused() -> None:
     with one_of_many(2):
-        said = refused(Scored(norm=True), scored(), mesh=mesh_of(data=2))
+        said = refused(Scored(norm=True).double(), scored(), mesh=mesh_of(data=2))
     assert "statistics of a BatchNorm in training" in said
 
 
@@ -415,7 +401,7 @@ def test_an_id_outside_of_a_split_vocabulary_is_an_error() -> None:
     def look_up(rank: int) -> None:
         plan = {"embed": RowwiseParallel()}
         parallel = lazyinline.parallelize(
-            tiny(), tokens(), mesh=mesh_of(tensor=2), plan=plan, backend="eager"
+            tiny(1), tokens(), mesh=mesh_of(tensor=2), plan=plan, backend="eager"
         )
         ids, targets = tokens()
         ids[0, 0] = VOCABULARY
@@ -472,8 +458,7 @@ def test_ranks_with_different_plans_are_noticed_before_anything_is_moved() -> No
 
 def test_a_step_notices_what_changed_since() -> None:
     def change(rank: int) -> list[str]:
-        model = tiny()
-        mesh = mesh_of(tensor=2)
+        model, mesh = tiny(1), mesh_of(tensor=2)
         parallel = lazyinline.parallelize(
             model, tokens(), mesh=mesh, plan=MEGATRON, backend="eager"
         )

@@ -1,6 +1,5 @@
 """Programs as data: types as text, counting, immutability, printing, differences, rules."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable
@@ -15,16 +14,14 @@ from programs import (
     VECTOR,
     LeafBuilder,
     binary_leaf,
-    inline_calls,
     random_program,
-    remove_unused_packs,
     unary_leaf,
 )
 from torch import nn
 
 import lazyinline
 from lazyinline.reuse.errors import VerifyError
-from lazyinline.reuse.ir.printer import WIDTH, diff_texts, format_program, text_to_compare
+from lazyinline.reuse.ir.printer import WIDTH, format_program, text_to_compare
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,
@@ -112,13 +109,6 @@ def test_closures_come_once_each_callees_first() -> None:
     assert list(walk_closures(NESTED)) == list(NESTED.closures)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_counted_if_inlined_is_what_inlining_gives(seed: int) -> None:
-    program = random_program(seed)
-    inlined = inline_calls(program)
-    assert program.num_nodes_if_inlined() == sum(c.closure.num_nodes for c in inlined.calls)
-
-
 def test_counting_visits_each_closure_once() -> None:
     """Forty levels of two calls each: 2**40 operators if inlined."""
     closure: Leaf | Composite = leaf_of(1, "one")
@@ -130,20 +120,11 @@ def test_counting_visits_each_closure_once() -> None:
     assert str(program).count("closure @") == 41
 
 
-PARTS: list[tuple[object, str]] = [
-    (NESTED, "calls"),
-    (NESTED.calls[0], "closure"),
-    (NESTED.inputs[0], "type"),
-]
-PARTS += [(THREE, "name"), (EXPERT, "program"), (Pack(StructType(())), "type"), (MATRIX, "shape")]
-PARTS += [(StructType(()), "fields"), (UserInput(0, "x"), "name")]
-PARTS += [(ModelTensor("w", torch.zeros(1)), "tensor")]
+KINDS = (Program, Call, Value, Leaf, Composite, Pack, StructType, TensorType, UserInput)
 
 
-@pytest.mark.parametrize(("part", "attribute"), PARTS, ids=lambda part: type(part).__name__)
-def test_parts_cannot_be_changed(part: object, attribute: str) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(part, attribute, None)
+def test_parts_cannot_be_changed() -> None:
+    assert all(kind.__dataclass_params__.frozen for kind in (*KINDS, ModelTensor))  # type: ignore[attr-defined]
 
 
 def test_closures_values_and_calls_are_compared_by_identity() -> None:
@@ -199,15 +180,6 @@ def test_source_lines_are_shown_on_request() -> None:
     assert re.search(r"= tanh\(%\d+\)  // .*test_program\.py:\d+ Block\.forward", shown)
     assert re.search(r"= embedding\(.*test_program\.py:\d+ Model\.forward", shown)
     assert ".py:" not in format_program(program)
-
-
-def test_difference_shows_what_a_pass_changed() -> None:
-    before, after = chain(THREE, FIVE), chain(THREE, THREE)
-    lines = diff_texts(str(before), str(after)).splitlines()
-    assert lines[:2] == ["--- before", "+++ after"]
-    assert "-  %y_1 = call @five(%y)" in lines
-    assert "+  %y_1 = call @three(%y)" in lines
-    assert diff_texts(str(before), str(before)) == ""
 
 
 def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen() -> None:
@@ -307,16 +279,6 @@ def test_broken_rule_is_named_with_its_place(message: str) -> None:
     assert message in first
     assert "(level 'shared')" in first
     assert "program @main" in rest, "the message shows the program"
-
-
-def test_right_programs_pass_and_come_back() -> None:
-    for program in (body(), in_composite(body()), random_program(7)):
-        assert verify(program) is program
-
-
-def test_flat_level_takes_what_inlining_gives() -> None:
-    for seed in range(20):
-        verify(remove_unused_packs(inline_calls(random_program(seed))), "flat")
 
 
 def test_same_closure_is_checked_once() -> None:

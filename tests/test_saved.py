@@ -590,6 +590,7 @@ def test_sizes_that_vary_are_linked_without_source_or_tracing(
             assert_trains_as(loaded, compiled, x)
         report = loaded.last_report
         assert report.opened_from or report.num_links
+        assert not report.num_kernels, "kernels that this machine signed are taken"
         with pytest.raises(lazyinline.NoProgramError, match=r"<= 40.* has to hold, and s\d+ = 42"):
             loaded(batch(42))
         with pytest.raises(lazyinline.NoProgramError, match=r"Mod\(.* has to hold, and s\d+ = 7"):
@@ -651,12 +652,11 @@ def test_a_step_of_sizes_that_vary_goes_on_at_others(tmp_path: pathlib.Path) -> 
 def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path) -> None:
     model, _ = of_hugging_face("llama", layers=2)
     model.config.use_cache = False
-    compiled: Any = lazyinline.compile(model.eval(), dynamic=True)
+    compiled: Any = lazyinline.compile(model.eval(), backend="eager", dynamic=True)
     ids = torch.arange(80).view(2, 40) % 50
     with torch.no_grad():
         compiled(input_ids=ids[:, :12].contiguous())
         loaded: Any = reloaded(compiled, tmp_path)
-        assert loaded.last_report.num_kernels == 0, "kernels that this machine signed are taken"
         for length in (5, 12, 23, 40):
             given = ids[:, :length].contiguous()
             found = loaded(input_ids=given).logits

@@ -210,7 +210,7 @@ def test_a_backward_that_does_not_go_with_the_whole_one_is_refused(
 
 
 @pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("count", [80, 3_000], ids=["few", "many"])
+@pytest.mark.parametrize("count", [40, 3_000], ids=["few", "many"])
 def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
     count: int, paired: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

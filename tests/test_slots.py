@@ -17,7 +17,7 @@ from lazyinline.frontend.reuse_table import not_shared_lines
 from lazyinline.reuse.evidence import slots
 from lazyinline.reuse.evidence.slots import OpenIndex, is_index
 
-LAYERS = 4
+LAYERS = 3
 SIZE = 6
 Act = Callable[["Layer", Tensor, Cache], Any]
 
@@ -139,8 +139,7 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
-USUAL = ["updates", "writes in place", "reads the first", "counts in"]
-USUAL += ["names", "deletes", "shares", "replaces"]
+USUAL = ["updates", "writes in place", "reads the first", "counts in", "deletes"]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -193,7 +192,7 @@ class SharesSlots(Model):
         return super().forward(x, cache)
 
 
-@pytest.mark.parametrize("together", [(0,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("together", [(0,), (2,), (0, 1, 2)])
 def test_slots_that_are_one_tensor_are_told_from_slots_that_are_not(
     together: tuple[int, ...],
 ) -> None:

@@ -95,12 +95,12 @@ def without_onednn() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("micro_batches", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=str
 )
-@pytest.mark.sweep(keep="2-torch.float32")
+@pytest.mark.sweep(keep="eager-2-torch.float32")
 def test_reported_peak_is_what_the_profiler_measures(
-    micro_batches: int, dtype: torch.dtype
+    micro_batches: int, dtype: torch.dtype, backend: str
 ) -> None:
     """The fused attention allocates scratch in each launch; the report counts that too."""
-    step, args = decoder_step(2, micro_batches, "inductor", seq=80)
+    step, args = decoder_step(2, micro_batches, backend, seq=80)
     step._model.to(dtype)
     step(*args)
     entry = next(iter(step._entries))

@@ -155,9 +155,6 @@ def test_a_batch_is_taken_however_it_lies_in_memory(kind: str, micro_batches: in
     assert_steps_are_eagers(nn.Linear(6, 6), *batches, **options)
 
 
-GPU = torch.device("cuda", 0)
-
-
 @pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves steps without a plan of memory."""
@@ -229,11 +226,3 @@ def test_a_budget_counts_what_closures_give_each_other(unplanned: None) -> None:
         step = assert_steps_are_eagers(model, args, recompute=recompute)
         held.append(step.stats.outside_bytes)
     assert held[1] <= 0.9 * held[0]
-
-
-@pytest.mark.gpu
-def test_a_step_on_a_gpu_trains_as_eager_does(backend: str) -> None:
-    model, args = decoder(micro_batches=2)
-    model, args = copy.deepcopy(model).to(GPU), tuple(a.to(GPU) for a in args)
-    step = assert_steps_are_eagers(model, *[args] * 3, micro_batches=2, backend=backend)
-    assert step.stats.why_no_graph == ""

@@ -396,6 +396,5 @@ def test_a_part_of_an_input_that_is_saved_is_that_part(part: str, backend: str) 
         return torch.linspace(-1, 2, 12).reshape(4, 3)
 
     kept = SAVED_PARTS[part]
-    assert_equals_eager(Unpacked(kept), (x(),), backend=backend)
-    assert_equals_eager(Unpacked(kept), (x().requires_grad_(),), backend=backend)
-    assert_equals_eager(Unpacked(kept), (x(),), backend=backend, door="step")
+    assert_equals_eager(Unpacked(kept), (x().requires_grad_(),), backend=backend, calls=1)
+    assert_equals_eager(Unpacked(kept), (x(),), backend=backend, door="step", calls=1)

@@ -77,7 +77,7 @@ def num_frames_of_ours(error: Exception) -> int:
     return sum(folder in file.parents for file in files for folder in package_folders())
 
 
-@pytest.mark.sweep(keep=["-0]", "at the end", "of its own"])
+@pytest.mark.sweep(keep=["-0]", "at the end-2", "of its own-1"])
 @pytest.mark.parametrize("before", [0, 1, 2])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_call_raises_what_eager_raises_after_one_capture(
