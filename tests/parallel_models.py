@@ -82,6 +82,38 @@ class Experts(nn.Module):
         return torch.einsum("ebtf,efd,bte->btd", hidden, self.down, weight)
 
 
+def mixture(layers: int = 2) -> nn.Module:
+    """A model with experts behind each layer's last projection; ``MIXTURE`` is a plan for it."""
+    model = TinyLlama(layers)
+    for layer in model.layers:
+        layer.down = nn.Sequential(layer.down, Experts())  # type: ignore[arg-type]
+    return numbered(model)
+
+
+MIXTURE = {name: style for name, style in MEGATRON.items() if name != "layers.*.down"}
+MIXTURE["layers.*.down.0"] = RowwiseParallel()
+
+
+def llama(layers: int = 2) -> nn.Module:
+    """Transformers' Llama; ``LLAMA`` is a plan for it."""
+    from hugging_face import build
+
+    return numbered(build("llama", layers, num_key_value_heads=4, use_cache=False))
+
+
+LLAMA = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")}
+LLAMA |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+LLAMA |= {
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+}
+
+
+def named_tokens(seed: int = 0) -> dict[str, Tensor]:
+    """Tokens that are their own targets, by transformers' names."""
+    return dict.fromkeys(("input_ids", "labels"), tokens(seed)[0])
+
+
 class TinyMixture(nn.Module):
     """Returns the loss of the next tokens; its layers are experts alone."""
 

@@ -209,13 +209,16 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
     one, other = (torch.optim.Adam(m.parameters(), 1e-3, fused=True) for m in (model, plain))
     step = lazyinline.compile_step(model, dynamic=True, optimizer=one)
 
+    parameters = list(zip(model.parameters(), plain.parameters(), strict=True))
+
     def train(shape: Shape) -> None:
         loss, expected = step(*atoms(shape)), plain(*atoms(shape))
-        other.zero_grad()
+        for _, theirs in parameters:
+            theirs.grad = None
         expected.backward()
         other.step()
         assert_close(loss, expected.detach())
-        for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        for own, theirs in parameters:
             assert_close(own.detach(), theirs.detach())
 
     for shape in ((9, 40), (9, 33), (9, 44)):
@@ -241,16 +244,11 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
             stack.enter_context(mock.patch.object(owner, name, side_effect=refused))
         for edges in (31, 43, 20, 42, 2, 30):
             looked.clear()
-            loss, expected = step(*atoms((9, edges))), plain(*atoms((9, edges)))
-            assert_close(loss, expected.detach())
+            train((9, edges))
             assert looked == [5], "four inputs and the seed"
-            other.zero_grad()
-            expected.backward()
-            other.step()
     # What the model and the optimizer hold may lie elsewhere at a new size.
-    for one_model in (model, plain):
-        for parameter in one_model.parameters():
-            parameter.data = parameter.data.clone()
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data = parameter.data.clone()
     train((9, 21))
     for optimizer in (one, other):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -128,39 +129,31 @@ def test_flops_are_those_that_pytorch_counts(
     assert cost_of(function, *shapes).flops == counter.get_total_flops()
 
 
-def test_attention_of_a_cpu_multiplies_as_that_of_a_gpu() -> None:
-    """PyTorch's table has that of a GPU alone: two products forward, five backward."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v)
-
-    q, kv = (2, 4, 128, 16), (2, 4, 96, 16)
-    product = 2 * 2 * 4 * 128 * 96 * 16
-    assert cost_of(attention, q, kv, kv).flops == 2 * product
-    compiled = lazyinline.compile(of(attention), backend="eager")
-    compiled(*(torch.randn(shape, requires_grad=True) for shape in (q, kv, kv))).sum().backward()
-    made: Any = compiled.last_report.made
-    assert ProgramCosts(OperatorCosts()).program(made.backward).flops == 5 * product
-
-
-def test_heads_that_share_keys_multiply_each() -> None:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    shapes = (2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16)
-    assert cost_of(attention, *shapes).flops == 2 * 2 * 2 * 4 * 32 * 32 * 16
-
-
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(128, 128), (96, 128), (128, 96), (1, 8)])
-def test_causal_attention_computes_the_pairs_that_it_looks_at(
-    num_queries: int, num_keys: int
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "key_heads", "options"),
+    [
+        (128, 96, 4, {}),
+        (32, 32, 2, {"enable_gqa": True}),
+        *((n, m, 4, {"is_causal": True}) for n, m in ((128, 128), (96, 128), (128, 96), (1, 8))),
+    ],
+)
+def test_attention_of_a_cpu_multiplies_as_that_of_a_gpu(
+    num_queries: int, num_keys: int, key_heads: int, options: dict[str, bool]
 ) -> None:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """PyTorch's table has that of a GPU alone: two products forward, five backward.
 
-    shapes = (2, 4, num_queries, 16), (2, 4, num_keys, 16), (2, 4, num_keys, 16)
-    pairs = int(torch.ones(num_queries, num_keys).tril().sum())
-    assert cost_of(attention, *shapes).flops == 2 * 2 * 2 * 4 * pairs * 16
+    Of the pairs that causal attention looks at; heads that share keys multiply each.
+    """
+    attention = functools.partial(functional.scaled_dot_product_attention, **options)
+    shapes = (2, 4, num_queries, 16), *[(2, key_heads, num_keys, 16)] * 2
+    pairs = torch.ones(num_queries, num_keys)
+    product = 2 * 2 * 4 * int((pairs.tril() if "is_causal" in options else pairs).sum()) * 16
+    assert cost_of(attention, *shapes).flops == 2 * product
+    if not options:
+        compiled = lazyinline.compile(of(attention), backend="eager")
+        compiled(*(torch.randn(shape, requires_grad=True) for shape in shapes)).sum().backward()
+        made: Any = compiled.last_report.made
+        assert ProgramCosts(OperatorCosts()).program(made.backward).flops == 5 * product
 
 
 def test_an_operator_takes_the_longer_of_two_times() -> None:

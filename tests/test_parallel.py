@@ -16,11 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import relative_error
 from parallel_models import (
+    LLAMA,
     MEGATRON,
+    MIXTURE,
     VOCABULARY,
     TinyMixture,
     far_off,
+    llama,
     mesh_of,
+    mixture,
+    named_tokens,
     numbered,
     tiny,
     tiny_gpt,
@@ -135,6 +140,9 @@ CASES = {
         {"fsdp": 2}, None, partial(tiny, 1, tied=True), twice, {"micro_batches": 2}
     ),
     "pins": Case({"tp": 2}, None, pinned),
+    "llama of transformers": Case({"data": 2, "tensor": 2}, LLAMA, llama, named_tokens),
+    "llama of one layer": Case({"tensor": 2}, LLAMA, partial(llama, 1), named_tokens),
+    "mixture of experts": Case({"data": 2, "tensor": 2}, MIXTURE, mixture, twice),
     "classes": Case({"data": 2}, None, lambda: numbered(Scored()), scored),
     "classes of images": Case({"data": 2}, None, lambda: numbered(Scored(images=True)), scored),
 }
@@ -146,7 +154,14 @@ CASES = {
 @pytest.mark.sweep(  # kernels: test_parallel_processes.py
     keep=[
         *(f"eager-{n}]" for n in ("data x tensor", "sequence and vocabulary", "joint projection")),
-        *("eager-tokens", "eager-full", "eager-tied", "eager-pins", "eager-classes"),
+        *(
+            "eager-tokens",
+            "eager-full",
+            "eager-tied",
+            "eager-pins",
+            "eager-classes",
+            "eager-llama of one",
+        ),
     ]
 )
 def test_five_steps_give_what_one_process_gives(name: str, backend: Any) -> None:

@@ -1,11 +1,6 @@
-"""A plan of 2 x 4 ranks run in one process: the local program on PyTorch's ``LocalTensor``.
+"""Collectives: exchanges that move tensors, and what runs beside other work, waited for late."""
 
-And collectives that run beside other work: started early, waited for late.
-"""
-
-import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,70 +10,34 @@ from unittest import mock
 import pytest
 import torch
 from comparing import relative_error
-from decoders import DecoderConfig, GptDecoder
 from parallel_models import (
     MEGATRON,
     VOCABULARY,
-    Experts,
     far_off,
+    llama,
     mesh_of,
+    named_tokens,
     tiny,
     tokens,
     tokens_for_heads,
 )
 from rank_threads import one_of_many, run_in_threads
 from torch import Tensor, nn
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyinline
-from lazyinline.frontend.passes.programs import tensor_name
 from lazyinline.pipeline_parallel.mesh import sharded, torch_collectives
 from lazyinline.pipeline_parallel.mesh.sharded import Sharder
 from lazyinline.pipeline_parallel.mesh.torch_sharding import local_type
 from lazyinline.pipeline_parallel.mesh.traffic import Collective, collectives_in
 from lazyinline.reuse.ir.leaf import interpret
-from lazyinline.reuse.ir.program import Leaf, tensor_type, walk_closures
+from lazyinline.reuse.ir.program import Leaf, walk_closures
 from lazyinline.reuse.ir.types import TensorType
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 RANKS = 8
-
-
-def mixture() -> nn.Module:
-    torch.manual_seed(0)
-    model = tiny()
-    for layer in model.layers:
-        layer.down = nn.Sequential(layer.down, Experts().double())  # type: ignore[arg-type]
-    return model
-
-
-def gpt() -> nn.Module:
-    torch.manual_seed(0)
-    config = DecoderConfig(2, hidden=16, num_heads=4, ffn=32, vocab=32, seq=8)
-    return GptDecoder(config).double()
-
-
-def llama() -> nn.Module:
-    from hugging_face import build
-
-    return build("llama", num_key_value_heads=4, use_cache=False).double()
-
-
-LLAMA = {
-    "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-    "model.layers.*.mlp.up_proj": ColwiseParallel(),
-    "model.layers.*.mlp.down_proj": RowwiseParallel(),
-}
-MIXTURE = {**MEGATRON, "layers.*.down.0": RowwiseParallel()}
-del MIXTURE["layers.*.down"]
-GPT = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
 def part_of(tensor: Tensor, layout: Sequence[Any], rank: int) -> Tensor:
@@ -89,72 +48,6 @@ def part_of(tensor: Tensor, layout: Sequence[Any], rank: int) -> Tensor:
             parts = tensor.unflatten(dim, (num, -1)).tensor_split(size, dim + 1)
             tensor = parts[place].flatten(dim, dim + 1)
     return tensor
-
-
-FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather_into_tensor",
-    "reduce_scatter": "reduce_scatter_tensor",
-}
-MODELS: dict[str, tuple[Any, Any]] = {
-    "own": (tiny, MEGATRON),
-    "gpt": (gpt, GPT),
-    "llama": (llama, LLAMA),
-    "mixture": (mixture, MIXTURE),
-}
-
-
-def ids(seed: int = 0) -> Tensor:
-    return torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(seed))
-
-
-class Emulated(TorchDispatchMode):
-    """Runs collectives of ours as functional ones, which ``LocalTensorMode`` has for all ranks."""
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        self.groups = {n: g.group_name for n, g in torch_collectives.groups_of(mesh).items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        functional = torch.ops._c10d_functional
-        if func is torch_collectives.WAIT:
-            return functional.wait_tensor(args[0])
-        if func not in torch_collectives.COLLECTIVES:
-            return func(*args, **(kwargs or {}))
-        *args, axis = args
-        group = self.groups[axis]
-        if func is torch.ops.lazyinline.all_to_all.default:
-            x, size = args
-            return functional.all_to_all_single(x, *[[x.shape[0] // size] * size] * 2, group)
-        return getattr(functional, FUNCTIONAL[str(func).split(".")[1]])(*args, group)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sweep(keep=["gpt", "llama"])
-def test_five_steps_of_eight_ranks_give_what_one_process_gives(name: str) -> None:
-    # Nothing here is cut by a rank's place in the mesh, which its program would name as a number.
-    make, plan = MODELS[name]
-    model = make()
-    alone, users = copy.deepcopy(model), list(inspect.signature(model.forward).parameters)
-    users = ["input_ids", "labels"] if name == "llama" else users
-    with one_of_many(RANKS):
-        mesh = mesh_of(data=2, tensor=4)
-        batch = dict.fromkeys(users, ids())
-        made = lazyinline.parallelize(model, (), batch, mesh=mesh, plan=plan, backend="eager")
-        assert made.plan.num_bytes
-        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for seed in range(5):
-            optimizer.zero_grad()
-            output = alone(**dict.fromkeys(users, ids(seed)))
-            expected = output if isinstance(output, Tensor) else output.loss
-            expected.backward()
-            losses, gradients = on_all_ranks(made, alone, ids(seed))
-            for loss in losses.values():
-                assert relative_error(loss, expected.detach()) < 1e-5
-            for parameter, layout, found in gradients:
-                for rank, own in found.items():
-                    assert relative_error(own, part_of(parameter.grad, layout, rank)) < 1e-5
-            optimizer.step()
 
 
 TOKENS, COLUMNS = (Shard(0), Shard(1)), (Shard(0), Shard(2))
@@ -177,7 +70,8 @@ def test_tensors_are_moved_between_dimensions_by_one_exchange(
 ) -> None:
     tensors = torch.arange(4.0 * 12 * 8).view(4, 12, 8), torch.arange(4.0 * 24 * 4).view(4, 24, 4)
     types = [replace(TensorType.of(t), device=torch.device(device)) for t in tensors]
-    with one_of_many(RANKS):
+
+    def move(rank: int) -> None:
         mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("data", "tensor"))
         sharder = Sharder(mesh, torch_collectives.axes_of(mesh), lambda leaf: {})
         local = [local_type(one, mesh, before) for one in types]
@@ -185,49 +79,26 @@ def test_tensors_are_moved_between_dimensions_by_one_exchange(
         moved = [(one.kind, one.num_bytes) for one in collectives_in(closure.program)]
         assert moved == [("all_to_all", sum(one.num_bytes for one in local))]
         if device == "cpu":
-            parts = (on_ranks(tensor, before) for tensor in tensors)
-            with LocalTensorMode(RANKS), Emulated(mesh):
-                made = interpret(closure.program, list(parts))
-            for tensor, found in zip(tensors, made, strict=True):
-                for rank, own in found._local_tensors.items():
-                    assert torch.equal(own, part_of(tensor, after, rank))
+            parts = [part_of(tensor, before, rank).contiguous() for tensor in tensors]
+            with torch_collectives.collectives_over(torch_collectives.groups_of(mesh)):
+                made = interpret(closure.program, parts)
+            wanted = [part_of(tensor, after, rank) for tensor in tensors]
+            assert all(map(torch.equal, made, wanted))
 
-
-def on_ranks(tensor: Tensor, layout: Sequence[Any]) -> Any:
-    """A tensor of which each rank has its part."""
-    return LocalTensor({r: part_of(tensor, layout, r).contiguous() for r in range(RANKS)})
+    if device == "cpu":
+        run_in_threads(RANKS, move)
+        return
+    with one_of_many(RANKS):
+        move(0)
 
 
 def test_a_plan_is_found_where_an_empty_cache_is_concatenated() -> None:
-    model, batch = llama(), dict.fromkeys(("input_ids", "labels"), ids())
+    model, batch = llama(), named_tokens()
     with one_of_many(2):
         mesh = mesh_of(tensor=2)
         step = lazyinline.parallelize(model, (), batch, mesh=mesh, plan="auto", backend="eager")
     leaves = [one for one in walk_closures(step._step.program) if isinstance(one, Leaf)]
     assert any(n.target is torch.ops.aten.cat.default for leaf in leaves for n in leaf.nodes)
-
-
-def on_all_ranks(made: Any, alone: nn.Module, tokens: Tensor) -> tuple[Any, list[Any]]:
-    """Runs one step's program on the parameters of another model.
-
-    Returns the loss of each rank; and parameter, layout and gradient of each rank, by parameter.
-    """
-    layouts, step, parameters = made._layout_of, made._step, dict(alone.named_parameters())
-    inputs = [(tokens, layouts.batch[user]) for user in step.batch[0]]
-    for source in step.model:
-        name = tensor_name(source.name)
-        tensor = parameters.get(name, source.tensor)
-        inputs.append((tensor.detach(), layouts.parameters.get(name, ())))
-    inputs.append((torch.ones((), dtype=tensor_type(step.program.inputs[-1]).dtype), ()))
-    local = [on_ranks(tensor, layout) for tensor, layout in inputs]
-    with torch.no_grad(), LocalTensorMode(RANKS), Emulated(made._mesh):
-        loss, *gradients = interpret(step.program, local)
-    trained = [tensor_name(step.model[at].name) for at in step.gradients]
-    rows = [
-        (parameters[name], layouts.parameters[name], gradient._local_tensors)
-        for name, gradient in zip(trained, gradients, strict=False)
-    ]
-    return loss._local_tensors, rows
 
 
 MESHES: dict[str, dict[str, int]] = {

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from memory_events import memory_use
-from parallel_models import MEGATRON, far_off, mesh_of, tiny, tokens
+from parallel_models import MEGATRON, MIXTURE, far_off, mesh_of, mixture, tiny, tokens
 from rank_threads import one_of_many
 from ranks import run_ranks, said_by_survivors
 from test_parallel import SEQUENCE
-from test_parallel_local import MIXTURE, mixture
 from test_parallel_processes import hugging_face
 
 import lazyinline

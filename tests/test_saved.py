@@ -22,6 +22,7 @@ import zoo
 from comparing import gradients
 from hugging_face import example as of_hugging_face
 from models import BatchNormBlock, Block, MarkedBlock, Net, batch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import lazyinline
@@ -63,12 +64,46 @@ def assert_trains_as(loaded: nn.Module, compiled: nn.Module, x: Tensor) -> None:
     assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
 
 
+class Biased(nn.Module):
+    """Attention whose bias is learned, as Swin's and T5's: another kernel gives its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(1, 4, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
+        plain = F.scaled_dot_product_attention(attended, heads, heads)
+        return plain.transpose(1, 2).flatten(2)
+
+
+class OfAnyName(nn.Module):
+    """Its tensors and modules are named as a model of a file might name its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor, self.class_name = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+        self.set_modes = nn.ParameterDict({"forward_tensor": torch.ones(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.class_name(x) * self.tensor + self.set_modes["forward_tensor"]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "blocks": (lambda: Net(MarkedBlock, 3), batch()),
+    "attention with a learned bias": (Biased, batch(4, 16)),
+    "any names": (OfAnyName, batch(4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sweep(keep="eager")
 def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
-    backend: str, tmp_path: pathlib.Path
+    name: str, backend: str, tmp_path: pathlib.Path
 ) -> None:
-    x = batch()
-    compiled = compiled_for(Net(MarkedBlock, 3), x, backend=backend)
+    make, x = MODELS[name]
+    compiled = compiled_for(make(), x, backend=backend)
     loaded = reloaded(compiled, tmp_path)
     assert_trains_as(loaded, compiled, x)
     with torch.no_grad():
@@ -154,46 +189,6 @@ def test_a_model_of_hugging_face_is_saved_with_its_default_cache(tmp_path: pathl
     assert torch.equal(result["logits"], result[0])
     caches = [found[list(found)[-1]] for found in (result, expected)]
     assert torch.equal(caches[0].layers[1].values, caches[1].layers[1].values)
-
-
-class Biased(nn.Module):
-    """Attention whose bias is learned, as Swin's and T5's: another kernel gives its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = x.view(1, 4, 2, 8).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
-        plain = F.scaled_dot_product_attention(attended, heads, heads)
-        return plain.transpose(1, 2).flatten(2)
-
-
-def test_attention_with_a_bias_that_is_learned_is_saved(tmp_path: pathlib.Path) -> None:
-    x = batch(4, 16)
-    compiled = compiled_for(Biased(), x)
-    loaded = reloaded(compiled, tmp_path)
-    assert_trains_as(loaded, compiled, x)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), compiled(x))
-
-
-class OfAnyName(nn.Module):
-    """Its tensors and modules are named as a model of a file might name its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensor, self.class_name = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
-        self.set_modes = nn.ParameterDict({"forward_tensor": torch.ones(2)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.class_name(x) * self.tensor + self.set_modes["forward_tensor"]
-
-
-def test_a_model_may_have_any_names(tmp_path: pathlib.Path) -> None:
-    compiled, x = compiled_for(OfAnyName(), batch(4, 2)), batch(4, 2)
-    assert_trains_as(reloaded(compiled, tmp_path), compiled, x)
 
 
 SOURCE = """
@@ -323,6 +318,9 @@ def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.P
     compiled = compiled_for(model, x)
     lazyinline.save(compiled, path, weights="beside")
     assert torch.equal(lazyinline.load(path)(x), compiled(x))
+    beside = load_file(tmp_path / "model.lz.safetensors")
+    assert beside.keys() == compiled.state_dict().keys()
+    assert all(torch.equal(beside[name], t) for name, t in compiled.state_dict().items())
     lazyinline.save(compiled, path, weights="none")
     with pytest.raises(FileError, match="has no weights: give load a state_dict"):
         lazyinline.load(path)
@@ -334,15 +332,6 @@ def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.P
         lazyinline.load(path, state_dict=other | {"head.weight": torch.zeros(3)})
     with pytest.raises(FileError, match=r"the state_dict has no head\.weight"):
         lazyinline.load(path, state_dict={k: v for k, v in other.items() if k != "head.weight"})
-
-
-def test_weights_are_in_the_format_of_safetensors(tmp_path: pathlib.Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    compiled = compiled_for(Net(), batch())
-    lazyinline.save(compiled, tmp_path / "model.lz", weights="beside")
-    found = safetensors.load_file(tmp_path / "model.lz.safetensors")
-    assert found.keys() == compiled.state_dict().keys()
-    assert all(torch.equal(found[name], t) for name, t in compiled.state_dict().items())
 
 
 def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Path) -> None:
@@ -464,22 +453,21 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(keep="AdamW-2")
+@pytest.mark.sweep(keep=["AdamW-2"])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["plain", "sizes"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_step_goes_on_as_the_compiled_one(
-    optimizer: str, micro_batches: int, tmp_path: pathlib.Path
+    optimizer: str, micro_batches: int, dynamic: bool | None, tmp_path: pathlib.Path
 ) -> None:
-    model, x, y = Loss(), batch(4), batch(4, 2)
-    step = lazyinline.compile_step(
-        model,
-        optimizer=OPTIMIZERS[optimizer](model.parameters()),
-        micro_batches=micro_batches,
-        backend="eager",
-    )
-    step(x, y)
+    model = Loss(MarkedBlock if dynamic else BatchNormBlock)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    options: dict[str, Any] = {"micro_batches": micro_batches, "dynamic": dynamic}
+    step = lazyinline.compile_step(model, optimizer=made, backend="eager", **options)
+    step(batch(12), batch(12, 2))
     loaded: Any = reloaded(step, tmp_path)
-    for _ in range(2):
+    for size in (4, 12, 20) if dynamic else (12, 12):
+        x, y = batch(size), batch(size, 2)
         assert torch.equal(loaded(x, y), step(x, y))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor), name
@@ -632,21 +620,6 @@ def test_sizes_that_are_computed_of_others_are_taken_and_returned(
         assert list(map(type, found["told"])) == list(map(type, expected["told"]))
     with pytest.raises(lazyinline.NoProgramError, match=r"is 11, and has to be 2\*s\d+"):
         loaded(batch(5, 3), batch(11, 3))
-
-
-def test_a_step_of_sizes_that_vary_goes_on_at_others(tmp_path: pathlib.Path) -> None:
-    model = Loss(MarkedBlock)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = lazyinline.compile_step(
-        model, optimizer=optimizer, micro_batches=2, backend="eager", dynamic=True
-    )
-    step(batch(12), batch(12, 2))
-    loaded: Any = reloaded(step, tmp_path)
-    for size in (4, 12, 20):
-        x, y = batch(size), batch(size, 2)
-        assert torch.equal(loaded(x, y), step(x, y))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], tensor), name
 
 
 def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path) -> None:

@@ -146,9 +146,6 @@ CASES = {
         "pair(lambda self, x: self.linear(x) * self.c.value, {'c': Value(1.0)}, {'c': Value(2.0)})",
         0, "attribute c.value is 2.0, not 1.0"),
     "closures": Case("acts(times(2), times(3))", 0, "attribute act is <function>"),
-    "lambdas": Case("acts(lambda x: x * 2, lambda x: x * 3)", 0, "attribute act is <function>"),
-    "lambdas over defaults": Case("acts(*(lambda x, k=k: x * k for k in (2, 3)))", 0,
-        "attribute act is <function>"),
     "callables": Case("acts(Times(2), Times(3))", 0, "attribute act.factor is 3, not 2"),
     "bound methods": Case("acts(Times(2).__call__, Times(3).__call__)", 0,
         "attribute act is <method>"),
@@ -190,8 +187,6 @@ CASES = {
     "hook inside one": Case(
         "after(pair(), lambda h: h.linear.register_forward_pre_hook(lambda m, a: (a[0] * 2,)), 1)",
         0, "it has forward hooks"),
-    "hook on both": Case("after(pair(), lambda h: h.register_forward_hook(doubling))", 0,
-        "it has forward hooks"),
     # ---- classes and the mark
     "local classes of one name": Case("Stack(local(2)(), local(3)())", 0),
     "subclass": Case("child()", 1),
@@ -363,6 +358,7 @@ OPERANDS += ["x.flatten(1)", "x.type_as(x)", "x.expand_as(x)"]
 
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.sweep(keep=["True", "False-x.contiguous"])
 def test_operator_that_returns_its_operand_under_no_grad_takes_no_gradient_away(
     operand: str, marked: bool
 ) -> None:

@@ -23,7 +23,7 @@ from lazyinline.backend.run.planned import Runtime
 
 NUMBER = Row("1.0", "2.0", "v")
 # What few models hold is asked in turns; freezing and snapshots are in test_comparing.py.
-OFTEN = [*USUAL, *[kind for kind in ROWS if kind not in USUAL][::6]]
+OFTEN = [*USUAL, *[kind for kind in ROWS if kind not in USUAL][::12]]
 KINDS = ROWS | TENSORS
 WAYS = INSIDE | OF_TENSORS
 
@@ -333,8 +333,9 @@ for layer in model.layers: put(layer, {stands_in})
 @pytest.mark.parametrize("way", REACHED)
 @pytest.mark.sweep(
     keep=[
-        *(f"[{way}-named_modules]" for way in REACHED if "outside" not in way),
-        *("[outside, global-named_m", "[outside, attribute of a class-named_m", "[list-"),
+        *("[list-", "[outside, global-named_m", "[outside, attribute of a class-named_m"),
+        *(f"[{way}-named_m" for way in ("attribute", "reference", "proxy", "bound method")),
+        *("[closure-named_m", "[list in a cell-named_m"),
     ]
 )
 def test_a_block_that_finds_its_own_place_is_as_eager(way: str, look: str) -> None:
