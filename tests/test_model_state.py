@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close
+from comparing import assert_close, twin
 from decoders import llama
 from torch import nn
 from values import HELPERS
@@ -328,9 +328,12 @@ def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
     assert_as_eager(HELPERS, HOLDING.format(hold=hold, find=find), scene=scene, state="EVERY")
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
 @pytest.mark.sweep(keep="eager")
-def test_functional_call_with_other_parameters(backend: str) -> None:
+def test_functional_call_with_other_parameters(backend: str, in_place: bool) -> None:
     compiled, model = build(backend)
+    if in_place:
+        compiled = lazyinline.compile(twin(model), backend=backend, in_place=True)  # type: ignore[call-overload]
     compiled(IDS)
     other = {n: torch.randn_like(p).requires_grad_() for n, p in model.named_parameters()}
     found = []
