@@ -90,7 +90,7 @@ _MODES = ("taylor", "reverse")
         *((by, "") for by in ("x", "xxy", "xxyy", "xxxxx", "xxxyy")),
     ],
 )
-@pytest.mark.sweep(keep=["[x-", "[xy-", "laplacian"])
+@pytest.mark.sweep(keep=["[xy-", "laplacian"])
 def test_every_mode_equals_torch_func_and_the_one_with_fewer_flops_is_taken(
     by: str, best: str
 ) -> None:

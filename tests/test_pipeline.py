@@ -207,6 +207,7 @@ def test_a_stage_that_takes_its_batch_apart_keeps_the_right_part(alone: None) ->
 
 
 @pytest.mark.parametrize("schedule", OF_ONE_RANK)
+@pytest.mark.sweep(keep=["Interleaved1", "ZBV"])
 def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str) -> None:
     model, args = net_and_batch()
     pipe = make(model, args, schedule)
@@ -274,6 +275,7 @@ def test_a_mode_that_sees_each_operator_is_refused(alone: None) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.sweep(keep="ZBV")
 def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None:
     model, args = net_and_batch()
     plain = make(copy.deepcopy(model), args, schedule)

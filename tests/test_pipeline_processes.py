@@ -69,6 +69,7 @@ def test_two_processes_give_what_one_gives(
 
 
 @pytest.mark.parametrize("task", UPDATES)
+@pytest.mark.sweep(keep=["schedules", "resume", "scaler"])
 def test_two_processes_update_as_one_does(task: str, two_ranks: list[dict[str, Any]]) -> None:
     assert [said[task] for said in two_ranks] == [[], []]
 

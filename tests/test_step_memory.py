@@ -52,7 +52,7 @@ SAVING = (
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("case", SAVING)
-@pytest.mark.sweep(keep=["eager", "layer_norm-inductor"])
+@pytest.mark.sweep(keep=[*(f"{n}-eager" for n in SAVING if n != "ResNet-50"), "layer_norm-ind"])
 def test_no_more_is_saved_than_eager_saves(case: str, backend: str) -> None:
     found = kept(cases(scale=16)[case], backend)
     assert found.ours <= found.eager
@@ -258,7 +258,7 @@ def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
     counts: dict[tuple[int, int], int] = {}
     adders: dict[tuple[int, int], int] = {}
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")  # or the later sizes find what the first one made
-    for layers in (2, 6):
+    for layers in (2, 3):
         for micro_batches in (1, 4) if backend == "eager" else (4,):
             with monkeypatch.context() as patch:
                 work = Work(patch)
@@ -273,8 +273,8 @@ def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
             counts[size] = len(variants)
             # From the second micro-batch on gradients are added: one closure per layout.
             adders[size] = sum(c.num_nodes == 1 and len(c.input_types) == 2 for c in variants)
-    assert counts[2, 4] == counts[6, 4]
+    assert counts[2, 4] == counts[3, 4]
     if backend == "inductor":
         return
-    assert counts[2, 1] == counts[6, 1]
+    assert counts[2, 1] == counts[3, 1]
     assert counts[2, 4] - adders[2, 4] == counts[2, 1] - adders[2, 1]

@@ -114,18 +114,18 @@ def test_micro_batches_are_added_up_before_an_update(order: Any) -> None:
 
 
 def test_a_checkpoint_saved_in_the_middle_resumes_to_the_bit() -> None:
-    model, args = decoder()
+    model, x = net(), batch()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
+    step = step_of(model, optimizer)
     for _ in range(2):
-        step(*args)
+        step(x)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    later = [step(*args) for _ in range(3)]
+    later = [step(x) for _ in range(3)]
     for place in (step, None):  # in the same step, and in a new one
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        again = place or lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
-        assert [again(*args).item() for _ in range(3)] == [x.item() for x in later]
+        again = place or step_of(model, optimizer)
+        assert [again(x).item() for _ in range(3)] == [loss.item() for loss in later]
     assert step.last_report.num_compiles == 1
 
 
