@@ -259,7 +259,7 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
 
 def test_a_new_size_of_a_module_runs_no_pass() -> None:
     model, plain = potential()
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
+    compiled = lazyinline.compile(model, dynamic=True)
     for shape in ((9, 40), (9, 33), (9, 44)):
         compiled(*atoms(shape)).backward()
     model.zero_grad()
