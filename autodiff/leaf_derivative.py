@@ -86,6 +86,11 @@ class Derivative:
         assert isinstance(saved, StructType)
         return saved
 
+    @property
+    def has_one_cotangent(self) -> bool:
+        """Whether any loss needs the whole backward, as there is one result to come from."""
+        return len(self.cotangent_outputs) == 1
+
 
 def make_pair(
     leaf: Leaf,

@@ -92,7 +92,7 @@ class Facts:
         backwards: for each backward that was compiled later, the state of its compile before link.
         apart: cache of ``are_apart``.
         absent: cache of ``absent_gradients``.
-        num_late: how often a deferred backward ran with PyTorch's kernels.
+        num_late: how often a forward or backward with deferred kernels ran with PyTorch's.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:
@@ -208,6 +208,12 @@ class CompiledProgram:
     def has_late_backward(self) -> bool:
         """Whether the backend's kernels of its backward are deferred, so that PyTorch's run."""
         return self.derivative is not None and self.lowered.goal.late_backward  # type: ignore[no-any-return]
+
+    @property
+    def has_late_forward(self) -> bool:
+        """Whether the kernels of its forward are deferred with those of the backward."""
+        one = self.derivative
+        return one is not None and one.has_one_cotangent and self.has_late_backward
 
     def whole(self) -> CompiledProgram:
         """Returns the program with the backend's kernels in its backward, compiled if need be."""

@@ -92,6 +92,11 @@ def energies(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
     return [found]
 
 
+def alone(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
+    """Wants no gradient of energies."""
+    return [energy(model, pos, edges)]
+
+
 def weighted(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
     """Has cotangents that are no ones, which are trained themselves."""
     found = energy(model, pos, edges)
@@ -217,8 +222,11 @@ def test_forces_are_computed_with_the_energy_once_two_losses_asked_for_them(
     assert num_ahead() == 3  # with that of the energies, which ended it
 
 
-@pytest.mark.parametrize("habit", [forces, pytest.param(dynamics, marks=pytest.mark.sweep)])
-def test_a_backward_gets_kernels_where_a_loss_needs_them(
+SWEPT = [pytest.param(use, marks=pytest.mark.sweep) for use in (dynamics, energies, alone)]
+
+
+@pytest.mark.parametrize("habit", [forces, *SWEPT])
+def test_forward_and_backward_get_kernels_where_a_loss_needs_them(
     habit: Use, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     asked: list[int] = []
@@ -239,19 +247,24 @@ def test_a_backward_gets_kernels_where_a_loss_needs_them(
     late, early = (lazyinline.compile(one, dynamic=True) for one in (model, other))
     expected = gradients_of(other, early, data(11)[0] * 1, data(11)[1])  # computed: no late one
     num_both, asked[:] = sum(asked), []
-    found = [habit(late, *data(11 + number)) for number in range(2)]
-    wanted = [habit(Potential("simple").double(), *data(11 + number)) for number in range(2)]
+    sizes = [11 + number for number in range(9 if habit is alone else 2)]
+    found = [habit(late, *data(size)) for size in sizes]
+    wanted = [habit(Potential("simple").double(), *data(size)) for size in sizes]
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     first = sum(asked)
-    assert first == num_both - 1 or habit is forces  # those of the gradients' derivatives as well
+    is_made = habit in (energies, alone)  # by the first loss of parameters, or the ninth forward
+    assert first == (num_both if is_made else 0) or habit is forces  # those of a derivative
     lazyinline.save(late, tmp_path / "model.lz")  # a file has all
-    assert sum(asked) == first + 1
+    assert sum(asked) == first + (0 if is_made else num_both)
     energies(lazyinline.load(tmp_path / "model.lz"), *data(11))
     for num_edges in (11, 17):
-        gradients = [gradients_of(model, late, *data(num_edges)) for _ in range(2)][-1]
+        *others, gradients = (gradients_of(model, late, *data(num_edges)) for _ in range(3))
+        for other in others:  # of forwards with PyTorch's kernels
+            torch.testing.assert_close(other, gradients, rtol=1e-10, atol=1e-12)
         assert num_edges == 17 or all(map(torch.equal, gradients, expected))
     # The first ends the habit, by a program that has forces as well, or by its backward.
-    assert sum(asked) == first + 1 + (1 if habit is forces else num_both)
+    ended = {forces: 1, dynamics: num_both}.get(habit, 0)
+    assert sum(asked) == first + (0 if is_made else num_both) + ended
 
 
 def test_dynamics_computes_forces_alone_with_the_energy(num_ahead: Callable[[], int]) -> None:

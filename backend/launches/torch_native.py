@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
@@ -180,6 +181,7 @@ _SOURCES = tuple(
     )
 )
 _MODULE = "lazyinline_native"
+_PLAIN_FLAGS = ["-std=c++17"]  # the standard headers of C++20 take half as long again to compile
 _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
 
@@ -244,13 +246,18 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
     own_folder()
     check_cpp_compiler()
     place = Path(torch.__file__).with_name("lib")
-    flags = [f"-L{place}", *(f"-l{name}" for name in libraries)] if libraries else []
+    flags = [f"-L{place}", *(f"-l{name}" for name in libraries)] if libraries else _PLAIN_FLAGS
     sound = sound_code(CppCodeCache, ctypes.CDLL)
+    load = functools.partial(sound.load, source, extra_flags=flags)
+    if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters:
+        # Not before torch 2.14. Inductor then need not find out which vectors work here, which
+        # takes three times as long as this build; the compiler is told to use this CPU anyway.
+        load = functools.partial(load, needs_vec_isa=False)
     try:
         try:
-            return sound.load(source, extra_flags=flags)
+            return load()
         except DamagedObjectError:  # it is gone now, so that the second try builds it
-            return sound.load(source, extra_flags=flags)
+            return load()
     except Exception as error:
         raise NotBuiltError(f"{[str(file) for file in files]} cannot be built: {error}") from error
 

@@ -30,7 +30,7 @@ from .torch_engine import (
 )
 
 _MAX_BACKWARDS = 8  # the most recently used are kept
-_MAX_LATE = 4  # two steps of training on forces: after these, the forward computes gradients
+_MAX_LATE = 8  # runs; two steps of training on forces: then the forward computes gradients
 
 
 class Backward:
@@ -108,11 +108,8 @@ class Backwards:
             may_be_late: whether the next forward likely needs no backward, so that PyTorch's
                 kernels suffice for this one.
         """
-        made, facts = self._full, self._compiled.facts
-        is_late = self._compiled.has_late_backward and not unused
-        if is_late and may_be_late and facts.num_late < _MAX_LATE:
-            facts.num_late += 1
-        elif unused or is_late:
+        made, is_late = self._full, self._compiled.has_late_backward and not unused
+        if unused or (is_late and not (may_be_late and self._waits())):
             found = self._made.pop(unused, None)
             self._made[unused] = made = found or self._new(unused)
             if len(self._made) > _MAX_BACKWARDS:
@@ -121,6 +118,28 @@ class Backwards:
             self.expected.runtime.rest()
             self.expected = made
         return made
+
+    def for_forward(self) -> Backward:
+        """Returns the one that a forward prepares for.
+
+        A forward without the backend's kernels has them from here on if it ran often: the gradients
+        that training on forces wants come from another program.
+        """
+        is_late = self._compiled.has_late_forward and self.expected is self._full
+        return self.of(()) if is_late and not self._waits() else self.expected
+
+    def is_other_forward(self, prepared: Backward, backward: Backward) -> bool:
+        """Whether a forward that prepared for one backward saved other tensors than another takes.
+
+        One with PyTorch's kernels lays them out in its own way.
+        """
+        return prepared is not backward and self._compiled.has_late_forward
+
+    def _waits(self) -> bool:
+        """Counts a run with PyTorch's kernels; False if there were enough."""
+        facts = self._compiled.facts
+        facts.num_late += 1
+        return self.expected is self._full and facts.num_late <= _MAX_LATE
 
     def rest(self) -> None:
         """Frees the memory that is held while nothing runs."""
@@ -219,7 +238,7 @@ class Bridge:
         return self.aliases.with_views(inputs, self._outputs(inputs))
 
     def _outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        step = Step(self, inputs, self.backwards.expected)
+        step = Step(self, inputs, self.backwards.for_forward())
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
         return outputs
 
@@ -410,8 +429,12 @@ class _CompiledFunction(torch.autograd.Function):
         # Autograd adds the cotangent of a view to that of its base. So zeros for the view change no
         # gradient, and no extra backward needs to be compiled.
         left = tuple(i for i in unused if i not in bridge.aliases.views)
-        kept, flight, graph = step.taken(ctx, left)
         backward = bridge.backwards.of(left, may_be_late=may_be_late)
+        if step.flight is not None and bridge.backwards.is_other_forward(step.prepared, backward):
+            found = bridge.by_pytorch(ctx, cotangents)
+            step.taken(ctx, left)
+            return list(found)
+        kept, flight, graph = step.taken(ctx, left)
         if backward is not step.prepared:
             # The forward's arena is laid out for another backward.
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)

@@ -213,10 +213,10 @@ def lower(state: State) -> State:
     """Makes the kernels, once per leaf."""
     context, counted = state.context, state.programs
     if state.goal.late_backward and state.derivative is not None:
-        forward, backward = (state.programs[part] for part in PARTS)
-        counted = {PARTS[0]: forward}
-        backward = map_leaves(backward, lambda leaf: replace(leaf, kernels="eager"))
-        state = replace(state, programs={**counted, PARTS[1]: backward})
+        late = PARTS if state.derivative.has_one_cotangent else PARTS[1:]
+        counted = {part: p for part, p in state.programs.items() if part not in late}
+        made = {p: map_leaves(state.programs[p], _with_pytorch_kernels) for p in late}
+        state = replace(state, programs={**counted, **made})
     new = context.lower(counted.values())
     context.lower(state.programs.values())
     reasons = context.reasons_for_eager(new)
@@ -228,6 +228,10 @@ def lower(state: State) -> State:
     state.report.num_kernels += len(new)
     state.report.num_operators += sum(leaf.num_nodes for leaf in new)
     return replace(state, kernels="made")
+
+
+def _with_pytorch_kernels(leaf: ir.Leaf) -> ir.Leaf:
+    return replace(leaf, kernels="eager")
 
 
 @compile_pass("lower", "aten", goals=WITH_KERNELS)

@@ -81,8 +81,9 @@ class Goal:
         opset: the ONNX operator set of a file.
         updates: the optimizer updates that are part of a step.
         on_mesh: the mesh that a step, or the stages of a rank, are sharded over.
-        late_backward: whether the backend compiles the backward only when a loss needs it (training
-            on forces never does); until then it runs with PyTorch's kernels.
+        late_backward: whether the backend compiles the backward, and the forward of a single
+            result, only when a loss needs it (training on forces never does); until then they run
+            with PyTorch's kernels.
     """
 
     kind: GoalKind = "module"
