@@ -148,9 +148,8 @@ class Freezer:
         if isinstance(value, nn.Module):
             path = self._module_paths.get(id(value))
             return Identity(value) if path is None else ("module", path)
-        if isinstance(value, self._by_identity) or is_plain_builtin(value):
-            return Identity(value)
-        if is_library_scope(value):
+        is_known = isinstance(value, self._by_identity) or is_plain_builtin(value)
+        if is_known or is_library_scope(value):
             return Identity(value)
         if kind is types.FunctionType and not _function_state(value):
             return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))

@@ -317,17 +317,7 @@ def _sum(lanes: Lanes, a: Any, b: Any, factor: Any) -> Coefficients:
 
     if not isinstance(a, Jet):
         return {order: tuple(scaled(t, factor) for t in ts) for order, ts in b.coefficients.items()}
-    if lanes.are_batched and a.primal.dim() == b.primal.dim():
-        return _by_order(a, b, factor)  # no need to go through vmap
     return lanes.propagated(push, a, b)[0]
-
-
-def _by_order(a: Jet, b: Jet, factor: Any) -> dict[int, tuple[Tensor, ...]]:
-    found: dict[int, tuple[Tensor, ...]] = {}
-    for order in sorted({*a.coefficients, *b.coefficients}):
-        one, other = a.coefficients.get(order, (None,))[0], b.coefficients.get(order, (None,))[0]
-        found[order] = (plus(one, scaled(other, factor)),)
-    return found
 
 
 # ---- which rule an operator has ------------------------------------------------------------------

@@ -17,7 +17,7 @@ import json
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any, Literal, TypeVar
 
@@ -87,7 +87,6 @@ class CompileCache:
         self._use = CacheUse(str(disk.directory) if disk else "")
         self._backend = backend
         self._target = target
-        self._known: tuple[str | None] | None = None
         self._contents: dict[Leaf, str | None] = {}
         self._native: torch_native.NativeLibrary | None = None
 
@@ -104,21 +103,18 @@ class CompileCache:
     def begin(self) -> None:
         """Starts a compile: reads the settings again."""
         self._use = CacheUse(self._use.directory)
-        self._known = None
+        vars(self).pop("_facts", None)
 
-    @property
+    @cached_property
     def _facts(self) -> str | None:
         """Digest of all facts besides the graph that results depend on; None keeps nothing."""
         # Computed when first needed: Inductor's settings take longer to import than a file to load.
-        if self._known is None:
-            facts = torch_facts.facts() if self._disk is not None else None
-            self._known = (None if facts is None else self._with_own(facts),)
-            if facts is None and self._disk is not None:
-                # No key can describe a function of the user's.
-                self._use.not_kept.append(
-                    "a setting of Inductor holds code, which no key describes"
-                )
-        return self._known[0]
+        if self._disk is None:
+            return None
+        facts = torch_facts.facts()
+        if facts is None:  # no key can describe a function of the user's
+            self._use.not_kept.append("a setting of Inductor holds code, which no key describes")
+        return None if facts is None else self._with_own(facts)
 
     def _with_own(self, facts: Mapping[str, Any]) -> str:
         # Objects depend on the version of Python: our native library is an extension module.

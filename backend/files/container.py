@@ -189,7 +189,7 @@ def read_json(content: bytes) -> Any:
 def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is said twice")
+        raise ValueError("a name is given twice")
     return found
 
 

@@ -80,7 +80,7 @@ def read_tensors(
         raise FileError("the header of its tensors is longer than they are")
     header = read_json(source.read(length))
     header.pop("__metadata__", None)
-    rows = [(*_described(name, said), name) for name, said in header.items()]
+    rows = [(*_described(name, entry), name) for name, entry in header.items()]
     end = 0
     for begin, row_end, described, name in sorted(rows, key=lambda row: row[:2]):
         if begin != end:
@@ -96,8 +96,8 @@ def read_tensors(
         raise FileError("there is something behind the tensors")
 
 
-def _described(name: str, said: Any) -> tuple[int, int, Described]:
-    dtype, shape, (begin, end) = _DTYPES[said["dtype"]], said["shape"], said["data_offsets"]
+def _described(name: str, entry: Any) -> tuple[int, int, Described]:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise FileError(f"{name} has no such shape or place")
     if end - begin != math.prod(shape) * dtype.itemsize:

@@ -447,7 +447,7 @@ def from_networkx(graph: networkx.MultiDiGraph[Any]) -> ir.Program:
 # ---- As torch.export has it ----------------------------------------------------------------------
 
 
-_SAID = "lazyinline"  # key in what PyTorch saves of a graph for others
+_RECORD = "lazyinline"  # key in what PyTorch saves of a graph for others
 
 
 def to_exported(program: ir.Program) -> ExportedProgram:
@@ -474,7 +474,7 @@ def to_exported(program: ir.Program) -> ExportedProgram:
             reason = str(error).strip().partition("\n")[0]
             raise ExportError(f"torch.export cannot take this program: {reason}") from error
     if not values:  # a text does not hold the guards on sizes
-        exported.graph_module.meta.setdefault("custom", {})[_SAID] = {
+        exported.graph_module.meta.setdefault("custom", {})[_RECORD] = {
             "text": text_to_compare(program),
             "graph": digest_of(exported.graph_module),
             "tensors": tensor_names(module),
@@ -503,16 +503,16 @@ def _zeros(type_: TensorType) -> torch.Tensor:
 
 def program_in(exported: ExportedProgram) -> tuple[ir.Program, Any] | None:
     """Returns the program that was exported, and the leaves of its result; None if unknown."""
-    said = exported.graph_module.meta.get("custom", {}).get(_SAID)
-    if said is None or said["graph"] != digest_of(exported.graph_module):
+    record = exported.graph_module.meta.get("custom", {}).get(_RECORD)
+    if record is None or record["graph"] != digest_of(exported.graph_module):
         return None
     held = {**exported.constants, **exported.state_dict}
     try:
-        read = parse_program(said["text"])
+        read = parse_program(record["text"])
     except ParseError:  # of an operator that is a Python function of the user's
         return None
-    program = with_tensors(read, [held[name] for name in said["tensors"]])
+    program = with_tensors(read, [held[name] for name in record["tensors"]])
     for source, value in zip(program.sources, program.inputs, strict=True):
         if isinstance(source, ir.ModelTensor) and TensorType.of(source.tensor) != value.type:
             return None
-    return program, tuple(map(tuple, said["leaves"]))
+    return program, tuple(map(tuple, record["leaves"]))

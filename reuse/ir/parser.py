@@ -365,13 +365,13 @@ class _Reader:
         types = closure.output_types
         if len(types) != len(names):
             self._fail(line, f"{len(names)} names for {len(types)} results")
-        said = {word.arg: self._constant(word.value, str) for word in call.keywords}
-        mark = said.get("recompute", "")
-        if not said.keys() <= {"at", "recompute"} or mark not in get_args(ir.RecomputeMark):
+        options = {word.arg: self._constant(word.value, str) for word in call.keywords}
+        mark = options.get("recompute", "")
+        if not options.keys() <= {"at", "recompute"} or mark not in get_args(ir.RecomputeMark):
             self._fail(call, "expected at='path' or recompute='full', 'selective' or 'save'")
         results = {n: ir.Value(t, n) for t, n in zip(types, names, strict=True)}
         values.update(results)
-        return ir.Call(closure, args, tuple(results.values()), said.get("at", ""), mark)
+        return ir.Call(closure, args, tuple(results.values()), options.get("at", ""), mark)
 
     def _called(self, tree: Any, args: tuple[ir.Value, ...]) -> ir.Closure:
         name = ast.unparse(tree)
@@ -435,7 +435,7 @@ class _Reader:
             input_names=tuple(
                 own for name, type_, _ in inputs for own in reading.flat_names(name, type_)
             ),
-            **self._said(words),
+            **self._settings(words),
             num_nodes=num_nodes,
             first_target=self._first_target(tree.body[0]),
             is_sum=self._is_sum(tree),
@@ -465,7 +465,7 @@ class _Reader:
                 return is_add and is_plain and names == [x.arg for x in tree.args.args]
         return False
 
-    def _said(self, words: list[str]) -> dict[str, Any]:
+    def _settings(self, words: list[str]) -> dict[str, Any]:
         kernels = next((kind for kind in get_args(ir.Kernels) if kind in words), "backend")
         return {"level": "aten" if "aten" in words else "composite", "kernels": kernels}
 
@@ -500,12 +500,16 @@ class _Reader:
         if len(found) < len(given):
             self._fail(last, "expected tensors")
         outputs = self._outputs(tree) or found
-        if not reading.are_equal(
-            flat_types(outputs), found, self._sizes
-        ):  # a kernel writes as much as they give
+        # A kernel writes as much as the operators give.
+        if not reading.are_equal(flat_types(outputs), found, self._sizes):
             self._fail(tree, "the header has other results than the operators give")
         return ir.Leaf(
-            self._name(tree.name), module, tuple(types), tuple(outputs), names, **self._said(words)
+            self._name(tree.name),
+            module,
+            tuple(types),
+            tuple(outputs),
+            names,
+            **self._settings(words),
         )
 
     def _node(

@@ -106,20 +106,20 @@ class LeafLater(Leaf):
 
 def has_stated_type(node: torch.fx.Node, line: Any) -> bool:
     """Whether a node's type is the one in its line."""
-    said = getattr(line, "annotation", None)
+    stated = getattr(line, "annotation", None)
     texts = [node_type(node).replace("[]", "")]
-    if said is not None:
-        texts.append(ast.unparse(said).translate(_AS_TYPES))
+    if stated is not None:
+        texts.append(ast.unparse(stated).translate(_AS_TYPES))
     # The stride of a dimension of size one is arbitrary, and operators differ in it.
     plain = [_STRIDE_OF_ONE.sub("1:1", ast.unparse(parsed(text))) for text in texts]
     return plain[-1] in (plain[0], "...")
 
 
-def are_equal(said: list[TensorType], found: list[TensorType], sizes: ReadSizes) -> bool:
+def are_equal(stated: list[TensorType], found: list[TensorType], sizes: ReadSizes) -> bool:
     """Whether types are equal; if two expressions of sizes are, that becomes a guard."""
-    if said == found or list(map(_kind, said)) != list(map(_kind, found)):
-        return said == found
-    rows = (map(_numbers, both) for both in zip(said, found, strict=True))
+    if stated == found or list(map(_kind, stated)) != list(map(_kind, found)):
+        return stated == found
+    rows = (map(_numbers, both) for both in zip(stated, found, strict=True))
     pairs = [pair for one, other in rows for pair in zip(one, other, strict=False)]
     return all(a == b or sizes.are_equal(a, b) for a, b in pairs)
 

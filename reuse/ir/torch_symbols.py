@@ -312,9 +312,9 @@ def _with_sizes(
         if waiting is not None and node.op != "placeholder":
             waiting(graph)
             waiting = None
-        args = tuple(map_aggregate(node.args, swap)) if node.op == "call_function" else ()
-        kwargs = dict(map_aggregate(node.kwargs, swap)) if node.op == "call_function" else {}
         if node.op == "call_function":
+            args = tuple(map_aggregate(node.args, swap))
+            kwargs = dict(map_aggregate(node.kwargs, swap))
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
             copies[node].meta.update(node.meta)
         else:
