@@ -71,11 +71,7 @@ def check_count(micro_batches: int, error: type[LazyInlineError] = PlanError) ->
 
 
 def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Sequence[Any]:
-    """Returns the equal parts of a tensor, or ``count`` times anything else in a batch.
-
-    Raises:
-        PlanError, PipelineError: if the tensor cannot be split equally.
-    """
+    """Returns the equal parts of a tensor, or ``count`` times anything else in a batch."""
     if count == 1 or not isinstance(leaf, Tensor):
         return [leaf] * count
     if leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]:
@@ -84,9 +80,6 @@ def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Se
             "micro-batches along dimension 0. Change micro_batches or the batch size."
         )
     return leaf.tensor_split(count)
-
-
-# ---- the loss ------------------------------------------------------------------------------------
 
 
 LossFunction = Callable[[Any], torch.Tensor]

@@ -20,19 +20,9 @@ from ..backend.files.torch_store import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded, format_program
 from ..reuse.process import own_places
+from . import inspection
 from .advise import advise
 from .fit import fit
-from .inspection import (
-    FORM,
-    load_target,
-    opened_as_ranks,
-    parts_text,
-    pass_lists,
-    programs_of_file,
-    show_after,
-    show_captured,
-    show_primitives,
-)
 from .measure import MeasureReport, measure
 from .onnx.export import export_onnx
 from .options import Options
@@ -83,13 +73,10 @@ def bench(
     say: Callable[[str], None],
     **options: Any,
 ) -> list[MeasureReport]:
-    """Measures all rows and reports each as soon as it is known.
+    """Measures all rows and says each as soon as it is known.
 
-    Args:
-        make: returns a model and its inputs, for a number of layers if ``layers`` has some.
-        layers: numbers of layers, or none.
-        say: called with each line.
-        options: those of :func:`lazyinline.measure`.
+    ``make`` returns a model and its inputs, for a number of layers if ``layers`` has some;
+    ``options`` are those of :func:`lazyinline.measure`.
     """
     # All depths share C++ kernels. Without a warm-up the first row would pay for them.
     if layers:
@@ -142,7 +129,7 @@ def run_bench(options: argparse.Namespace) -> None:
         )
         layers = layers or DEFAULT_LAYERS
     else:
-        make = partial(load_target, options.model)
+        make = partial(inspection.load_target, options.model)
     reports = bench(
         make,
         layers,
@@ -166,10 +153,11 @@ def _say(line: str) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     """Runs ``inspect``: prints a model's programs."""
     if options.passes:
-        print(pass_lists(), end="")
+        print(inspection.pass_lists(), end="")
         return
     if options.target is None:
-        raise LazyInlineError(f"inspect needs a target, or --passes. A target is {FORM}.")
+        form = inspection.FORM
+        raise LazyInlineError(f"inspect needs a target, or --passes. A target is {form}.")
     if options.diff and options.after is None:
         raise LazyInlineError("--diff shows what one pass changed: name it with --after PASS.")
     if options.level == "primitive" and (options.after or options.recompute):
@@ -182,17 +170,18 @@ def run_inspect(options: argparse.Namespace) -> None:
             raise LazyInlineError(
                 "A file has captured programs only: leave out --after, --level and --diff."
             )
-        for what, program in programs_of_file(options.target):
+        for what, program in inspection.programs_of_file(options.target):
             print(folded(f"// {what}"), format_program(program), sep="\n", end="")
         return
-    target = load_target(options.target)
+    target = inspection.load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
     source: Shown = "show" if options.source else "hide"
     if options.after is None:
-        show = show_primitives if options.level == "primitive" else show_captured
+        of_primitives = options.level == "primitive"
+        show = inspection.show_primitives if of_primitives else inspection.show_captured
         print(show(target, settings, train=options.train, source=source), end="")
         return
-    text = show_after(
+    text = inspection.show_after(
         options.after,
         target,
         settings,
@@ -208,7 +197,7 @@ def run_export(options: argparse.Namespace) -> None:
     """Runs ``export``: writes an ONNX file."""
     same: dict[str, Any] = {"functions": not options.flat, "opset": options.opset}
     if _is_file(options.target):
-        found = programs_of_file(options.target, bound=True)
+        found = inspection.programs_of_file(options.target, bound=True)
         program = next((one for what, one in found if what.endswith("inference")), None)
         if program is None or options.train:
             raise LazyInlineError(
@@ -217,7 +206,7 @@ def run_export(options: argparse.Namespace) -> None:
             )
         print(export_onnx(program, (), options.file, verify=False, **same))
         return
-    model, args, kwargs = load_target(options.target)
+    model, args, kwargs = inspection.load_target(options.target)
     same |= {"kwargs": kwargs, "reuse": options.reuse, "train": options.train}
     print(export_onnx(model, args, options.file, verify=not options.no_verify, **same))
 
@@ -226,8 +215,8 @@ def run_report(options: argparse.Namespace) -> None:
     """Runs ``report``: measures a model, prints the report, writes a page."""
     _check_folders(options.html)
     if _is_file(options.target):
-        print(parts_text(options.target))
-        for ranks, made in opened_as_ranks(options.target):
+        print(inspection.parts_text(options.target))
+        for ranks, made in inspection.opened_as_ranks(options.target):
             print(*([f"// {ranks}", made.plan] if ranks else []), made.last_report, sep="\n")
             if options.html is not None:
                 page = options.html.with_stem(
@@ -236,7 +225,7 @@ def run_report(options: argparse.Namespace) -> None:
                 shown = made.plan if isinstance(made, Pipeline) else made
                 (shown if ranks else made.last_report).save_html(page)
         return
-    model, args, kwargs = load_target(options.target)
+    model, args, kwargs = inspection.load_target(options.target)
     report = measure(
         model,
         args,
@@ -269,14 +258,14 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 def run_advise(options: argparse.Namespace) -> None:
     """Runs ``advise``: prints which classes to mark."""
-    model, args, kwargs = load_target(options.target)
+    model, args, kwargs = inspection.load_target(options.target)
     train = not options.infer
     print(advise(model, args, kwargs, train=train, backend=options.backend))
 
 
 def run_fit(options: argparse.Namespace) -> None:
     """Runs ``fit``: prints the memory of a rank of a mesh."""
-    model, args, kwargs = load_target(options.model)
+    model, args, kwargs = inspection.load_target(options.model)
     found = fit(
         model,
         args,

@@ -24,7 +24,7 @@ from ..reuse.ir.printer import bytes_text
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse
 from .capture.regions import ModeChoice, SharingDecision
-from .reuse_table import shared_classes
+from .reuse_table import alike, shared_classes
 
 _MAX_PATHS = 3  # named in one line of parts
 _MAX_CLASSES = 2  # named in a headline
@@ -54,12 +54,8 @@ class ClosureRecord:
 class PartRecord:
     """How one part runs of a model that runs eagerly as a whole.
 
-    Attributes:
-        path: the path of the module.
-        class_name: the class of the module.
-        num_programs: the number of programs for its calls.
-        ran_eagerly: why its newest call ran eagerly, if it did.
-        is_small: whether that was because a program would be too small.
+    ``ran_eagerly`` says why its newest call ran eagerly, if it did; ``is_small`` whether that was
+    because a program would be too small.
     """
 
     path: str
@@ -76,24 +72,15 @@ class PartRecord:
 
 def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
     """Yields a line for each group of parts of one class that run in the same way."""
-    alike: dict[tuple[str, str], list[PartRecord]] = {}
-    for part in parts:
-        alike.setdefault((part.class_name, part.how), []).append(part)
-    for (class_name, how), group in alike.items():
+    for group in alike(parts, lambda part: (part.class_name, part.how)):
         paths = ", ".join(part.path for part in group[:_MAX_PATHS])
         more = f" and {len(group) - _MAX_PATHS} more" if len(group) > _MAX_PATHS else ""
-        yield f"{paths}{more} ({class_name}): {how}"
+        yield f"{paths}{more} ({group[0].class_name}): {group[0].how}"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """The share of a program on several devices that one of them has.
-
-    Attributes:
-        device: the name of the device.
-        tensors: the names of the model's tensors there.
-        arena_bytes: the size of the arena there.
-    """
+    """What one of several devices of a program has: tensors of the model, by name, and an arena."""
 
     device: str
     tensors: tuple[str, ...]

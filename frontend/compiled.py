@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,7 +21,6 @@ from ..reuse.ir.torch_symbols import Values
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
 from .capture.surroundings import one_at_a_time
-from .report import CompileReport
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class CompiledProgram:
         without: returns the program with a backward for a loss that leaves some outputs unused.
         gradients: compiles its gradients as a program, for ``create_graph=True`` and to compute
             them along with the forward; returns None if autograd must run the program for them.
-        linker: with symbolic sizes, links the program for another shape.
+        linker: with symbolic sizes, the :class:`.compiler.Linker` for other shapes.
         lowered: the state of the compile before link, from which a file is written.
         values: the numbers that its symbols have here.
     """
@@ -191,7 +190,7 @@ class CompiledProgram:
     watched_inputs: tuple[int, ...] = ()
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients | None] | None = None
-    linker: Relinking | None = None
+    linker: Any = None
     lowered: Any = None
     values: Values | None = None
 
@@ -243,7 +242,7 @@ class CompiledStep:
     step: StepProgram
     runner: PlannedProgram
     saved_bytes: Callable[[], int]
-    linker: Relinking | None = None
+    linker: Any = None
     lowered: Any = None
 
     @property
@@ -264,18 +263,3 @@ def step_without_tensors(step: StepProgram) -> StepProgram:
 
 
 Compiled: TypeAlias = CompiledProgram | CompiledStep
-
-
-class Relinking(Protocol):
-    """Links a program of symbolic sizes for further shapes."""
-
-    @property
-    def sizes(self) -> Any:
-        """The symbolic sizes, with the guards that the compile put on them."""
-
-    def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
-        """Links the program for sizes that satisfy its guards.
-
-        Raises:
-            PlanError: if it turns out not to be valid for them.
-        """

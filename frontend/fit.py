@@ -168,19 +168,10 @@ def fit(
     batching = Batching(micro_batches)
     # A copy, because a step takes micro-batches in storage of their own, not views.
     first = copied(split_batch(args, kwargs or {}, micro_batches)[0])
-    offline = _Offline(
-        Subject(LossModel(model, loss_fn), *first),
-        batching,
-        mesh,
-        target_named(target),
-        memory_bytes_per_rank,
-        optimizer_tensors,
-        reuse,
-        links,
-        schedule_name(schedule),
-        num_stages,
-        Splitting(split),
-    )
+    subject = Subject(LossModel(model, loss_fn), *first)
+    machine = mesh, target_named(target), memory_bytes_per_rank, optimizer_tensors, reuse, links
+    stages = schedule_name(schedule), num_stages, Splitting(split)
+    offline = _Offline(subject, batching, *machine, *stages)
     asked = offline.fit(plan, recompute)
     if asked.fits:
         return asked

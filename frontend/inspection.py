@@ -251,11 +251,7 @@ def show_after(
     micro_batches: int = 1,
     diff: bool = False,
 ) -> str:
-    """Returns the programs after a pass, verified; with ``diff``, what it changed.
-
-    Raises:
-        LazyInlineError: if there is no such pass.
-    """
+    """Returns the programs after a pass, verified; with ``diff``, what it changed."""
     is_step = way == "step"
     model = LossModel(target.model, None) if is_step else target.model
     goal = step_goal(Batching(micro_batches)) if is_step else Goal(train=train)
@@ -301,9 +297,6 @@ def programs_of_file(path: str, *, bound: bool = False) -> list[tuple[str, Progr
     """Returns the programs of a file, described: the captured one, and those of ranks.
 
     With ``bound`` they have the file's tensors; then those of several ranks are left out.
-
-    Raises:
-        FileError: as :func:`load` does.
     """
     with open_parts(path, None) as parts:
         opened, (_, alike) = Opened(parts, None), _alike(parts)

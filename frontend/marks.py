@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,17 +33,10 @@ _RECOMPUTE = "_lazy_inline_recompute"
 _SAVE = "save"
 _SHARD = "_lazyinline_shard"
 
-ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
-Function = TypeVar("Function", bound=Callable[..., Any])
+Target = TypeVar("Target", bound=Any)
 
 
-@overload
-def lazy_inline(target: ModuleClass) -> ModuleClass: ...
-@overload
-def lazy_inline(target: Function) -> Function: ...
-
-
-def lazy_inline(target: Any) -> Any:
+def lazy_inline(target: Target) -> Target:
     """Marks a layer class: its instances are compiled once and kept as calls.
 
     Works as a decorator on the class or on its ``__init__``, and as a call on a class you do not
@@ -63,10 +56,8 @@ def lazy_inline(target: Any) -> Any:
         ... class Block(nn.Module): ...
         >>> lazy_inline(LlamaDecoderLayer)
     """
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        setattr(target, _MARK, True)
-        return target
-    if inspect.isfunction(target) and target.__name__ == "__init__":
+    is_class = isinstance(target, type) and issubclass(target, nn.Module)
+    if is_class or (inspect.isfunction(target) and target.__name__ == "__init__"):
         setattr(target, _MARK, True)
         return target
     raise ReuseError(
@@ -84,9 +75,6 @@ def _described(target: Any) -> str:
     if isinstance(target, type):
         return f"the class {target.__qualname__}"
     return f"a {type(target).__name__}"
-
-
-Target = TypeVar("Target", bound=Any)
 
 
 def recompute(target: Target, policy: PolicyName | None = "full") -> Target:

@@ -234,15 +234,9 @@ def _finite(value: float | None) -> float | str | None:
 class Workload:
     """A copy of a model and of its inputs, so that a step does not change the user's.
 
-    Args:
-        model: the model.
-        args: positional inputs of a step.
-        kwargs: keyword inputs of a step.
-        train: whether a step computes gradients.
-        micro_batches: the number of parts of the batch that run one after another; the loss is
-            their mean.
-        options: the options that the first step compiles the copy with; None runs it eagerly.
-        torch_compiled: paths of the modules that ``torch.compile`` compiles; "" is the model.
+    The first step compiles the copy with ``options``; without them it runs eagerly, but for the
+    modules at the paths ``torch_compiled`` ("" is the model). The loss is the mean of the
+    micro-batches', which run one after another.
     """
 
     def __init__(

@@ -122,8 +122,6 @@ class KeptOnMesh:
     """The part of a file for a rank's step, or its pipeline stages, over a mesh.
 
     Attributes:
-        model: the model.
-        guard: the guard of the call that it was compiled for.
         lowered: the state of its compile before link.
         plans: the memory plans of a step.
         parameters: returns the rank's parts of parameters.

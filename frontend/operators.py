@@ -42,11 +42,7 @@ _NUMBERS = {"int": 1, "SymInt": 1, "float": 1.75, "number": 1.75, "Scalar": 1.75
 def check_rule(
     operator: Any, rule: Rule, examples: Sequence[Sequence[Any] | Mapping[str, Any]], checks: Checks
 ) -> None:
-    """Compares a rule with its operator, after ``opcheck`` of the operator itself.
-
-    Raises:
-        DecompositionError: if they differ, or there are no inputs to compare them on.
-    """
+    """Raises DecompositionError if a rule differs from its operator, or ``opcheck`` fails."""
     parameters = schema_of(operator).arguments
     with torch.random.fork_rng(devices=[]):
         cases = [_named(operator, parameters, example) for example in examples]
@@ -179,11 +175,7 @@ def _named(
 
 
 def _made(operator: Any, rule: Rule, parameters: Sequence[Any]) -> Iterator[Arguments]:
-    """Yields small examples of the first shape that the operator accepts, and transposed ones.
-
-    Raises:
-        DecompositionError: if it accepts none.
-    """
+    """Yields small examples of the first shape that the operator accepts, and transposed ones."""
     why = ""
     for shape in _SHAPES:
         try:

@@ -50,9 +50,6 @@ from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline, check_sums, table_of
 
-# ---- Steps over a mesh ---------------------------------------------------------------------------
-
-
 _State = TypeVar("_State")
 
 
@@ -161,17 +158,12 @@ def for_checkpoint(state: _State) -> _State:
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.torch_parts import with_pieces
 
-    made: _State = with_pieces(state)
-    return made
+    return with_pieces(state)
 
 
 @contextmanager
 def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
-    """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes.
-
-    Raises:
-        PlanError: if there is no process group, or a step cannot be over the mesh.
-    """
+    """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes."""
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.given import check_mesh
     from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
@@ -230,7 +222,6 @@ class ParallelStep:
         read: Mapping[str, Tensor] | None = None,
     ) -> None:
         assert state.goal.on_mesh is not None
-        assert state.subject is not None
         self.model, self._batch = model, batch
         self._mesh = state.goal.on_mesh.mesh
         self._num_parts = state.goal.batching.micro_batches
@@ -249,8 +240,8 @@ class ParallelStep:
         sources = [s for s in state.captured.program.sources if isinstance(s, ModelTensor)]
         names = [tensor_name(s.name) for s in sources]
         check_leaves([(names[i], sources[i].tensor) for i in self._step.gradients])
-        assert state.subject is not None
         subject = state.subject
+        assert subject is not None
         flat = torch_pytree.flatten((subject.args, subject.kwargs))
         self._guard = Guard(subject.model, state.captured, *flat)
         self._parameters = MeshParameters(model, self._mesh, self._layout_of, read=read)
@@ -378,11 +369,8 @@ class ParallelPipeline(Pipeline):
     """One rank's part of a pipeline over a mesh. Made by :func:`parallelize`.
 
     The parameters of this rank's stages become DTensors over the mesh without the pipeline
-    dimension. Those of other stages are not changed, and get no gradient.
-
-    Args:
-        asked: the arguments of the pipeline.
-        read: parameters loaded from a file, by name, in place of the model's own.
+    dimension. Those of other stages are not changed, and get no gradient. ``read`` has parameters
+    loaded from a file, by name, in place of the model's own.
     """
 
     def __init__(self, asked: AskedPipeline, read: Mapping[str, Tensor] | None = None) -> None:
@@ -462,10 +450,8 @@ class ParallelPipeline(Pipeline):
 class _Agreement:
     """Checks that all ranks of a mesh do the same.
 
-    Attributes:
-        ranks: all ranks.
-        settle: waits for collectives that a failed step left unfinished.
-        collectives: a context in which the collectives of a program run over the mesh.
+    ``settle`` waits for collectives that a failed step left unfinished; ``collectives`` is a
+    context in which those of a program run over the mesh.
     """
 
     def __init__(self, mesh: Any) -> None:

@@ -44,11 +44,7 @@ class ParallelElsewhere:
         self.model, self.plan, self.last_report = first.model, first.plan, first.lowered.report
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises an error, because its ranks are elsewhere.
-
-        Raises:
-            PlanError: always.
-        """
+        """Raises PlanError, because its ranks are elsewhere."""
         raise PlanError(
             "This step was compiled for ranks that are not here: lazyinline.save it, and "
             "lazyinline.load the file on each of them."

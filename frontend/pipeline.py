@@ -156,17 +156,9 @@ def check_sums(sums: Sums) -> None:
 class AskedPipeline:
     """The arguments of a pipeline.
 
-    Attributes:
-        model: the whole model with its loss.
-        batch: splits a batch into micro-batches.
-        context: the options, and the results that compiles share.
-        ranks: the ranks of the pipeline.
-        table: the actions of each rank.
-        splitting: how the model is cut into stages.
-        on_mesh: the mesh that stages are sharded over, if any.
-        opened: loads the state from a file, in place of the passes up to recompute.
-        together: runs a function that may fail on a file; if it fails on one rank, all raise.
-        file: a digest of the file.
+    For a file, ``opened`` loads the state in place of the passes up to recompute, ``together`` runs
+    a function that may fail on the file (if it fails on one rank, all raise), and ``file`` is its
+    digest.
     """
 
     model: LossModel
@@ -319,12 +311,7 @@ class Pipeline:
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
         places = [self._places[id(source)] for source in stage.model_tensors]
-
-        def tensors() -> list[Tensor]:
-            present = self._local()
-            return [present[place] for place in places]
-
-        return tensors
+        return lambda: list(map(self._local().__getitem__, places))
 
     def _check_tensors(self, users: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that tensors which several ranks hold have equal initial values."""
@@ -519,10 +506,7 @@ class Pipeline:
 
 
 class PipelineElsewhere(Pipeline):
-    """A pipeline that is compiled for ranks on other machines, for ``save`` to write.
-
-    Made by :func:`pipeline`.
-    """
+    """A pipeline compiled for ranks on other machines, to be saved. Made by :func:`pipeline`."""
 
     def __init__(self, asked: AskedPipeline, optimizer: StepOptimizer | None) -> None:
         state = asked.begun()
@@ -536,11 +520,7 @@ class PipelineElsewhere(Pipeline):
             self._made = tuple(map(fitted, ranks))
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises an error, because its ranks are elsewhere.
-
-        Raises:
-            PipelineError: always.
-        """
+        """Raises PipelineError, because its ranks are elsewhere."""
         raise PipelineError(
             "This pipeline was compiled for ranks that are not here: lazyinline.save it, and "
             "lazyinline.load the file on each of them."
@@ -548,11 +528,7 @@ class PipelineElsewhere(Pipeline):
 
 
 def fitted(state: RankCompilation) -> RankCompilation:
-    """Runs the passes from recompute to link, again with less memory until the plan fits.
-
-    Raises:
-        PipelineError: if no plan fits.
-    """
+    """Runs the passes from recompute to link, with less memory each time until the plan fits."""
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
         limit = limit_bytes(made, state.rank)

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from ..reuse.ir.printer import WIDTH
 from .capture.blocks import Reuse, first_repeated
 from .capture.regions import SharingDecision, text_of_keys
 
+Item = TypeVar("Item")
 _HEAD = "block"
 _CALLS = 7
 _INDENT = "  "
@@ -20,13 +22,11 @@ _WIDTH = WIDTH - len(_INDENT)
 """The width of the table, which a report indents."""
 
 
-def alike(
-    decisions: Iterable[SharingDecision], kind: Callable[[SharingDecision], Hashable]
-) -> list[list[SharingDecision]]:
-    """Groups decisions by kind, in the order of the first of each kind."""
-    groups: dict[Hashable, list[SharingDecision]] = {}
-    for decision in decisions:
-        groups.setdefault(kind(decision), []).append(decision)
+def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Groups items by kind, in the order of the first of each kind."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
     return list(groups.values())
 
 

@@ -37,16 +37,9 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class StepOptimizer:
-    """The optimizer of a training step.
+    """The user's optimizer in a training step; ``target`` is the GPU, if it need not be here.
 
-    Args:
-        optimizer: the user's optimizer.
-        max_norm: clips the total norm of all gradients, if given.
-        scaler: scales the loss, and skips updates with gradients that are not finite.
-        target: the GPU that programs are compiled for, if it need not be here.
-
-    Attributes:
-        why_after: why the update runs after the step's program; empty if it is part of it.
+    ``why_after`` says why the update runs after the step's program; empty if it is part of it.
     """
 
     def __init__(
@@ -76,7 +69,9 @@ class StepOptimizer:
     def groups(self, why_after: str = "") -> tuple[UpdateGroup, ...]:
         """Returns the updates to compile into a program; none if they run after it."""
         # Kept from the first compile on: a later change moves the update after the step.
-        if self._is_for_gpu() and not self._fixed:
+        tensors = (p for group in self.optimizer.param_groups for p in group["params"])
+        is_for_gpu = self._target is not None or any(p.is_cuda for p in tensors)
+        if is_for_gpu and not self._fixed:
             self._fixed = self._fixed_now()
         structure = self._structure()
         if structure != self._compiled_for:
@@ -143,10 +138,6 @@ class StepOptimizer:
         found = (_why_not(group, devices) for group in self.optimizer.param_groups)
         return next(filter(None, found), "")
 
-    def _is_for_gpu(self) -> bool:
-        groups = self.optimizer.param_groups
-        return self._target is not None or any(p.is_cuda for g in groups for p in g["params"])
-
     def _fixed_now(self) -> list[list[float]]:
         return [_settings_of(group)[1:] for group in self.optimizer.param_groups]
 
@@ -201,9 +192,8 @@ class StepOptimizer:
     ) -> None:
         """Updates the parameters by their ``.grad``, as a training loop does.
 
-        Args:
-            total_norm: computes the norm of the gradients, including those on other ranks.
-            agree: makes the scaler's found_inf equal on all ranks.
+        ``total_norm`` includes gradients on other ranks; ``agree`` makes the scaler's found_inf
+        equal on all of them.
         """
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -217,17 +207,12 @@ class StepOptimizer:
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
-    # ---- the tensors that a program is bound to ----------------------------------------------
-
     def bound(
         self, updates: Updates, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], StateFacts]:
         """Returns the tensors that a program takes besides the model's, and facts of their state.
 
         Missing state is created, as PyTorch creates it before the first step.
-
-        Raises:
-            PlanError: if a loaded state has other strides or another dtype than its parameter.
         """
         for index in updates.parameters:
             # The program sets no gradient, so an older one must not stay.
@@ -246,11 +231,7 @@ def step_optimizer(
     scaler: torch.amp.GradScaler | None,
     target: str | None = None,
 ) -> StepOptimizer | None:
-    """Returns the optimizer of a step, if it has one.
-
-    Raises:
-        PlanError: if ``optimizer`` is none, or there are options without an optimizer.
-    """
+    """Returns the optimizer of a step, if it has one; refuses options without an optimizer."""
     if optimizer is not None:
         return StepOptimizer(optimizer, max_norm, scaler, target)
     if max_norm is not None or scaler is not None:
@@ -264,11 +245,7 @@ _SAVED = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
 def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) -> Any:
-    """Returns an optimizer without its state, as JSON data.
-
-    Raises:
-        FileError: if its update cannot be part of a program (not SGD, Adam or AdamW, or hooks).
-    """
+    """Returns an optimizer without its state, as JSON data; refuses one that runs after a step."""
     if optimizer is None:
         return None
     if why := optimizer.why_after:
@@ -287,10 +264,7 @@ def optimizer_data(optimizer: StepOptimizer | None, names: Mapping[int, str]) ->
 def optimizer_of(data: Any, tensors: Callable[[str], torch.Tensor], *, trusted: bool) -> Optimizer:
     """Returns the optimizer that :func:`optimizer_data` wrote.
 
-    Args:
-        data: the JSON data.
-        tensors: returns a tensor by name.
-        trusted: makes it without its constructor, whose checks import Dynamo.
+    A trusted one is made without its constructor, whose checks import Dynamo.
     """
     kind, groups, defaults = data
     numbers = {n: decode_value(v) for n, v in defaults.items()}

@@ -97,7 +97,7 @@ def check(buffers: Buffers, found: ArenaPlan, alignment: int = 64) -> None:
 
 
 @given(problems(40), st.sampled_from([1, 64, 100]))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_plans_are_valid(buffers: Buffers, alignment: int) -> None:
     check(buffers, plan(buffers, alignment=alignment, effort_s=0.02), alignment)
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_planned_at_the_bound_is_planned_right_above_it() -> None
 
 
 @given(problems(40))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_searched_plans_are_valid_and_not_worse(buffers: Buffers) -> None:
     options = {"effort_s": 0.02, "fit": torch_native.first_fit}
     found = plan(buffers, **options, exact=torch_native.exact_search)

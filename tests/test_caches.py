@@ -130,21 +130,6 @@ def test_a_static_cache_is_written_in_its_own_tensors() -> None:
     assert compiles == 2  # one for the prompt, one for every token
 
 
-def test_caches_of_encoder_and_decoder_are_filled_as_in_eager() -> None:
-    model, expected, run = pair(t5)
-    cache = wanted = None
-    with torch.no_grad():
-        encoded = model.encoder(tokens(6))
-        for step in range(3):
-            arguments = {"encoder_outputs": encoded, "decoder_input_ids": tokens(1, seed=step)}
-            output = run(**arguments, past_key_values=cache)
-            want = expected(**arguments, past_key_values=wanted)
-            assert_close(output, want)
-            assert cache is None or output.past_key_values is cache
-            cache, wanted = output.past_key_values, want.past_key_values
-    assert not run.last_report.ran_eagerly
-
-
 @pytest.mark.sweep
 def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
     model, expected, run = pair(gpt2)

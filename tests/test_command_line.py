@@ -362,7 +362,7 @@ def test_an_interrupt_ends_in_one_line(
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "load_target", interrupted)
+    monkeypatch.setattr(commands.inspection, "load_target", interrupted)
     assert main(["inspect", f"{models}:good"]) == 130
     assert capsys.readouterr().err == "lazyinline: interrupted\n"
     with pytest.raises(KeyboardInterrupt):

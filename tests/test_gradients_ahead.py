@@ -288,6 +288,7 @@ def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(
 
 @pytest.mark.parametrize("result", ["both", "mean"])
 @pytest.mark.parametrize("habit", [forces, dynamics])
+@pytest.mark.sweep(keep=["forces-both", "dynamics-mean"])
 def test_results_get_what_comes_to_them_through_each_other_after_a_habit(
     habit: Use, result: str, num_ahead: Callable[[], int]
 ) -> None:

@@ -173,6 +173,7 @@ def of_the_input(linear: nn.Module, x: Tensor) -> Any:
         *((run, torch.inference_mode) for run in (in_part, at_the_end)),  # eager refuses the third
     ],
 )
+@pytest.mark.sweep(keep=["in_part", "at_the_end-no", "of_the_input-no"])
 def test_grad_mode_switched_inside_gives_results_the_history_that_eager_gives(
     run: Callable[..., Any], mode: Callable[[], Any]
 ) -> None:

@@ -20,7 +20,7 @@ import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.autodiff.traces.torch_make_fx import SizesAt
 from lazyinline.backend.gpu.targets import target_named
-from lazyinline.frontend.passes import recompute_choice
+from lazyinline.frontend.passes import context
 from lazyinline.recompute.fit_budget import BudgetFit
 from lazyinline.recompute.solver import (
     CutProblem,
@@ -309,7 +309,7 @@ def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
 @pytest.fixture
 def beside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the CPU a host, as a GPU has one, and copies that cost next to nothing."""
-    monkeypatch.setattr(recompute_choice, "CPU", replace(CPU, host_bytes_per_s=1e15))
+    monkeypatch.setattr(context, "CPU", replace(CPU, host_bytes_per_s=1e15))
 
 
 @pytest.mark.parametrize(("door", "backend"), [("compile_step", "eager"), ("compile", "inductor")])

@@ -17,17 +17,8 @@ from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
+from . import torch_engine as engine
 from .gradients import FirstBackward, Gradients, ResultLinks, by_pytorch, drawing
-from .torch_engine import (
-    Aliases,
-    GeneratorStates,
-    SavedTensors,
-    are_batched,
-    cotangent_like,
-    graph_is_kept,
-    needed_edges,
-    will_run,
-)
 
 _MAX_BACKWARDS = 8  # the most recently used are kept
 _MAX_LATE = 8  # runs; two steps of training on forces: then the forward computes gradients
@@ -36,14 +27,8 @@ _MAX_LATE = 8  # runs; two steps of training on forces: then the forward compute
 class Backward:
     """Runs one compiled backward of a program.
 
-    Args:
-        compiled: a program with a derivative.
-        full: the derivative with a cotangent for every output.
-
-    Attributes:
-        outputs: the outputs whose cotangents it takes.
-        types: the types of these cotangents.
-        places: the positions of its gradients among all gradients.
+    It takes cotangents of some ``outputs``; ``places`` are the positions of its gradients among all
+    gradients, those of the derivative ``full``.
     """
 
     def __init__(self, compiled: CompiledProgram, full: Derivative) -> None:
@@ -87,8 +72,7 @@ def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
 class Backwards:
     """The backwards of a program, each made when a loss first needs it.
 
-    Attributes:
-        expected: the one that the next forward prepares for: the last that ran.
+    The next forward prepares for the one that is ``expected``: the last that ran.
     """
 
     def __init__(self, compiled: CompiledProgram) -> None:
@@ -101,12 +85,8 @@ class Backwards:
         """Returns the backward for a loss that left these outputs unused.
 
         If none can be made (see ``MissingCotangents``), it is the one for all outputs, and the
-        caller passes zeros for the unused ones.
-
-        Args:
-            unused: positions of outputs.
-            may_be_late: whether the next forward likely needs no backward, so that PyTorch's
-                kernels suffice for this one.
+        caller passes zeros for the unused ones. It ``may_be_late``, by PyTorch's kernels, if the
+        next forward likely needs no backward.
         """
         made, is_late = self._full, self._compiled.has_late_backward and not unused
         if unused or (is_late and not (may_be_late and self._waits())):
@@ -156,9 +136,7 @@ class Backwards:
 class Bridge:
     """Runs a compiled program as a node of autograd; its runs share this object.
 
-    Args:
-        compiled: a program with a derivative.
-        written: positions of inputs that are overwritten after each run.
+    The inputs at the positions ``written`` are overwritten after each run.
     """
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
@@ -167,7 +145,7 @@ class Bridge:
         self._compiled, self.facts = compiled, compiled.facts
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
-        self.aliases = Aliases(self.facts.view_roots, derivative.cotangent_outputs)
+        self.aliases = engine.Aliases(self.facts.view_roots, derivative.cotangent_outputs)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
         # The old value of a buffer that the forward overwrites is saved as a copy.
@@ -176,7 +154,7 @@ class Bridge:
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
         types = derivative.backward.input_types
-        self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
+        self.saved = engine.SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
         # Inputs that only a derivative of the backward may need. Those that the forward overwrites
@@ -193,15 +171,14 @@ class Bridge:
     def note(self, edges: Sequence[Any], used: tuple[int, ...]) -> bool:
         """Notes which gradients a backward computes, if it computes none of the model's tensors.
 
-        Returns:
-            Whether it computes none of those, so that the next forward may compute the gradients.
+        Returns whether it computes none of those: the next forward may compute the gradients.
         """
         first = self.facts.first_trained
         if first is None:
             return False
         request = None
-        if not will_run(edges[first][0]):  # tested for one parameter in place of many
-            places = tuple(self.derivative.gradient_inputs[i] for i in needed_edges(edges))
+        if not engine.will_run(edges[first][0]):  # tested for one parameter in place of many
+            places = tuple(self.derivative.gradient_inputs[i] for i in engine.needed_edges(edges))
             request = GradientRequest(used, (), places, is_differentiated=False)
         self.facts.habit.note(request)
         return request is not None
@@ -239,8 +216,7 @@ class Bridge:
 
     def _outputs(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         step = Step(self, inputs, self.backwards.for_forward())
-        outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
-        return outputs
+        return _CompiledFunction.apply(step, *self.pick_wanted(inputs))
 
     def _again(self, node: Any) -> Sequence[torch.Tensor]:
         """Runs the forward of an autograd node again, operator by operator."""
@@ -277,7 +253,7 @@ class Step:
     inputs: Sequence[torch.Tensor]
     prepared: Backward
     flight: Any = None
-    drawn_from: GeneratorStates | None = None
+    drawn_from: engine.GeneratorStates | None = None
     used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
@@ -296,11 +272,7 @@ class Step:
             self._others_versions = counted
 
     def inputs_again(self, ctx: Any) -> list[torch.Tensor]:
-        """Returns all inputs, for a backward that will be differentiated.
-
-        Raises:
-            RuntimeError: if one was changed in-place or freed since the forward.
-        """
+        """Returns all inputs, checked to be unchanged, for a backward to be differentiated."""
         places = self.bridge.derivative.kept_inputs
         found = dict(zip(places, ctx.saved_tensors[: len(places)], strict=True))
         for tensor, version in zip(self.others, self._others_versions, strict=False):
@@ -329,7 +301,7 @@ class Step:
             saved = ctx.saved_tensors[: self.bridge.num_kept]
             kept = self.bridge.saved.as_saved(saved)
         flight = self.flight
-        if graph_is_kept():
+        if engine.graph_is_kept():
             return kept, flight, "keep"
         # After a backward that frees the graph, another one may follow for outputs that share no
         # saved tensor with it, as in eager.
@@ -354,7 +326,7 @@ class _CompiledFunction(torch.autograd.Function):
         step.inputs = ()
         aliases = bridge.aliases
         if bridge.draws:
-            step.drawn_from = GeneratorStates(x.device for x in inputs)
+            step.drawn_from = engine.GeneratorStates(x.device for x in inputs)
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight.foreign if step.flight is not None else ()
@@ -382,7 +354,7 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         if all(cotangent is None for cotangent in cotangents):  # no gradient flows through here
             return (None,) * (1 + len(ctx.step.bridge.derivative.gradient_inputs))
-        if are_batched(cotangents):
+        if engine.are_batched(cotangents):
             return ctx.step.bridge.by_pytorch(ctx, cotangents)  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             may_be_late = ctx.step.is_differentiated
@@ -398,7 +370,7 @@ class _CompiledFunction(torch.autograd.Function):
         inputs = ctx.step.inputs_again(ctx)
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
-        asked = tuple(wanted[i] for i in needed_edges(ctx.next_functions))
+        asked = tuple(wanted[i] for i in engine.needed_edges(ctx.next_functions))
         first = FirstBackward(
             bridge.gradients,
             tuple(i for i in outputs if cotangents[i] is not None),
@@ -440,7 +412,7 @@ class _CompiledFunction(torch.autograd.Function):
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
         seeds = [
-            cotangent_like(t, cotangents[i])
+            engine.cotangent_like(t, cotangents[i])
             for i, t in zip(backward.outputs, backward.types, strict=True)
         ]
         gradients = backward.gradients(flight, kept, seeds, graph)
@@ -452,7 +424,7 @@ class _CompiledFunction(torch.autograd.Function):
                 if place in absent:
                     results[place + 1] = None
                 elif results[place + 1] is None:
-                    results[place + 1] = cotangent_like(type_)
+                    results[place + 1] = engine.cotangent_like(type_)
             if any(output in left for output in backward.outputs):
                 _refuse_no_numbers(bridge.program, left, [g for g in results if g is not None])
         return results
@@ -461,11 +433,7 @@ class _CompiledFunction(torch.autograd.Function):
 def _refuse_no_numbers(
     program: Program, unused: Sequence[int], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Checks gradients that were computed with zeros for missing cotangents.
-
-    Raises:
-        PlanError: if one is NaN, which zero times an infinite derivative gives.
-    """
+    """Raises PlanError for NaN in gradients that took zeros in place of missing cotangents."""
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     names = _names(program, unused)

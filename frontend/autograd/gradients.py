@@ -26,17 +26,7 @@ import torch
 from ...backend.run.planned import unchanged
 from ...reuse.torch_names import versions_of
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest, Habit
-from .torch_engine import (
-    GeneratorStates,
-    are_batched,
-    cotangent_like,
-    current_backward,
-    graph_is_kept,
-    is_watched,
-    new_alias,
-    outside_of_batch,
-    will_run,
-)
+from . import torch_engine as engine
 
 Again = Callable[[Any], Sequence[torch.Tensor]]
 """Runs a forward again, operator by operator, given its autograd node."""
@@ -45,9 +35,7 @@ Again = Callable[[Any], Sequence[torch.Tensor]]
 class ResultLinks:
     """Gives the results of a program autograd nodes of their own.
 
-    Args:
-        order: the results that have a gradient, in the order in which they are computed.
-        name: returns the names of results, for a warning.
+    ``order`` has those with a gradient, as they are computed; ``name`` names them for a warning.
     """
 
     def __init__(self, order: Sequence[int], name: Callable[[Iterable[int]], str]) -> None:
@@ -108,10 +96,10 @@ class _Call:
         """Returns the gradients of earlier results through this one, if they are observed."""
         self._begin()
         (end, _), (origin, _) = node.next_functions[:2]
-        are_asked = not will_run(end)
-        is_for_results = are_asked and not any(will_run(n) for n, _ in origin.next_functions)
+        are_asked = not engine.will_run(end)
+        is_for_results = are_asked and not any(engine.will_run(n) for n, _ in origin.next_functions)
         there = {i: tensor for i in earlier if (tensor := self.results[i]()) is not None}
-        seen = [i for i, tensor in there.items() if is_for_results or is_watched(tensor)]
+        seen = [i for i, tensor in there.items() if is_for_results or engine.is_watched(tensor)]
         if are_asked:
             self._skipped.update(there.keys() - seen)
         if not seen:
@@ -135,7 +123,7 @@ class _Call:
         cotangent: torch.Tensor,
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of a result by earlier ones, by running the forward again."""
-        with torch.enable_grad(), outside_of_batch([cotangent]):
+        with torch.enable_grad(), engine.outside_of_batch([cotangent]):
             again = self._again(origin)
         known = [i for i in seen if again[i].requires_grad and again[place].requires_grad]
         if not known:
@@ -151,7 +139,7 @@ class _Call:
 
     def _begin(self) -> None:
         """Forgets what another backward passed on: it may have ended at a result."""
-        if self._backward != (running := current_backward()):
+        if self._backward != (running := engine.current_backward()):
             self._backward = running
             self._handed, self._skipped = {}, set()
 
@@ -170,7 +158,7 @@ class _Result(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)
-        return new_alias(result)
+        return engine.new_alias(result)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor | None) -> Any:
@@ -223,9 +211,6 @@ class Gradients:
         """Returns the program of gradients, and a function that runs it differentiably.
 
         Each is None if it cannot be compiled.
-
-        Raises:
-            PlanError: if there are no gradients.
         """
         assert self._compiled.gradients is not None
         # Requests differ by the cotangents that require grad, as others need no gradient.
@@ -275,19 +260,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class FirstBackward:
-    """A backward that ran under ``create_graph=True``.
-
-    Attributes:
-        gradients: compiles the gradients of the program.
-        outputs: the outputs that had a cotangent.
-        asked: the inputs whose gradients were wanted.
-        drawn_from: the states of the random generators before the forward, if it drew numbers.
-    """
+    """A backward that ran under ``create_graph=True``."""
 
     gradients: Gradients
-    outputs: tuple[int, ...]
-    asked: tuple[int, ...]
-    drawn_from: GeneratorStates | None
+    outputs: tuple[int, ...]  # that had a cotangent
+    asked: tuple[int, ...]  # inputs whose gradients were wanted
+    drawn_from: engine.GeneratorStates | None  # before the forward, if it drew numbers
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -311,7 +289,7 @@ class FirstBackward:
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
         with torch.enable_grad(), drawing(self.drawn_from):
-            laid = list(map(cotangent_like, made.cotangent_types, used))
+            laid = list(map(engine.cotangent_like, made.cotangent_types, used))
             *_, results = program.taken_apart(run([*inputs, *laid]))
         return dict(zip(program.inputs, results, strict=True))
 
@@ -322,10 +300,7 @@ class FirstBackward:
         cotangents: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Returns gradients that were computed already, behind a node with their derivatives."""
-        marked: tuple[torch.Tensor, ...] = _Gradients.apply(
-            self, results, len(inputs), *inputs, *cotangents
-        )
-        return marked
+        return _Gradients.apply(self, results, len(inputs), *inputs, *cotangents)
 
     def differentiated(
         self,
@@ -364,11 +339,11 @@ def by_pytorch(
     inputs: Sequence[torch.Tensor],
     asked: Iterable[int],
     cotangents: Mapping[int, torch.Tensor],
-    drawn_from: GeneratorStates | None,
+    drawn_from: engine.GeneratorStates | None,
 ) -> dict[int, torch.Tensor]:
     """Runs a forward under PyTorch's autograd; returns the gradients of inputs that have one."""
     wanted = [i for i in asked if inputs[i].requires_grad]
-    with torch.enable_grad(), outside_of_batch([*cotangents.values()]), drawing(drawn_from):
+    with torch.enable_grad(), engine.outside_of_batch([*cotangents.values()]), drawing(drawn_from):
         results = run(inputs)
     flowing = {output: c for output, c in cotangents.items() if results[output].requires_grad}
     if not flowing or not wanted:
@@ -383,7 +358,7 @@ def by_pytorch(
     return {i: one for i, one in zip(wanted, found, strict=True) if one is not None}
 
 
-def drawing(drawn_from: GeneratorStates | None) -> AbstractContextManager[None]:
+def drawing(drawn_from: engine.GeneratorStates | None) -> AbstractContextManager[None]:
     """Makes code inside draw the random numbers that a forward drew, if it drew any."""
     return nullcontext() if drawn_from is None else drawn_from.again()
 
@@ -426,15 +401,10 @@ def _without_graph(compiled: CompiledProgram) -> Run:
 
 
 class Ahead:
-    """Runs a forward together with gradients of its results by some inputs.
+    """Runs a forward together with gradients of its results, for cotangents of ones.
 
-    Args:
-        forward: the program of the forward alone, whose habit notes whether they were used.
-        request: the gradients, for cotangents of ones.
-        made: the program of results and gradients.
-        wanted: all inputs that require grad.
-        run: runs ``made``.
-        again: runs the forward alone, for other gradients.
+    ``run`` runs the program of both, ``made``, and ``again`` the forward alone, for other gradients
+    of the inputs ``wanted``. The habit of ``forward`` notes whether the gradients were used.
     """
 
     def __init__(
@@ -449,7 +419,7 @@ class Ahead:
         self.habit, self.request, self.wanted = forward.facts.habit, request, wanted
         self._forward, self._program = forward, made.gradients
         self._run, self._again = run, again
-        self._ones = [cotangent_like(type_).fill_(1) for type_ in made.cotangent_types]
+        self._ones = [engine.cotangent_like(type_).fill_(1) for type_ in made.cotangent_types]
         self._draws = made.compiled.facts.draws
 
     def run(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Again] | None:
@@ -457,7 +427,7 @@ class Ahead:
 
         None if the gradients cannot be computed ahead for these inputs.
         """
-        drawn_from = GeneratorStates(x.device for x in inputs) if self._draws else None
+        drawn_from = engine.GeneratorStates(x.device for x in inputs) if self._draws else None
         flight = _Flight(self, inputs, [], drawn_from)
         try:
             flight.versions = versions_of(inputs)
@@ -472,12 +442,12 @@ class Ahead:
             outputs, _Ahead.apply(flight, *own, *gradients, *wanted), strict=True
         ):
             results[output] = copied
-        return results, lambda _: self._again_of(flight)
 
-    def _again_of(self, flight: _Flight) -> Sequence[torch.Tensor]:
-        """Runs the forward of a flight again, operator by operator."""
-        with drawing(flight.drawn_from):
-            return self._forward.interpret(self._operands(flight))
+        def again(node: Any) -> Sequence[torch.Tensor]:
+            with drawing(drawn_from):
+                return self._forward.interpret(self._operands(flight))
+
+        return results, again
 
     def gradients(
         self, known: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -526,7 +496,7 @@ class _Flight:
     ahead: Ahead
     inputs: Sequence[torch.Tensor]
     versions: Sequence[int]
-    drawn_from: GeneratorStates | None
+    drawn_from: engine.GeneratorStates | None
     is_used: bool = False
 
 
@@ -546,13 +516,13 @@ class _Ahead(torch.autograd.Function):
         flight, known = ctx.flight, ctx.saved_tensors
         ahead, wanted = flight.ahead, flight.ahead.wanted
         none, nowhere = [None] * ctx.num_made, [None] * len(wanted)
-        is_kept, is_differentiated = graph_is_kept(), ahead.request.is_differentiated
+        is_kept, is_differentiated = engine.graph_is_kept(), ahead.request.is_differentiated
         given = [c for c in cotangents if c is not None]
         edges = zip(wanted, ctx.next_functions[ctx.num_made :], strict=True)
         others = (node for index, (node, _) in edges if index not in ahead.request.inputs)
-        may_serve = len(given) == len(cotangents) and not are_batched(given)
+        may_serve = len(given) == len(cotangents) and not engine.are_batched(given)
         may_serve = may_serve and (is_differentiated or not torch.is_grad_enabled())
-        if may_serve and not any(map(will_run, others)):
+        if may_serve and not any(map(engine.will_run, others)):
             found = ahead.gradients(known, given)
             if found is not None:
                 flight.is_used = True

@@ -56,26 +56,12 @@ def pass_through_autograd(
 ) -> None:
     """Sets ``.grad`` by PyTorch's own engine, so that hooks run as in one backward.
 
-    Gradients arrive from the last parameter to the first.
-
-    Args:
-        parameters: the parameters, in the order in which a forward first uses them.
-        gradients: their gradients; ``.grad`` shares their memory unless a hook replaces it.
+    Gradients arrive from the last parameter to the first, which a forward uses first; ``.grad``
+    shares their memory unless a hook replaces it.
     """
     chain = _chain(parameters, gradients)
     if chain is not None:
         torch.autograd.backward(chain)
-
-
-def as_graph(
-    loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Returns the loss with an autograd graph whose backward gives parameters these gradients.
-
-    Wrappers that expect a forward and a backward then work. See :func:`pass_through_autograd`.
-    """
-    chain = _chain(parameters, gradients)
-    return loss if chain is None else _Loss.apply(chain, loss)
 
 
 def _chain(
@@ -192,11 +178,7 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
 
 
 class GeneratorStates:
-    """The present states of the random generators.
-
-    Args:
-        devices: devices besides the CPU on which numbers may be drawn.
-    """
+    """The present states of the random generators, of the CPU and further devices."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
@@ -340,11 +322,7 @@ class SavedTensors:
         self._known: TensorLayouts | None = None
 
     def as_saved(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns the tensors, with copies of those that have other strides.
-
-        Raises:
-            PlanError: if one has another shape, dtype or device, or its class intercepts operators.
-        """
+        """Returns the tensors, with copies of those that have other strides; refuses all else."""
         if self._known is not None and self._known.same(tensors):
             return tensors
         watching, pairs = why_watched(tensors), zip(tensors, self._types, strict=True)
@@ -374,9 +352,7 @@ _grad_of = operator.attrgetter("grad")
 class HandedGradients:
     """The ``.grad`` tensors of parameters, on the memory to which a step writes its gradients.
 
-    Args:
-        parameters: the parameters, in the order of their first use.
-        gradients: the step's own tensors, in the same order.
+    Parameters and gradients, the step's own tensors, are in the order of the parameters' first use.
     """
 
     def __init__(
@@ -424,7 +400,8 @@ class HandedGradients:
     def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns a loss whose backward sets the gradients, for wrappers that need one."""
         self._given = []
-        return as_graph(loss, self._parameters, self._handed)
+        chain = _chain(self._parameters, self._handed)
+        return loss if chain is None else _Loss.apply(chain, loss)
 
     def take_back(self, still_trained: Sequence[torch.Tensor]) -> None:
         """Sets ``.grad`` to None where it is one of these gradients, except for some parameters."""

@@ -137,13 +137,10 @@ def captured_model(recording: Recording, results: list[Any], tree: ResultTree) -
     _dissolve_uncalled(recording, results, tree)
     made = assemble(recording.root, results, tree, recording.tensors.sources)
     program, shared = _sharing(recording, *made)
-    pairs = [
-        (d, region)
+    decisions = [
+        _with_constants(d, shared[region]) if region in shared else d
         for d, region in zip(recording.decisions, recording.decided, strict=True)
         if d.shared or d.reason or region in shared
-    ]
-    decisions = [
-        d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
     ]
     met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
     evidence = _root_evidence(recording, program, met)
@@ -223,14 +220,8 @@ def assemble(
 ) -> tuple[ir.Program, Mapping[Region, ir.Closure]]:
     """Builds the program of a captured model; also returns the closure of each traced region.
 
-    Args:
-        root: the root region.
-        results: the model's flat results: nodes for tensors, other values unchanged.
-        tree: the structure of the results.
-        sources: the source of each input node's tensor.
-
-    Raises:
-        CrossingError: if a tensor is changed in place in a way that crosses blocks.
+    The model's flat results are nodes for tensors, and other values unchanged. It raises
+    CrossingError if a tensor is changed in place in a way that crosses blocks.
     """
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
     assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})

@@ -43,6 +43,8 @@ from .blocks import dissolve
 from .outside_tensors import OutsideTensors
 from .recording import Recording
 
+_PLAIN = frozenset({*IMMUTABLE, torch.SymInt})
+
 
 class TemplateMaker:
     """Makes templates from traced regions, and call nodes from templates.
@@ -101,7 +103,7 @@ class TemplateMaker:
         ]
         pairs = zip(written, changed, strict=True)
         grown = tuple(i for i, x in pairs if x is not None and x.requires_grad)
-        if any(not _is_plain(leaf.constant) for leaf in output_leaves):
+        if any(type(leaf.constant) not in _PLAIN for leaf in output_leaves):
             reason = reason or "it returns an object that is neither a tensor nor plain data"
         changes = (written, grown)
         template = regions.Template(
@@ -157,11 +159,7 @@ class TemplateMaker:
     def call(
         self, template: regions.Template, module: nn.Module, leaves: Sequence[Any], path: str
     ) -> tuple[Any, list[Any]]:
-        """Adds one call node for an instance that agrees with a template.
-
-        Returns:
-            The result of the block, and the values for the slots that it writes.
-        """
+        """Adds a call node for an instance; returns its result, and values for slots it writes."""
         operands = [self._operand(b, module, leaves) for b in template.bindings]
         template.region.num_calls += 1
         node = self._tracer.call(regions.shared_call, operands)
@@ -248,10 +246,6 @@ class TemplateMaker:
         return result
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (*IMMUTABLE, torch.SymInt)
-
-
 def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node) -> str:
     if kind == "argument":
         return names[where]
@@ -263,18 +257,11 @@ def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One call of a block.
+    """One call of a block, with fakes in place of tensors.
 
-    Attributes:
-        module: the block.
-        args: positional arguments, with fakes in place of tensors.
-        kwargs: keyword arguments, likewise.
-        arguments: all arguments by name, defaults applied.
-        leaves: ``arguments``, flat; objects whose parts are watched are leaves.
-        spec: the tree structure of ``leaves``.
-        places: the block's tree of modules.
-        key: calls with equal keys may share, if the evidence agrees.
-        init_key: orders the candidates; see :class:`.regions.InitKey`.
+    ``arguments`` has all by name, defaults applied, and ``leaves`` the same flat: objects whose
+    parts are watched are leaves. Calls with equal keys may share, if the evidence agrees;
+    ``init_key`` orders the candidates (see :class:`.regions.InitKey`).
     """
 
     module: nn.Module
@@ -303,11 +290,7 @@ def trace_block(
     call: BlockCall,
     proceed: Callable[..., Any],
 ) -> tuple[regions.Template | None, str, Any]:
-    """Runs a block's forward as a region.
-
-    Returns:
-        The template for other instances, or None; why there is none; the block's result.
-    """
+    """Runs a block's forward as a region; returns its template, or why it has none, and result."""
     tensors, slots = recording.tensors, region.reads.slots
     with recording.bookkeeping():
         before = regions.freeze_arguments(call.leaves, call.spec)
@@ -469,26 +452,27 @@ class BlockCalls:
         leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache object stays itself
         fake_of = self._recording.fake_of
         leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
-        return result
+        return torch_pytree.unflatten(leaves, spec)
 
     # ---- shared, or traced ---------------------------------------------------------------
 
     def _agreeing(
         self, call: BlockCall, known: Sequence[regions.Template]
     ) -> tuple[regions.Template | None, str, str, FoundSlots | None]:
-        """Finds a template that a call can share.
+        """Finds a template that a call can share, or why there is none.
 
-        Returns:
-            The template or None; why there is none; the path of the instance that the call was
-            compared with; the objects in the call's arguments that the template reads or writes.
+        Also returns the path of the instance that the call was compared with, and the objects in
+        its arguments that the template reads or writes.
         """
         reason, compared = "", ""
         # Without a template of this key, the reason is how the key differs from the newest one.
         earlier = self._traced.get(type(call.module))
         if not known and earlier is not None:
             compared, reason = earlier[1], _other_call(call.key, earlier[0], call.names)
-        for template in _likeliest_first(known, call.init_key):
+        # Those built with equal arguments first; the sort is stable, so among these the newest.
+        differing = call.init_key.differing
+        likely = sorted(reversed(known), key=lambda one: bool(differing(one.region.init_key)))
+        for template in likely:
             compared = template.region.path
             reason = template.evidence.mismatch_at(call.places)
             found: FoundSlots | str | None = None
@@ -526,14 +510,6 @@ class BlockCalls:
             recompute=recompute_mark(module),
             init_key=call.init_key,
         )
-
-
-def _likeliest_first(
-    known: Sequence[regions.Template], init_key: regions.InitKey
-) -> list[regions.Template]:
-    """Orders templates: those of blocks built with equal arguments first, then the newest."""
-    # The sort is stable, so among equals the newest stays first.
-    return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
 
 
 def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:

@@ -64,10 +64,7 @@ class RepeatedBlocks(Blocks):
     """Makes blocks of marked modules and of modules that repeat, outermost first.
 
     A module inside a block is a block too if that saves enough even with the outer block shared.
-
-    Args:
-        model: the whole model.
-        called_again: ids of modules that the forward calls repeatedly, though the tree has one.
+    ``called_again`` has ids of modules that the forward calls repeatedly, though the tree has one.
     """
 
     def __init__(self, model: nn.Module, called_again: Collection[int] = ()) -> None:

@@ -37,20 +37,16 @@ from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_restored
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
+from . import surroundings
 from .assemble import ResultTree, captured_model
 from .block_calls import BlockCalls
 from .blocks import Blocks, NoBlocks, RepeatedBlocks, Reuse
 from .recording import Recording
 from .regions import CapturedModel, CrossingError, SharingDecision, Sizes, argument_names
-from .surroundings import (
-    garbage_collection_paused,
-    generator_kept,
-    no_python_randomness,
-    one_at_a_time,
-)
 from .watcher import ModelWatcher
 
 _NEEDS_A_VALUE = "value out of a tracing tensor"
+_Take: TypeAlias = Callable[[Callable[[], Blocks]], CapturedModel]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +56,6 @@ class Subject:
     The inputs of a step or a rank are those of one micro-batch.
 
     Attributes:
-        model: any ``nn.Module``; parameters may be on the meta device.
-        args: positional inputs.
-        kwargs: keyword inputs.
         effects: ``"refuse"`` raises if the forward has side effects; ``"undo"`` undoes them, for a
             program that does not replace the forward (such as a file).
         sizes: makes the symbolic sizes of each run; None if all sizes are numbers.
@@ -83,59 +76,43 @@ class Subject:
     contents: OnContents = "refuse"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """The model to capture, and the options."""
-
-    subject: Subject
-    train: bool
-    for_gpu: bool = False
-
-
 def capture_model(
     subject: Subject, *, reuse: Reuse = "auto", train: bool, for_gpu: bool = False
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
-    Args:
-        subject: the model, and example inputs.
-        reuse: ``"auto"`` shares instances of classes marked with ``lazy_inline`` and modules that
-            repeat; ``"marked"`` only the marked ones; ``"off"`` nothing.
-        train: captures with grad mode on, so that a derivative can be taken.
-        for_gpu: captures for a GPU that need not be here; its autocast is emulated.
-
-    Raises:
-        CaptureError: if the model's Python cannot be traced (with the user's line), or a tensor of
-            the model is of a kind that kernels cannot read (a subclass, or lazily conjugated).
+    ``train`` captures with grad mode on, so that a derivative can be taken; ``for_gpu`` for a GPU
+    that need not be here, whose autocast is emulated. It raises CaptureError if the model's Python
+    cannot be traced, or kernels cannot read a tensor of the model.
     """
-    with one_at_a_time():
+    with surroundings.one_at_a_time():
         refusals.refuse_uncapturable(subject.model)
         if train:
             refusals.refuse_backward_hooks(subject.model)
-        request = _Request(subject, train, for_gpu)
+        take = partial(_capture, subject, train, for_gpu)
         if reuse == "auto":
-            captured = _capture_repeated(request)
+            captured = _capture_repeated(subject.model, take)
         else:
-            captured = _capture_chosen(request, reuse)
+            captured = _capture_chosen(subject.model, take, reuse)
         refusals.check_memory(captured.program)
         refusals.check_operand_types(captured.program, model_name(subject.model))
         return captured
 
 
-def _capture_repeated(request: _Request) -> CapturedModel:
+def _capture_repeated(model: nn.Module, take: _Take) -> CapturedModel:
     """Captures with marked and repeated blocks; if that fails, with marked ones only."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
     def blocks() -> Blocks:
-        made.append(RepeatedBlocks(request.subject.model, again))
+        made.append(RepeatedBlocks(model, again))
         return made[-1]
 
     try:
-        captured = _capture(request, blocks)
+        captured = take(blocks)
         # Only a run shows that the forward calls one module of the tree repeatedly.
         again = made[-1].run_again()
-        return _capture(request, blocks) if again else captured
+        return take(blocks) if again else captured
     except EffectError:
         raise
     except CaptureError as error:
@@ -143,51 +120,53 @@ def _capture_repeated(request: _Request) -> CapturedModel:
             raise
         # The cause may be an unmarked block whose Python did not run because it was shared.
         try:
-            return _capture_chosen(request, "marked")
+            return _capture_chosen(model, take, "marked")
         except CaptureError:
             raise error from error.__cause__
 
 
-def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
+def _capture_chosen(model: nn.Module, take: _Take, reuse: Reuse) -> CapturedModel:
     """Captures with marked blocks only, or without any if a closure cannot express one."""
     try:
-        return _capture(request, Blocks if reuse == "marked" else NoBlocks)
+        return take(Blocks if reuse == "marked" else NoBlocks)
     except CrossingError as crossing:
         if reuse == "off":
             raise
         # A mark must not make a model fail that works without it.
         reason = f"nothing is shared in this model: {crossing}"
-    captured = _capture(request, NoBlocks)
+    captured = take(NoBlocks)
     decisions = [
         SharingDecision(path, type(module).__name__, shared=False, reason=reason)
-        for path, module in walk_modules(request.subject.model)
+        for path, module in walk_modules(model)
         if path and is_marked(type(module))
     ]
     return dataclasses.replace(captured, decisions=decisions)
 
 
-def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
+def _capture(
+    subject: Subject, train: bool, for_gpu: bool, blocks: Callable[[], Blocks]
+) -> CapturedModel:
     """Captures in one run; tries again without proxies for caches if one of them made it fail.
 
     A run that has logged something once (``logger.warning_once``) is repeated, because in eager all
     later calls do not log it. The message itself is logged when the first run ends.
     """
-    subject, gives_objects, may_say = request.subject, True, True
+    gives_objects, may_say = True, True
     while True:
         sizes = None if subject.sizes is None else subject.sizes()
         recording = Recording(subject.model, blocks(), sizes, subject.effects)
         recording.objects.is_open, recording.only_reverse = gives_objects, subject.only_reverse
         recording.may_say = may_say
-        if request.for_gpu:
+        if for_gpu:
             recording.tracer.casts = GpuCasts(recording.tracer.fake_mode)
         try:
             with (
                 _explained_errors(recording),
-                torch.set_grad_enabled(request.train),
-                garbage_collection_paused(),
-                no_python_randomness(),
-                generator_kept(subject.effects),
-                autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
+                torch.set_grad_enabled(train),
+                surroundings.garbage_collection_paused(),
+                surroundings.no_python_randomness(),
+                surroundings.generator_kept(subject.effects),
+                autocast_as_on_a_gpu() if for_gpu else nullcontext(),
             ):
                 outcome = _record(recording, subject)
             if not recording.said:
@@ -224,8 +203,8 @@ def _explained_errors(recording: Recording) -> Iterator[None]:
 
 def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
     """Returns the error to raise for an exception of the model's Python."""
-    line = _user_line(error)
-    where = f" at {line}" if line else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = next((f" at {frame_text(f)}" for f in reversed(frames) if user_frame(f) is f), "")
     name, text = model_name(model), str(error)
     if isinstance(error, LazyInlineError):  # its message says what to do already
         return CaptureError(text)
@@ -252,11 +231,6 @@ def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> 
     return kind(f"{name} {refusals.CANNOT}{where}: {type(error).__name__}: {text}")
 
 
-def _user_line(error: Exception) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((frame_text(f) for f in reversed(frames) if user_frame(f) is f), "")
-
-
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
     """Adds to an error that the forward takes gradients: then its parts are not compiled either."""
     if not recording.differentiates or refusals.DIFFERENTIATES in str(error):
@@ -273,12 +247,7 @@ Outcome: TypeAlias = tuple[list[Any], ResultTree]
 
 
 def _record(recording: Recording, subject: Subject) -> Outcome:
-    """Runs the model once under fake tensors, and undoes its changes.
-
-    Raises:
-        CaptureError: if its Python cannot be traced, or its changes cannot be undone.
-        EffectError: if it has side effects.
-    """
+    """Runs the model once under fake tensors, and undoes its changes."""
     args, kwargs = subject.args, subject.kwargs
     leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
     names = argument_names(recording.model, args, kwargs)
@@ -306,11 +275,7 @@ def _note_inputs(
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Notes the source of each input: the first argument that it is passed as.
-
-    Returns:
-        The fakes, by ``id`` of the input tensor.
-    """
+    """Notes the first argument that each input is passed as; returns its fake, by ``id``."""
     tracer, known = recording.tracer, recording.tensors
     tensors = [
         (x, name) for x, name in zip(leaves, names, strict=True) if isinstance(x, torch.Tensor)
@@ -400,7 +365,7 @@ def _run_model(
 def _given(recording: Recording, index: int, leaf: Any) -> Any:
     """Returns what the trace uses for a flat input that is not a tensor: itself, or a symbol."""
     sizes = recording.sizes
-    recording.effects.changes.is_given(leaf)
+    recording.effects.changes.contents.look_into(leaf)  # the forward may write there
     recording.given.append(leaf)
     given = sizes.given(index, leaf) if sizes else leaf
     recording.tracer.track_size(given)

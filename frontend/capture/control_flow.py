@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,13 +55,11 @@ class ControlFlow:
             self._refuse(name, "is given sizes that vary, and is compiled for each size")
         runs: dict[str, Callable[..., Any]] = {
             "cond": self._cond,
-            "scan": self._scan,
-            "map": self._map,
+            "scan": partial(self._repeated, "scan"),
+            "map": lambda step, *rest: self._repeated("map", step, (), *rest),
             "while_loop": self._while_loop,
         }
         return runs[name](*args)
-
-    # ---- the operators -------------------------------------------------------------------
 
     def _cond(self, flag: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
         number = _flag(self._recording.fake_of(flag))
@@ -72,21 +72,15 @@ class ControlFlow:
         operand_nodes = [self._recording.tensors.node_of(number), *used]
         return self._made(control, operand_nodes, bodies, bodies[0].types)
 
-    def _scan(
-        self, step: Any, init: Sequence[Any], xs: Sequence[Any], given: Sequence[Any] = ()
+    def _repeated(
+        self, name: str, step: Any, init: Sequence[Any], xs: Sequence[Any], given: Any = ()
     ) -> Any:
-        return self._repeated("scan", lambda *rows: step(*rows, *given), init, xs)
-
-    def _map(self, step: Any, xs: Sequence[Any], given: Sequence[Any] = (), **_: Any) -> Any:
-        return self._repeated("map", lambda *rows: step(*rows, *given), (), xs)
-
-    def _repeated(self, name: str, step: Any, init: Sequence[Any], xs: Sequence[Any]) -> Any:
         carried, slabs = self._contiguous(init), self._contiguous(xs)
         num_steps = len(slabs[0])
         if num_steps == 0:
             self._refuse(name, "is given no rows")
         rows = [self._placeholder(row_of(TensorType.of(slab)), (slab,)) for slab in slabs]
-        body, entries = self._traced_carrying(name, step, carried, rows)
+        body, entries = self._traced_carrying(name, step, carried, rows, given)
         self._refuse_other_types(name, carried, body)
         nodes = list(map(self._recording.tensors.node_of, (*entries, *rows)))
         same = [node for node in body.used if node not in nodes]
@@ -101,7 +95,7 @@ class ControlFlow:
     def _while_loop(self, condition: Any, step: Any, init: Any, given: Any = ()) -> Any:
         name = "while_loop"
         carried = self._contiguous(init)
-        body, entries = self._traced_carrying(name, step, carried, list(given))
+        body, entries = self._traced_carrying(name, step, carried, given)
         self._refuse_other_types(name, carried, body)
         asked = lambda *given: _flag(condition(*given))  # noqa: E731
         test = self._traced(name, "test", asked, (*entries, *given))
@@ -115,9 +109,9 @@ class ControlFlow:
     # ---- bodies --------------------------------------------------------------------------
 
     def _traced_carrying(
-        self, name: str, step: Any, carried: Sequence[Any], rows: Sequence[Any]
+        self, name: str, step: Any, carried: Sequence[Any], *others: Sequence[Any]
     ) -> tuple[_Body, list[torch.Tensor]]:
-        """Traces a body on carried values and rows; returns it, and the fakes of the former."""
+        """Traces a body on carried values and others; returns it, and the fakes of the former."""
         # If a step's result requires grad, the carried value requires grad in the next step.
         wants = [x.requires_grad for x in carried]
         while True:
@@ -125,7 +119,7 @@ class ControlFlow:
                 self._placeholder(TensorType.of(x), (self._requires_grad,) if want else ())
                 for x, want in zip(carried, wants, strict=True)
             ]
-            body = self._traced(name, "step", step, (*entries, *rows))
+            body = self._traced(name, "step", step, (*entries, *chain(*others)))
             results = body.results[: len(carried)]
             now = [want or x.requires_grad for want, x in zip(wants, results, strict=False)]
             if now == wants[: len(now)]:
@@ -205,8 +199,6 @@ class ControlFlow:
             for i, type_ in enumerate(types)
         ]
         return torch_pytree.unflatten(results, bodies[0].spec)
-
-    # ---- operands ------------------------------------------------------------------------
 
     def _contiguous(self, init: Sequence[Any]) -> list[torch.Tensor]:
         for x in init:

@@ -100,10 +100,6 @@ class OutsideTensors:
         """Whether a tensor is one of the model's parameters and buffers."""
         return id(tensor) in self._names
 
-    def is_from_outside(self, fake: torch.Tensor) -> bool:
-        """Whether a fake is of a tensor of the model or of the caller."""
-        return self.node_of(fake) in self.sources
-
     def may_switch(self, fake: torch.Tensor, before: TensorState, now: TensorState) -> bool:
         """Whether a program can express that the forward sets ``requires_grad`` of a tensor."""
         node = self.node_of(fake)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..effects.given_objects import LOOK_ALIKES, GivenObjects
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path
 from ..tracing.torch_asked_classes import AskedClasses
+from ..tracing.torch_patches import replaced
 from ..tracing.torch_settings import CacheState, Reading, answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
@@ -122,11 +123,7 @@ class Recording:
         self.effects.find(self.reads)
 
     def undo(self) -> None:
-        """Undoes the changes that were found.
-
-        Raises:
-            FinalCaptureError: if one cannot be undone.
-        """
+        """Undoes the changes that were found; raises FinalCaptureError if one cannot be undone."""
         self.inside.undo()
         self.effects.changes.undo()
         for contents in (self.inside.contents, self.effects.changes.contents):
@@ -158,14 +155,9 @@ class Recording:
         self.current.items.append(node)
         self.num_nodes += 1
 
-    @contextmanager
-    def applying(self) -> Iterator[None]:
+    def applying(self) -> AbstractContextManager[None]:
         """Marks what runs inside as a ``torch.autograd.Function`` whose ``apply`` was seen."""
-        before, self._applies = self._applies, True
-        try:
-            yield
-        finally:
-            self._applies = before
+        return replaced(self, _applies=True)
 
     # ---- regions -------------------------------------------------------------------------
 
@@ -174,35 +166,29 @@ class Recording:
         """Adds nodes and reads inside to a block's region."""
         parent = self.current
         parent.items.append(region)
-        self.current = region
         try:
-            yield
+            with replaced(self, current=region):
+                yield
         finally:
-            self.current = parent
             # A read is noted only in the innermost region; the region around gets it here.
             parent.reads.absorb(region.reads)
 
     @contextmanager
     def apart(self, region: Region) -> Iterator[None]:
         """Adds nodes inside to a separate region: a body of control flow."""
-        around, self.current = self.current, region
-        self.num_apart, self.has_bodies = self.num_apart + 1, True
-        try:
+        self.has_bodies = True
+        with replaced(self, current=region, num_apart=self.num_apart + 1):
             yield
-        finally:
-            self.current = around
-            self.num_apart -= 1
 
     @contextmanager
     def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:
         """Makes what runs inside a region that is marked for recompute."""
         parent = self.current
         region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)
-        self.current = region
         try:
-            yield
+            with replaced(self, current=region):
+                yield
         finally:
-            self.current = parent
             parent.items.extend(_unwrapped(region))
 
     def _readers(self) -> Iterator[SlotReads]:
@@ -321,11 +307,8 @@ class Recording:
         """Raises CaptureError if the forward has reached an object whose contents are unreadable.
 
         It is refused before the forward uses it: an iterator, once advanced, could not be reset
-        for the eager run.
-
-        Args:
-            line: returns the forward's current line, for an object that was just reached. Without
-                it, objects refused before count too: the model's Python may have caught the error.
+        for the eager run. ``line`` returns the forward's current line, for an object that was just
+        reached; without it, those refused before count too: the model may have caught the error.
         """
         found = [*self.inside.contents.unreadable, *self.effects.changes.contents.unreadable]
         is_new, self._num_unreadable = len(found) > self._num_unreadable, len(found)

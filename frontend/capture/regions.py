@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -41,12 +41,9 @@ from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A number that the forward reads from its inputs.
+    """A number that the forward reads from its inputs at a line of the user's, ``source``.
 
-    Attributes:
-        source: the user's line.
-        text: the computation as text; equal questions have equal texts.
-        answer: the number at capture.
+    Equal questions have equal texts, the computation; ``answer`` is the number at capture.
     """
 
     source: str
@@ -85,8 +82,7 @@ class Question:
             return None
         question = cls(source, str(graph), 0, module_of(graph), tuple(places))
         with untraced_numbers():
-            answer = question.ask(tensors)
-        return cls(source, question.text, answer, question._module, question._places)
+            return replace(question, answer=question.ask(tensors))
 
     def ask(self, tensors: Sequence[torch.Tensor]) -> int | bool:
         """Returns the answer for the tensor inputs of a call."""
@@ -135,13 +131,9 @@ _UNKNOWN: Any = object()
 
 @dataclass(frozen=True)
 class InitArgument:
-    """One argument of a constructor.
+    """One argument of a constructor, with a text for people.
 
-    Attributes:
-        name: the name of the parameter.
-        text: the value as text, for people.
-        identity: equal for equal arguments: the text of a plain value, the ``id`` of an object.
-        is_default: whether the value is the constructor's default.
+    Equal arguments have equal identities: the text of a plain value, the ``id`` of an object.
     """
 
     name: str
@@ -169,21 +161,17 @@ class InitKey:
         mine, others = ({a.name: a.identity for a in k.arguments} for k in (self, other))
         return [n for n in {**mine, **others} if mine.get(n, n) != others.get(n, n)]
 
-    def argument(self, name: str) -> InitArgument | None:
-        """Returns the argument of a name, if the instance has it."""
-        return next((a for a in self.arguments if a.name == name), None)
-
 
 NO_KEY = InitKey("")
 
 
 def text_of_keys(keys: Sequence[InitKey]) -> str:
     """Formats keys of one class as one; an argument that varies shows its first and last value."""
-    first, last = keys[0], keys[-1]
+    first, ends = keys[0], {argument.name: argument for argument in keys[-1].arguments}
     varying = {name for key in keys for name in first.differing(key)}
     arguments = []
     for argument in first.arguments:
-        end = last.argument(argument.name)
+        end = ends.get(argument.name)
         if argument.name in varying and end is not None:
             arguments.append(f"{argument.name}={argument.text}..{end.text}")
         elif not argument.is_default:
@@ -288,19 +276,8 @@ class Region:
         return len(nodes) + sum(body.program.num_nodes_if_inlined() for body in bodies)
 
 
-class Sizes(Protocol):
-    """The dynamic dimensions of one capture."""
-
-    mode: Any
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of an input."""
-
-    def given(self, index: int, leaf: Any) -> Any:
-        """Returns a symbol, or the value itself, for a flat input that is not a tensor."""
-
-    def localize(self, root: Region, sources: Any) -> None:
-        """Rewrites a recorded run so that no symbolic size crosses a region's boundary."""
+Sizes: TypeAlias = Any
+"""The dynamic dimensions of one capture: a :class:`..sizes.torch_sizes.TracedSizes`."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:
@@ -330,11 +307,8 @@ class Template:
     """Replaces another instance by a call of a region's closure.
 
     Attributes:
-        region: the traced region.
         evidence: what another instance must agree with.
         bindings: for each operand, where an instance finds it.
-        output_leaves: the leaves of the result.
-        output_spec: their tree structure.
         written: the positions of operands that the block changes in-place.
         grown: those of them that require grad after the call.
         slots: what the block reads and writes in objects that it is given.
@@ -384,14 +358,7 @@ class SharingDecision:
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """The mode in which a derivative in the forward is computed, for the report.
-
-    Attributes:
-        what: the derivative, in words.
-        source: the user's line.
-        mode: ``"taylor"``, ``"forward"`` or ``"reverse"``.
-        why: the reason for that mode.
-    """
+    """The mode (``"taylor"``, ``"forward"``, ``"reverse"``) of a derivative in the forward."""
 
     what: str
     source: str
@@ -452,11 +419,8 @@ _PLAIN_TYPES = (bool, int, str, type(None))
 class CallSignature:
     """Compares the arguments of calls in full: layouts, shared memory, and all other values.
 
-    Args:
-        module: the block called.
-        leaves: its flattened arguments; tensors are fake.
-        own_fakes: ``id(fake) -> id(real tensor)`` of the model's tensors, to notice an argument
-            that is one of the block's own tensors.
+    With ``own_fakes``, ``id(fake) -> id(real tensor)`` of the model's tensors, it notices an
+    argument that is one of the block's own tensors.
     """
 
     __slots__ = ("_rows",)

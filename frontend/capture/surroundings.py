@@ -68,7 +68,7 @@ class _Deferring:
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self._handler = handler
-        self._raised: BaseException | None = None
+        self.raised: BaseException | None = None
 
     def __call__(self, number: int, frame: Any) -> None:
         """Calls the user's handler, now or a little later."""
@@ -81,13 +81,8 @@ class _Deferring:
         try:
             self._handler(number, frame)
         except BaseException as error:
-            self._raised = error
+            self.raised = error
             raise
-
-    def raise_again(self) -> None:
-        """Raises the handler's exception again, if a callback from C swallowed it."""
-        if self._raised is not None:
-            raise self._raised
 
 
 def _is_changing(frame: Any) -> bool:
@@ -124,7 +119,8 @@ def _interrupted_between_changes() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    deferring.raise_again()
+    if deferring.raised is not None:  # a callback from C swallowed it
+        raise deferring.raised
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..checks.refusals import DIFFERENTIATES
 from ..effects.effects import find_fake
 from ..effects.given_objects import SeenNames
 from ..tracing.frames import model_name, user_line
-from ..tracing.torch_patches import GradientCall
+from ..tracing.torch_patches import replaced
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
 from ..tracing.torch_tracing import differentiated, is_fake, leads_to, made_of
 from .block_calls import BlockCalls
@@ -65,11 +65,7 @@ class CustomFunction:
 
 
 def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Applies a function and runs its backward once, so that its Python is watched as well.
-
-    Returns:
-        The function's result.
-    """
+    """Applies a function and runs its backward once, so that its Python is watched as well."""
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     edges = [get_gradient_edge(a) for a in wanted]  # first, as it may change arguments in-place
     result = apply(*args)
@@ -202,7 +198,9 @@ class ModelWatcher:
         args = [self._recording.fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         operands = [tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
-        with tracer.untraced(), self._recording.applying(), self._in_function():
+        # A function that is applied inside is no operator of its own.
+        inside = replaced(self, _is_in_function=True)
+        with tracer.untraced(), self._recording.applying(), inside:
             result = run_both_ways(proceed, args)
         self._recording.ran_backwards |= torch.is_grad_enabled()
         node = tracer.call(CustomFunction(function, layout, self._capture), operands)
@@ -213,15 +211,6 @@ class ModelWatcher:
                 if isinstance(part, torch.Tensor):
                     tracer.track(part, tracer.item(node, index))
         return result
-
-    @contextmanager
-    def _in_function(self) -> Iterator[None]:
-        """Marks what runs inside as part of a custom function: a nested one is not an operator."""
-        self._is_in_function = True
-        try:
-            yield
-        finally:
-            self._is_in_function = False
 
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """Marks what runs inside for recompute in the backward."""
@@ -291,12 +280,18 @@ class ModelWatcher:
         """Whether :meth:`gradient` records gradients that are taken now."""
         return not (self._recording.quiet or self._is_in_function)
 
-    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
+    def gradient(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | None],
+        *,
+        allow_unused: bool,
+    ) -> tuple[torch.Tensor | None, ...] | None:
         """Records ``torch.autograd.grad`` as one node; the pass ``derive`` makes the gradients."""
         if not self.follows_gradients():
             return None
         self._recording.differentiates = True
-        outputs, inputs, seeds = asked.outputs, asked.inputs, asked.seeds
         given = [*outputs, *(seed for seed in seeds if seed is not None)]
         if not all(map(is_fake, given)) or not all(isinstance(x, torch.Tensor) for x in inputs):
             self.backward()  # tensors wrapped by torch.func, or gradient edges
@@ -315,7 +310,7 @@ class ModelWatcher:
                 is_hidden = any(leads_to(outputs, x) for x in hidden)
             # An input is unused only if neither an operator nor autograd's own graph leads to an
             # output.
-            if is_hidden or not asked.allow_unused:
+            if is_hidden or not allow_unused:
                 self.backward()
         cotangents = [tensors.node_of(seed) for seed in given[len(outputs) :]]
         for _, end in used:
@@ -390,7 +385,7 @@ class ModelWatcher:
                     # Inside a custom function operators make no nodes, and its tensors are local.
                     return result
                 is_operator = recording.num_nodes > num_nodes and not (
-                    changes_layout(name) and known.is_from_outside(tensor)
+                    changes_layout(name) and known.node_of(tensor) in known.sources
                 )
                 if is_operator or (name in SWITCHES and known.may_switch(tensor, before, now)):
                     return result

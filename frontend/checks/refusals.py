@@ -158,10 +158,7 @@ def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def model_inside(module: nn.Module) -> nn.Module | None:
     """Returns the model that a wrapper calls; None if the module is not such a wrapper."""
-    if way_of(module) != "calls":
-        return None
-    inner: nn.Module = module.module  # type: ignore[assignment]
-    return inner
+    return module.module if way_of(module) == "calls" else None  # type: ignore[return-value]
 
 
 def refuse_unknown_wrappers(places: Places) -> None:
@@ -206,13 +203,9 @@ CANNOT = "cannot be captured"
 
 
 class RaisedError(CaptureError):
-    """The model's Python raised an exception in a capture.
+    """The model's Python raised an exception in a capture."""
 
-    Attributes:
-        after_sharing: whether blocks had been shared before, which may be the cause.
-    """
-
-    after_sharing = False
+    after_sharing = False  # whether blocks had been shared before, which may be the cause
 
     @property
     def raised(self) -> str:
@@ -405,29 +398,22 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.li
 
 
 def check_operand_types(program: Program, model: str) -> None:
-    """Checks the dtypes of matrix products, once for each different closure.
+    """Raises WrongCallError for a matrix product of different dtypes, with its line.
 
     PyTorch's rules for fake tensors do not check them. Its kernels do, but only in a run, and
     without naming the layer.
-
-    Raises:
-        WrongCallError: if a product has operands of different dtypes; it names the line.
     """
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
-            for node in closure.nodes:
-                _check_operands(node, model)
-
-
-def _check_operands(node: torch.fx.Node, model: str) -> None:
-    if getattr(node.target, "overloadpacket", None) not in _PRODUCTS or stamp_of(node).autocast:
-        return
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
-    if len(types) > 1:
-        shown = " and ".join(str(t).removeprefix("torch.") for t in types)
-        raise WrongCallError(
-            f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
-            f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
-            "x.to(w.dtype), or run the model under torch.autocast."
-        )
+    leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
+    for node in (node for leaf in leaves for node in leaf.nodes):
+        is_product = getattr(node.target, "overloadpacket", None) in _PRODUCTS
+        if not is_product or stamp_of(node).autocast:
+            continue
+        values = [n.meta.get("val") for n in node.all_input_nodes]
+        types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
+        if len(types) > 1:
+            shown = " and ".join(str(t).removeprefix("torch.") for t in types)
+            raise WrongCallError(
+                f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
+                f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
+                "x.to(w.dtype), or run the model under torch.autocast."
+            )

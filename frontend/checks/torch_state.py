@@ -80,11 +80,7 @@ def _sees_below_autograd(kind: type[torch.Tensor]) -> bool:
 
 
 def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a cotangent as a plain tensor, as autograd skips ``__torch_function__`` too.
-
-    Raises:
-        PlanError: if its class has a ``__torch_dispatch__``.
-    """
+    """Returns a cotangent as a plain tensor, as autograd skips ``__torch_function__`` too."""
     kind = type(gradient)
     if kind is torch.Tensor or not _watches(kind):
         return gradient

@@ -28,8 +28,8 @@ from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
 from ..checks import refusals
 from ..checks.torch_state import mode_around
-from ..compiled import CompiledProgram, Relinking
-from ..compiler import Compiler
+from ..compiled import CompiledProgram
+from ..compiler import Compiler, Linker
 from ..effects.effects import EffectError, refuse_traced
 from ..effects.kept import Arguments
 from ..guards.guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
@@ -155,12 +155,8 @@ class _Result:
 class Dispatcher(Generic[AnyEntry]):
     """Finds the program of a call, or compiles it and keeps it.
 
-    Args:
-        model: the module to compile; for a step, the model with its loss.
-        options: the compile options.
-        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
-        names: dimensions that are known to vary, see :class:`ShapeCache`.
-        compiler: a compiler to share with other modules, so that equal closures compile once.
+    For a step the model includes its loss. For ``dynamic`` and ``names`` see :class:`ShapeCache`;
+    modules may share a compiler, so that equal closures compile once.
     """
 
     def __init__(
@@ -199,7 +195,7 @@ class Dispatcher(Generic[AnyEntry]):
         return self._subject
 
     @property
-    def symbolic_programs(self) -> list[tuple[Guard, Relinking]]:
+    def symbolic_programs(self) -> list[tuple[Guard, Linker]]:
         """The guards and linkers of symbolic programs, which are linked for the sizes of calls."""
         return self._shapes.linkers
 
@@ -208,7 +204,7 @@ class Dispatcher(Generic[AnyEntry]):
         self._entries.add(self._entry(made, leaves))
         self._report = made.report
 
-    def adopt_symbolic(self, guard: Guard, linker: Relinking, report: CompileReport) -> None:
+    def adopt_symbolic(self, guard: Guard, linker: Linker, report: CompileReport) -> None:
         """Adds a symbolic program that was compiled before."""
         self._shapes.adopt(guard, linker)
         self._report = report
@@ -356,12 +352,10 @@ class Refusals:
 
 @dataclass(frozen=True)
 class RunEagerly:
-    """The decision that a call runs the model eagerly.
+    """The decision that a call runs the model eagerly, and when a capture is tried again.
 
     Attributes:
-        reason: why.
         refused: the kind of the call, if a capture has just failed for it.
-        tries: when a capture is tried again.
         raised: the exception, as text, that the model raised in the capture and may raise in eager.
             Then no part of the model is compiled before eager has run.
     """
@@ -376,11 +370,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     """Runs a module's calls: by the program that fits, or eagerly.
 
     It has the signature of the model's ``forward``, which tools inspect.
-
-    Attributes:
-        model: the module.
-        options: the compile options.
-        dynamic: which sizes are symbolic, see :class:`ShapeCache`.
     """
 
     def __init__(
@@ -442,8 +431,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     @property
     def __code__(self) -> CodeType:
         """The code of the model's forward, whose file and line ``torch.export`` reads."""
-        code: CodeType = self.model.forward.__code__
-        return code
+        return self.model.forward.__code__
 
     def summary(self) -> str:
         """Says in one line what is compiled, and how."""

@@ -37,6 +37,7 @@ from ..passes.state import Compilation, Pass
 from ..report import CompileReport, PartRecord
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
+from ..tracing.torch_patches import replaced
 from . import torch_slot
 from .dispatcher import ModuleDispatcher, ModuleEntry, Refusals, RunEagerly
 
@@ -60,10 +61,7 @@ class TooSmallError(CaptureError):
 class Alike:
     """The state that parts of the same classes and tensor shapes share.
 
-    Attributes:
-        num_members: the number of parts.
-        refusals: the kinds of calls that run eagerly.
-        shapes: the input shapes that some of them were compiled for.
+    ``shapes`` are the input shapes that some of them were compiled for.
     """
 
     num_members: int
@@ -134,15 +132,9 @@ class PartDispatcher(ModuleDispatcher):
         return isinstance(error, TooSmallError)
 
 
-@contextmanager
-def alone(thread: threading.local, why: str) -> Iterator[None]:
+def alone(thread: threading.local, why: str) -> AbstractContextManager[None]:
     """Makes all parts inside run eagerly, if ``why`` gives a reason."""
-    before = getattr(thread, "why_alone", "")
-    thread.why_alone = before or why
-    try:
-        yield
-    finally:
-        thread.why_alone = before
+    return replaced(thread, why_alone=getattr(thread, "why_alone", "") or why)
 
 
 def unchanged(model: nn.Module, reason: str) -> AbstractContextManager[None]:
@@ -160,12 +152,7 @@ def why_alone(reason: str) -> str:
 
 
 class Parts:
-    """The parts of one model that runs eagerly, with their dispatchers.
-
-    Attributes:
-        routes: fills the slots of the parts while the model runs.
-        thread: per thread, the reason why all parts must run eagerly now.
-    """
+    """The parts of one model that runs eagerly, with their dispatchers."""
 
     def __init__(
         self,
@@ -182,7 +169,7 @@ class Parts:
         self._alike: dict[Likeness, Alike] = {}
         self._paths: dict[int, str] = {}
         self.routes = Routes(self._find)
-        self.thread = threading.local()
+        self.thread = threading.local()  # has the reason why all parts must run eagerly now
 
     def _find(self) -> list[PartDispatcher]:
         """Returns the dispatchers of the parts, which are the modules in the model now."""
@@ -357,13 +344,9 @@ class ModelDispatcher(ModuleDispatcher):
         return self._generating
 
     def warn_if_generate_is_eager(self, stacklevel: int = 3) -> str:
-        """Warns once if the calls that ``generate`` makes do not use the compiled model.
+        """Warns once if the calls that ``generate`` makes do not use the compiled model; says why.
 
-        Args:
-            stacklevel: the stack level of the user's line, for ``warnings.warn``.
-
-        Returns:
-            Why they do not; "" if they do.
+        ``stacklevel`` is that of the user's line, for ``warnings.warn``.
         """
         inside = model_that_generates(self.model) or self.model
         if torch_slot.asks_slot(inside) or not hasattr(inside, "generate"):

@@ -20,8 +20,7 @@ _CALL_HOOKS = tuple(name for name in HOOK_TABLES if name.startswith(("_forward",
 
 def in_slot(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the content of a module's slot."""
-    held: Callable[..., Any] | None = module_state(module).get(CALL_SLOT)
-    return held
+    return module_state(module).get(CALL_SLOT)
 
 
 def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:

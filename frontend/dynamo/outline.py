@@ -41,10 +41,7 @@ def region_key(
 
 def held(root: torch.nn.Module, node: torch.fx.Node) -> Any:
     """Returns the attribute that a ``get_attr`` or ``call_module`` node refers to."""
-    found: Any = root
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
+    return operator.attrgetter(str(node.target))(root)
 
 
 def _rows(
@@ -79,18 +76,11 @@ lazy_inline(Block)
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module, as recorded by the nodes in it.
+    """A call of a module, as recorded by the nodes in it."""
 
-    Attributes:
-        key: differs for each call, even of the same module.
-        path: the path of the module, such as ``layers.0``.
-        kind: the name of its class.
-        is_marked: whether the class is marked with ``lazy_inline``.
-    """
-
-    key: str
+    key: str  # differs for each call, even of the same module
     path: str
-    kind: str
+    kind: str  # the name of its class
     is_marked: bool = False
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -71,26 +72,17 @@ class HandedOnError(Exception):
 class DynamoGraph:
     """A Dynamo graph in a form that can be captured.
 
-    Attributes:
-        module: the graph, with calls of ``torch.utils.checkpoint``, and of ``Tensor.size`` in
-            place of size inputs.
-        calls: for each operator, the module calls around it.
-        inputs: the positions of its inputs among Dynamo's.
-        names: for each input, the name of the size of each dimension, empty if static.
+    It has calls of ``torch.utils.checkpoint``, and of ``Tensor.size`` in place of size inputs.
     """
 
     module: torch.fx.GraphModule
     calls: ModuleCalls
-    inputs: tuple[int, ...]
-    names: tuple[tuple[str, ...], ...]
+    inputs: tuple[int, ...]  # their positions among Dynamo's
+    names: tuple[tuple[str, ...], ...]  # of the sizes of their dimensions, empty if static
 
 
 def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
-    """Reads a Dynamo graph.
-
-    Raises:
-        HandedOnError: if it has something that cannot be captured.
-    """
+    """Reads a Dynamo graph; raises HandedOnError if it cannot be captured."""
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             _refuse(inner)
@@ -105,9 +97,6 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
     copied = {nodes[node]: found for node, found in calls.items() if node in nodes}
     asked = {node: () for node in copy.graph.nodes if node not in copied}
     return DynamoGraph(copy, {**copied, **asked}, inputs, names)
-
-
-# ---- what cannot be captured ---------------------------------------------------------------
 
 
 def _refuse(module: torch.fx.GraphModule) -> None:
@@ -131,15 +120,8 @@ def _refuse(module: torch.fx.GraphModule) -> None:
             raise HandedOnError(f"the input {node.name} is a symbolic float or bool")
 
 
-# ---- modes ---------------------------------------------------------------------------------
-
-
 def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
-    """Returns the nodes that enter modes, each with the node that leaves it.
-
-    Raises:
-        HandedOnError: if a mode is not left.
-    """
+    """Returns the nodes that enter modes, each with the node that leaves it."""
     pairs: list[tuple[Node, Node]] = []
     waiting: list[tuple[Node, Any]] = []  # with the operand of the node that will leave it
     grad = torch.is_grad_enabled()
@@ -163,9 +145,6 @@ def _is_switch(node: Node) -> bool:
     return node.op == "call_function" and node.target in _SWITCHES
 
 
-# ---- calls of modules ----------------------------------------------------------------------
-
-
 def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
     """Returns the module calls around each operator."""
     found = {node: tuple(_calls_of(node)) for node in module.graph.nodes}
@@ -176,7 +155,9 @@ def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> 
         between = [found[node] for node in inside if not _is_switch(node)]
         # Dynamo records no module for nodes that switch modes. They belong to the innermost call
         # around all nodes between them.
-        found[first] = found[last] = _common(between[0], between[-1]) if between else ()
+        both = zip(between[0], between[-1], strict=False) if between else ()
+        same = takewhile(lambda pair: pair[0] == pair[1], both)
+        found[first] = found[last] = tuple(call for call, _ in same)
     for node in module.graph.find_nodes(op="get_attr"):  # the module calls of its user
         user = next(iter(node.users), node)
         found[node] = found[node] or found[user]
@@ -198,12 +179,6 @@ def _path(text: str) -> str:
     """Returns the path of a module, ``layers.0`` for ``L['self'].layers.0``."""
     inner = re.sub(r"^[LG]\['(\w+)'\]\.?", "", text) or text
     return inner if re.fullmatch(r"\w+(\.\w+)*", inner) else re.sub(r"\W+", "_", inner).strip("_")
-
-
-def _common(calls: Sequence[ModuleCall], others: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
-    pairs = enumerate(zip(calls, others, strict=False))
-    length = next((i for i, (a, b) in pairs if a != b), min(len(calls), len(others)))
-    return tuple(calls[:length])
 
 
 # ---- calls in a form that capture sees -----------------------------------------------------
@@ -265,9 +240,6 @@ def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
         elif node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule):
             root.add_module(str(node.target), _rewritten(held(module, node))[0])
     return torch.fx.GraphModule(root, graph), nodes
-
-
-# ---- sizes ---------------------------------------------------------------------------------
 
 
 def _ask_tensors_for_sizes(
@@ -401,19 +373,14 @@ def _handed_on(
     )
     if options.backend == "eager":
         return module.forward
-    run: Run = lookup_backend("inductor")(module, list(inputs))  # type: ignore[arg-type]
-    return run
+    return lookup_backend("inductor")(module, list(inputs))  # type: ignore[arg-type]
 
 
 # ---- programs of torch.export --------------------------------------------------------------------
 
 
 def module_of_exported(exported: ExportedProgram) -> nn.Module:
-    """Returns a module with the exported model's signature, and repeated regions as blocks.
-
-    Raises:
-        CaptureError: if it has something that cannot be captured.
-    """
+    """Returns a module with the exported model's signature, and repeated regions as blocks."""
     module: torch.fx.GraphModule = exported.module()  # type: ignore[assignment]
     # Only ``_guards_fn`` checks the shapes of inputs.
     if not hasattr(module, "_guards_fn"):

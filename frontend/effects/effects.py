@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -38,7 +37,7 @@ from ...reuse.kinds import ABSENT, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.frames import user_line
 from ..tracing.torch_tracing import is_traced
-from .kept import AttributePlace
+from .kept import AttributePlace, same_entries
 
 _CACHED = type(functools.lru_cache(len))
 _MAX_SEARCHED = 10_000
@@ -58,9 +57,7 @@ class _Change(NamedTuple):
 class _Changes:
     """Records state before one run; afterwards finds what has changed, and undoes it.
 
-    Attributes:
-        contents: the recorded contents of objects.
-        what: what was found to be changed, in words, or an empty text.
+    ``what`` says what was found to be changed; it is empty if nothing was.
     """
 
     holder = ""
@@ -100,17 +97,13 @@ class _Changes:
 
 
 class OuterChanges(_Changes):
-    """Records state outside the model before the Python of one run can change it.
-
-    Attributes:
-        hooked: the name of a module with forward hooks, if there is one.
-    """
+    """Records state outside the model before the Python of one run can change it."""
 
     holder = "it is given or finds outside the model"
 
     def __init__(self, places: Places) -> None:
         super().__init__(self.meets)
-        self.hooked = ""
+        self.hooked = ""  # a module with forward hooks
         self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
         self._nested: set[types.CodeType] = set()  # code of functions that the run itself defines
         self._ran: set[types.CodeType] = set()
@@ -123,10 +116,6 @@ class OuterChanges(_Changes):
         for hooks in global_hook_tables("forward"):
             for hook in hooks.values():
                 self.contents.look_into(hook)
-
-    def is_given(self, argument: Any) -> None:
-        """Records the contents of an argument, to any depth: the forward may write there."""
-        self.contents.look_into(argument)
 
     def found(self, owner: Any, name: str, value: Any) -> None:
         """Records the value of a name outside the model, the first time it is looked up."""
@@ -145,10 +134,9 @@ class OuterChanges(_Changes):
             self._tables[id(owner)] = (owner, table, known)
 
     def began(self, frame: types.FrameType) -> str:
-        """Called when a function begins: records the contents of its closure variables.
+        """Records the contents of the closure variables of a function that begins.
 
-        Returns:
-            The name of a closure variable that the function may set, for which it is refused.
+        Returns the name of one that the function may set, for which it is refused.
         """
         code = frame.f_code
         if code not in self._ran:
@@ -186,7 +174,7 @@ class OuterChanges(_Changes):
         # Only names that are used by the code which ran: other threads may change others.
         names = reads.names()
         for owner, table, known in self._tables.values():
-            for name in () if _same_entries(table, known) else names:
+            for name in () if same_entries(table, known) else names:
                 now, before = table.get(name, ABSENT), known.get(name, ABSENT)
                 if not same(now, before):
                     yield _Change(outside_name(owner, name), _putting(owner, name), before, now)
@@ -224,12 +212,7 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 class ModuleChanges(_Changes):
     """Records the attributes of the modules that one run uses, as they were before it.
 
-    Args:
-        places: the modules of the model.
-        on_class: called with each class of a module or attribute, because code may write there.
-
-    Attributes:
-        met: the modules outside the model's tree whose attributes were read, by ``id``.
+    ``on_class`` is called with each class of a module or attribute, because code may write there.
     """
 
     holder = "an attribute holds"
@@ -237,7 +220,7 @@ class ModuleChanges(_Changes):
     def __init__(self, places: Places, on_class: Callable[[Any], None]) -> None:
         super().__init__(on_class)
         self._on_class = on_class
-        self.met: dict[int, nn.Module] = {}
+        self.met: dict[int, nn.Module] = {}  # outside the model's tree, whose attributes were read
         self._made: dict[int, nn.Module] = {}
         self._written: dict[tuple[int, Any], str] = {}
         self._kept: set[tuple[int, Any]] = set()
@@ -268,7 +251,7 @@ class ModuleChanges(_Changes):
             now = ABSENT if module is None else module_state(module).get(name, ABSENT)
             read = reads.attributes.get((id_, name))
             leaves = torch_pytree.flatten(now)[0]
-            is_plain = all(isinstance(x, torch.Tensor) or _is_plain(x) for x in leaves)
+            is_plain = all(isinstance(x, torch.Tensor) or type(x) in _PLAIN_TYPES for x in leaves)
             is_fresh = is_plain and (read is None or read.value is now)
             if module is not None and is_fresh and find_fake(leaves) is not None:
                 reads.attributes.pop((id_, name), None)
@@ -296,7 +279,7 @@ class ModuleChanges(_Changes):
     def _changes(self, reads: Reads, same: Callable[[Any, Any], bool]) -> Iterator[_Change]:
         for module, tables in self._before.values():
             for table, before in tables:
-                for name in () if _same_entries(table, before) else {**before, **table}:
+                for name in () if same_entries(table, before) else {**before, **table}:
                     held, now = before.get(name, ABSENT), table.get(name, ABSENT)
                     if same(now, held) or not self._counts(module, table, name, now, reads):
                         continue
@@ -320,18 +303,6 @@ def _is_empty(module: nn.Module) -> bool:
     return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
 
 
-def _same_entries(table: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """Whether a dictionary has the same objects as entries, in their order."""
-    if len(table) != len(before) or [*table] != [*before]:
-        return False
-    return all(map(operator.is_, table.values(), before.values()))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or None."""
-    return type(value) in _PLAIN_TYPES
-
-
 # ---- effects that a program would not have -------------------------------------------------------
 
 
@@ -346,13 +317,8 @@ class EffectError(CaptureError):
 class Effects:
     """Watches one run for side effects.
 
-    Args:
-        changes: records the state that the run could change.
-        policy: ``"refuse"`` raises after the run; ``"undo"`` undoes the changes and goes on, for a
-            program that is only inspected or written to a file.
-
-    Attributes:
-        policy: as given.
+    The policy ``"refuse"`` raises after the run; ``"undo"`` undoes the changes and goes on, for a
+    program that is only inspected or written to a file.
     """
 
     def __init__(self, changes: OuterChanges, policy: OnEffects) -> None:
@@ -416,12 +382,9 @@ class Effects:
             given.add(id(part))
 
     def check_containers(self, given: bool, held: Iterable[Any], results: Sequence[Any]) -> None:
-        """Refuses objects whose state a program could not update.
+        """Refuses objects whose state a program could not update, among results and in containers.
 
-        Args:
-            given: whether the call was given containers, which the run replaced by copies.
-            held: the attributes that the forward read.
-            results: its results, and the contents that it left in containers.
+        If containers were given, which the run replaced by copies, also attributes that were read.
         """
         formless = torch_pytree.formless(results)
         kept = torch_pytree.formless(torch_pytree.flatten_outer(list(held))[0]) if given else ""

@@ -208,16 +208,10 @@ LOOK_ALIKES: Mapping[Any, type] = {SeenList: list, SeenDict: dict, SeenNames: di
 class GivenObjects:
     """Reports to the blocks that are being traced what happens to the objects that they were given.
 
-    Args:
-        places: the modules of the model.
-        readers: returns the records of the blocks being traced, inner before outer; none while
-            capture's own code runs.
-        quietly: marks code inside as capture's own.
-
-    Attributes:
-        is_open: whether blocks get proxies; if not, the objects in a block's arguments are
-            flattened.
-        was_used: whether a block got one. A failing capture may be tried again without.
+    ``readers`` returns the records of the blocks being traced, inner before outer; none while
+    capture's own code runs, as ``quietly`` marks it. Blocks get proxies while it ``is_open``; if
+    not, the objects in a block's arguments are flattened. If a block got one (``was_used``), a
+    failing capture may be tried again without.
     """
 
     def __init__(

@@ -7,7 +7,8 @@ place that the forward reads before it writes is state, which this does not supp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -70,12 +71,7 @@ Place: TypeAlias = ArgumentPlace | AttributePlace
 
 @dataclass(frozen=True)
 class Kept:
-    """The places that a call writes to, besides returning a result.
-
-    Attributes:
-        places: the places, in order.
-        returned: the argument that the forward returns, if it returns one.
-    """
+    """The places that a call writes to; ``returned`` is the argument that it returns, if one."""
 
     places: tuple[Place, ...] = ()
     returned: ArgumentPlace | None = None
@@ -103,14 +99,14 @@ class GivenContainers:
     """The dictionaries and lists in a call's arguments, with their content before the run."""
 
     def __init__(self, call: Arguments) -> None:
-        self._before = [(path, held, _shallow(held)) for path, held in _containers(call)]
+        self._before = [(path, held, held.copy()) for path, held in _containers(call)]
 
     def put_back(self) -> list[tuple[ArgumentPlace, Any]]:
         """Undoes the forward's changes; returns the changed places with their new content."""
         changed = []
         for path, held, before in self._before:
-            content = _shallow(held)
-            if not _is_same(content, before):
+            content = held.copy()
+            if not same_entries(content, before):
                 changed.append((ArgumentPlace(path), content))
                 ArgumentPlace(()).put(held, before)
         return changed
@@ -132,14 +128,10 @@ def _containers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
         yield from _containers(inner, (*path, step))
 
 
-def _shallow(container: Any) -> Any:
-    return list(container) if type(container) is list else dict(container)
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Whether the entries are the same objects, in their order."""
-    if type(now) is dict and [*now] != [*before]:
+def same_entries(now: Any, before: Any) -> bool:
+    """Whether two dictionaries, or two lists, have the same objects as entries, in their order."""
+    if len(now) != len(before):
         return False
-    held: Sequence[Any] = [*now.values()] if type(now) is dict else now
-    was: Sequence[Any] = [*before.values()] if type(before) is dict else before
-    return len(held) == len(was) and all(a is b for a, b in zip(held, was, strict=True))
+    if isinstance(now, Mapping):
+        return [*now] == [*before] and all(map(operator.is_, now.values(), before.values()))
+    return all(map(operator.is_, now, before))

@@ -21,13 +21,9 @@ _FOR_RECORDS = _OF_RECORDS | {"threading", "weakref", "traceback", "linecache"}
 
 
 class Group:
-    """Functions that may be called for one reason.
+    """Functions of some homes that may be called for one reason: by name, or all ``but`` some.
 
-    Args:
-        reason: why.
-        homes: names of modules and classes; ``"numpy."`` stands for all classes of a module.
-        names: names of their functions and methods; if empty, all.
-        but: names that do not belong to the group.
+    Homes are modules and classes; ``"numpy."`` stands for all classes of a module.
     """
 
     def __init__(self, reason: str, homes: str, names: str = "", but: str = "") -> None:

@@ -299,11 +299,7 @@ class _Place:
     key: str | None
 
     def get(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the tensor that is passed.
-
-        Raises:
-            PlanError: if none is passed.
-        """
+        """Returns the tensor that is passed."""
         whole = self._whole(args, kwargs)
         found = whole if self.key is None else whole.get(self.key)
         if not isinstance(found, torch.Tensor):

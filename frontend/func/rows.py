@@ -29,12 +29,9 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a function, and its point.
+    """The result of a function, with an autograd graph to its point.
 
-    Attributes:
-        result: the result, with an autograd graph to the point.
-        point: the tensor to differentiate by.
-        goes_on: whether derivatives can themselves be differentiated.
+    ``goes_on`` says whether derivatives can themselves be differentiated.
     """
 
     result: torch.Tensor
@@ -122,11 +119,7 @@ def hessian_products(at: Computed, tangents: torch.Tensor, *, mode: ForwardMode)
 
 
 class SameDraws:
-    """Makes all products at one point draw the same random numbers, as of one function.
-
-    Args:
-        device: the device of the function; numbers may be drawn there and on the CPU.
-    """
+    """Makes all products at one point draw the same random numbers, as of one function."""
 
     def __init__(self, device: torch.device) -> None:
         self.devices = [device] if device.type == "cuda" else []

@@ -42,17 +42,10 @@ Mode = TaylorMode | ForwardMode
 def mode_taken(
     what: str, mode: Mode, along: Literal["taylor", "forward"], *, passes: int, passes_back: int
 ) -> str:
-    """Returns the mode in which a derivative is computed: ``along`` or ``"reverse"``.
+    """Returns the mode in which a derivative is computed: ``along`` directions or ``"reverse"``.
 
-    Args:
-        what: the derivative, in words.
-        mode: the user's choice; ``"auto"`` takes the one with fewer passes.
-        along: the mode along directions that this derivative has.
-        passes: how often the linear maps of the function run in that mode.
-        passes_back: the same for reverse mode.
-
-    Raises:
-        PlanError: if there is no such mode.
+    ``passes`` says how often the linear maps of the function run along directions, ``passes_back``
+    how often in reverse mode; the user's ``"auto"`` takes the mode with fewer.
     """
     if mode not in ("auto", along, "reverse"):
         raise PlanError(f"{what}: mode {mode!r} is none of auto, {along}, reverse.")
@@ -65,10 +58,8 @@ def mode_taken(
     # By passes, which are known in advance; to compare costs, both would have to be made.
     is_along = passes <= passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
-    found: str = watcher.open_mode(
-        what, along if is_along else "reverse", f"{few} passes against {many}"
-    )
-    return found
+    taken = along if is_along else "reverse"
+    return watcher.open_mode(what, taken, f"{few} passes against {many}")
 
 
 def may_follow(mode: Mode) -> bool:
@@ -79,22 +70,13 @@ def may_follow(mode: Mode) -> bool:
 def taylor(
     result: torch.Tensor, points: torch.Tensor, directions: torch.Tensor, series: Series
 ) -> torch.Tensor:
-    """Returns the highest derivatives of a result along directions of the points.
+    """Returns the highest derivatives of a result along directions ``[K, *points.shape]``.
 
-    Args:
-        result: the result computed from ``points``, in a capture.
-        points: the points.
-        directions: ``[K, *points.shape]``.
-        series: the Taylor series, for K directions.
-
-    Returns:
-        The derivative of the series' order along each direction, ``[K, *result.shape]``, or their
-        sum, ``[*result.shape]``, if the series is collapsed.
+    They are ``[K, *result.shape]``, or if the series is collapsed their sum, ``[*result.shape]``.
     """
     watcher: Any = follower()
     ((*_, highest),) = watcher.series([result], [points], [directions], series)
-    found: torch.Tensor = highest * math.factorial(series.order)
-    return found
+    return highest * math.factorial(series.order)
 
 
 _PASSES_OF_PRODUCT = 4
@@ -223,16 +205,10 @@ def jvp(
 def tangents_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], rows: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns the derivative of each output along K directions of the inputs.
+    """Returns the derivative of each output, ``[K, *output.shape]``, along K directions.
 
-    Args:
-        outputs: the tensors to differentiate.
-        inputs: the tensors that they were computed from.
-        rows: the directions of each input, ``[K, *input.shape]``. If they were made before the
-            outputs, a capture computes outputs and tangents together.
-
-    Returns:
-        For each output ``[K, *output.shape]``.
+    The directions of each input are ``[K, *input.shape]``. If they were made before the outputs, a
+    capture computes outputs and tangents together.
     """
     watcher = follower()
     if watcher is not None:
@@ -298,16 +274,8 @@ def along_gradients(
 ) -> list[torch.Tensor]:
     """Returns the derivative of gradients along K directions: products with a Hessian.
 
-    Args:
-        first: the gradient of each input.
-        inputs: the inputs.
-        rows: the directions of each input, ``[K, *input.shape]``, made before the gradients: see
-            :func:`tangents_of`.
-        mode: as for :func:`hvp`.
-        goes_on: whether the products can themselves be differentiated.
-
-    Returns:
-        For each input ``[K, *input.shape]``.
+    Directions, made before the gradients (see :func:`tangents_of`), and products of each input are
+    ``[K, *input.shape]``; ``goes_on`` says whether products can themselves be differentiated.
     """
     passes = {"passes": _PASSES_OF_PRODUCT, "passes_back": _PASSES_OF_PRODUCT}
     if mode_taken("product with a Hessian", mode, "forward", **passes) == "forward":
@@ -319,11 +287,7 @@ def along_gradients(
 
 
 def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Returns the tangents, flat.
-
-    Raises:
-        PlanError: if their shapes differ from those of the primals.
-    """
+    """Returns the tangents, flat; raises PlanError if shapes differ from those of the primals."""
     points, directions = tensors_in(primals, "primals"), tensors_in(tangents, "tangents")
     shapes, others = [tuple(p.shape) for p in points], [tuple(d.shape) for d in directions]
     if shapes != others:

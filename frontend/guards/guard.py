@@ -44,19 +44,9 @@ _training_of = operator.itemgetter("training")
 class Guard:
     """Decides whether a program fits a call, and holds the model's present tensors.
 
-    Args:
-        model: the captured model.
-        captured: the result of its capture.
-        leaves: the flat inputs that it was captured with.
-        tree: their tree structure.
-        native: the native library's comparison of facts, if it is built.
-
     Attributes:
-        tree: the tree structure of the inputs.
         layouts: for each flat input, the properties of a tensor, or the value of anything else.
         repeated: which inputs are the same tensor; empty if all differ.
-        modes: the modes of the capture.
-        shapes: the shapes of the flat inputs.
         tensors: the model's tensors, in the order of the program's sources.
         token: a new object whenever one of them was replaced or its memory moved.
     """
@@ -440,13 +430,9 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call, nested and flat.
+    """The arguments of one call, nested and flat; of a training step, its first micro-batch's.
 
-    Attributes:
-        args, kwargs: the arguments; for a training step, those of its first micro-batch.
-        leaves: the same, flat.
-        tree: their tree structure.
-        given: the arguments as passed, flat; they differ from ``leaves`` for a step only.
+    ``given`` are the arguments as passed, flat; they differ from ``leaves`` for a step only.
     """
 
     args: Sequence[Any]
@@ -523,9 +509,8 @@ class KeptPrograms(Generic[AnyEntry]):
     def add(self, entry: AnyEntry) -> bool:
         """Puts a new program first; drops those that were not used for longest.
 
-        Returns:
-            Whether as many programs were dropped as are kept: then most of the compiler's results
-            per closure are unused.
+        Returns whether as many were dropped as are kept: then most of the compiler's results per
+        closure are unused.
         """
         self._put_first(entry)
         linked = [e for e in self._entries if e.can_be_linked_again]

@@ -17,14 +17,9 @@ _DEBUG = "LAZYINLINE_DEBUG"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line; returns the exit status.
 
-    Args:
-        argv: the arguments; None for those of the process.
-
-    Returns:
-        The exit status: 0; 2 if the command cannot be carried out or the user's model failed; 130
-        if it was interrupted.
+    It is 2 if the command cannot be carried out or the user's model failed, 130 if interrupted.
     """
     parser = make_parser()
     options = parser.parse_args(argv)

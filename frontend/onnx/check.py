@@ -41,14 +41,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a file's inputs and outputs.
+    """The names of a file's inputs, outputs, and gradients of inputs.
 
-    Attributes:
-        inputs: a name for each program input.
-        outputs: a name for each program output.
-        results: for each leaf of the model's result that is a tensor, its position among the
-            leaves and its name in the file.
-        gradients: name of the gradient of each program input that has one.
+    ``results`` has, for each leaf of the model's result that is a tensor, its position among the
+    leaves and its name in the file.
     """
 
     inputs: list[str]
@@ -64,13 +60,9 @@ _LOG = logging.getLogger("lazyinline")
 
 
 def check(path: pathlib.Path, model: ir.Model, subject: Subject, names: Names) -> float:
-    """Compares a file with the model.
+    """Compares a file with the model; raises ExportError if they differ, or cannot be compared.
 
-    Returns:
-        The largest difference, relative to the largest value of its output.
-
-    Raises:
-        ExportError: if they differ, or cannot be compared.
+    Returns the largest difference, relative to the largest value of its output.
     """
     _refuse_randomness(model)
     worst = _check_once(path, subject, names, reference_outputs(subject, names))
@@ -153,11 +145,7 @@ def run_file(
 
 
 def compare(expected: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> float:
-    """Returns the largest relative difference.
-
-    Raises:
-        ExportError: if one output differs by more than its dtype allows.
-    """
+    """Returns the largest relative difference, if it is no more than the dtype allows."""
     worst = 0.0
     for name, value in expected.items():
         result = results[name]

@@ -165,9 +165,6 @@ def _check_options(path: pathlib.Path, opset: int) -> None:
         raise ExportError(f"{path} cannot be written: there is no such folder, or it is one.")
 
 
-# ---- the program to export -------------------------------------------------------------------
-
-
 def _subject(
     model: nn.Module | Program,
     args: tuple[Any, ...],
@@ -232,9 +229,6 @@ def _run_sized(
     return state
 
 
-# ---- names -----------------------------------------------------------------------------------
-
-
 def _names(subject: Subject) -> Names:
     program, tree = subject.program, subject.program.output_tree
     assert isinstance(tree, OutputTree)
@@ -274,9 +268,6 @@ def _free(wish: str, taken: set[str]) -> str:
         name, number = f"{wish}_out" if number == 1 else f"{wish}_out{number}", number + 1
     taken.add(name)
     return name
-
-
-# ---- building and writing --------------------------------------------------------------------
 
 
 def _build(subject: Subject, opset: int) -> tuple[ir.Model, Names]:

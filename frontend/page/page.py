@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
-from ...reuse.ir.printer import bytes_text, flops_text, seconds_text
+from ...reuse.ir.printer import bytes_text, counted, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
 from . import sections
-from .write import PageData, about, count_text, error_text, ratio_range, times_less, write_page
+from .write import PageData, about, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory
@@ -30,12 +30,7 @@ _EXACT = 1e-4
 
 
 def compile_page(record: CompileRecord, title: str = "") -> PageData:
-    """Returns the data of a compile's page.
-
-    Args:
-        record: the record of the compile.
-        title: the name of the model.
-    """
+    """Returns the data of a compile's page, with the name of the model as its title."""
     kind = "training" if record.train else "inference"
     tiles = () if record.ran_eagerly else _compile_tiles(record)
     return {
@@ -51,10 +46,8 @@ def measured_page(
 ) -> PageData:
     """Returns the data of a page that compares late and early inlining, and both with eager.
 
-    Args:
-        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers and
-            the late and early compiles.
-        subtitle: a line that names what was measured.
+    There is one row, or one for each number of layers, with its numbers and both compiles; the
+    deepest is drawn. The subtitle names what was measured.
     """
     # Late and early differ most in the deepest model.
     found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
@@ -114,8 +107,8 @@ def _outcome(record: CompileRecord) -> str:
     if not shared:
         return f"No block is shared; compiled in {record.cpu_s:.1f} CPU s."
     return (
-        f"{count_text(record.num_block_calls, 'block call')} needed "
-        f"{count_text(record.num_block_calls - shared, 'trace')}: the compiler worked on "
+        f"{counted(record.num_block_calls, 'block call')} needed "
+        f"{counted(record.num_block_calls - shared, 'trace')}: the compiler worked on "
         f"{record.num_nodes:,} graph nodes in place of {record.num_nodes_if_inlined:,}, for "
         f"{record.cpu_s:.1f} CPU s."
     )
@@ -146,14 +139,9 @@ def _against_eager(found: Numbers) -> list[float]:
 def tile(
     label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
 ) -> Tile:
-    """Returns a tile: one figure at the head of a page.
+    """Returns a tile: one figure at the head of a page, with a note on what it is compared with.
 
-    Args:
-        label: the name of the figure.
-        value: the figure.
-        note: what it is compared with.
-        good: whether it is a good result.
-        otherwise: the state of a tile that is not good: ``"plain"`` or ``"warn"``.
+    The state of a tile that is not good is ``"plain"`` or ``"warn"``.
     """
     return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
 
@@ -344,7 +332,7 @@ def plan_page(plan: ShownPlan, measured_s: sections.Measured | None = None) -> P
     step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
     peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
     fullest, emptiest = bytes_text(max(peaks)), bytes_text(min(peaks))
-    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
+    ranks, stages = counted(len(table.ranks), "rank"), counted(table.num_stages, "stage")
     tiles = [
         tile("Step, predicted", step, f"{table.num_micro_batches} micro-batches"),
         tile("Bubble, predicted", bubble, "of all ranks' time they wait"),

@@ -66,12 +66,10 @@ def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> di
 
 
 class _Calls:
-    """Finds the call and the launch at each moment.
+    """Finds the call and the launch at each moment, before the moment ``end``.
 
-    Args:
-        launches: in order, (moment, a key that differs between calls, name of the call, name of
-            the launch).
-        end: the number of moments. A moment without a launch belongs to the launch before it.
+    Launches are in order: moment, a key that differs between calls, name of the call, name of the
+    launch. A moment without a launch belongs to the launch before it.
     """
 
     def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
@@ -274,9 +272,7 @@ class _Closures:
     def strip(self, program: Program, twins: Mapping[Closure, Closure]) -> list[dict[str, Any]]:
         """Returns the groups of a program's calls, in order.
 
-        Args:
-            program: a program, or that of a ``Composite``.
-            twins: for each closure, the captured one, which has the user's source lines.
+        ``twins`` has, for each closure, the captured one, with the user's source lines.
         """
         calls = _shown(program)
         numbers = [self._number(call.closure, twins.get(call.closure)) for call in calls]
@@ -494,12 +490,9 @@ def mesh_section(
     traffic: Mapping[str, Sequence[Collective]],
     memory: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the layouts of tensors on a mesh, and the traffic of one rank in a step.
+    """Returns the layouts of tensors on a mesh, and the traffic of one rank in a step, by stage.
 
-    Args:
-        layouts: the plan.
-        traffic: the collectives by name of the stage; a step without stages has one entry.
-        memory: the bytes of a rank, by purpose.
+    ``memory`` has the bytes of a rank, by purpose.
     """
     # Imported late: DTensor takes as long to import as all of lazyinline.
     from ...pipeline_parallel.mesh.traffic import traffic_rows
@@ -522,12 +515,7 @@ def mesh_section(
 
 
 def predicted_section(rows: Iterable[Row], lead: str = HELD) -> dict[str, Any] | None:
-    """Returns the rows with a known figure; None if there is none.
-
-    Args:
-        rows: predicted and measured figures.
-        lead: how they were found.
-    """
+    """Returns the rows with a known figure, and how it was found; None if there is none."""
     known = [row for row in rows if row[2] is not None or row[3] is not None]
     return {"lead": lead, "rows": known} if known else None
 

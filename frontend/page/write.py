@@ -94,8 +94,3 @@ def ratio_range(ratios: list[float]) -> str:
 def error_text(error: float | str | None) -> str:
     """Formats an error in two digits: ``1.2e-07``, ``0``, or ``-`` if it is not known."""
     return "-" if error is None else "0" if error == 0 else f"{float(error):.1e}"
-
-
-def count_text(number: int, noun: str) -> str:
-    """Formats a number of things: ``1 call``, ``2,000 calls``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

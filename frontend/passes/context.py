@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
@@ -33,6 +33,7 @@ from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Place, Tools
 from ...backend.run.planned import closures_run
+from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
@@ -46,9 +47,12 @@ class Context:
     """The state that all compiles of one compiler share.
 
     Attributes:
-        backend: makes kernels.
+        cache: the results that are kept on disk.
         differentiator: makes derivatives with the backend's decompositions, each once.
         recompute: chooses what a derivative saves.
+        gradient_programs: makes programs of gradients, which can be differentiated again.
+        derive: replaces gradients that a forward takes itself by calls of derivatives.
+        reducer: reduces programs to primitives, for inspection.
         tools: places buffers and runs launches.
         kernels: the kernel of each leaf that was lowered.
         recorded: the kernel list of each leaf whose launches were recorded.
@@ -60,47 +64,24 @@ class Context:
         self.backend: Backend = backend_named(options.backend, options.target)
         target = options.target or ""
         found = CompileCache.of_user(options.backend, target) if options.cache == "disk" else None
-        self._cache = found or CompileCache(None, options.backend)
-        self.tools = self._tools()
-        self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
-        self.recompute = Recompute(
-            self.differentiator, options.recompute, options.backend, self.tools.place.target
-        )
+        self.cache = found or CompileCache(None, options.backend)
+        self.tools = Tools(self.cache.plan, self.cache.native)
+        gpu = None if options.target is None else target_named(options.target)
+        if gpu is not None:
+            place = Place(missing=gpu.name, target=gpu)
+            self.tools = replace(self.tools, alignment=ALIGNMENT_BYTES, place=place)
+        self.differentiator = Differentiator(self.backend.recipe, self.cache.derivative)
+        costs = OperatorCosts(gpu.rates if gpu else CPU, fused=options.backend != "eager")
+        self.recompute = Recompute(self.differentiator, options.recompute, costs)
+        self.gradient_programs, self.derive = GradientPrograms(), InnerGradients()
+        self.reducer = Reducer()
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
+        self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
-
-    # Made on first use: most models take no gradients in their forward.
-
-    @cached_property
-    def gradient_programs(self) -> GradientPrograms:
-        """Makes programs of gradients, which can be differentiated again."""
-        return GradientPrograms()
-
-    @cached_property
-    def derive(self) -> InnerGradients:
-        """Replaces gradients that a forward takes itself by calls of derivatives."""
-        return InnerGradients()
-
-    @cached_property
-    def reducer(self) -> Reducer:
-        """Reduces programs to primitives, for inspection."""
-        return Reducer()
-
-    @cached_property
-    def _estimates(self) -> Estimates:
-        return Estimates(fuses=self.options.backend == "inductor")
-
-    def _tools(self) -> Tools:
-        tools = Tools(self._cache.plan, self._cache.native)
-        if self.options.target is None:
-            return tools
-        target = target_named(self.options.target)
-        place = Place(missing=target.name, target=target)
-        return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
     def report(self, *, train: bool) -> CompileReport:
         """Returns the report of a compile that is about to begin."""
@@ -109,23 +90,23 @@ class Context:
     @contextmanager
     def cached(self, report: CompileReport) -> Iterator[None]:
         """Reads the cache's settings anew for a compile, and notes in its report what was used."""
-        self._cache.begin()
+        self.cache.begin()
         yield
-        report.cache = self._cache.finish()
-
-    @property
-    def cache(self) -> CompileCache:
-        """The results that are kept on disk."""
-        return self._cache
+        report.cache = self.cache.finish()
 
     @property
     def cache_place(self) -> str:
         """Names the machine and the directory of the cache; "" without one."""
-        return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""
+        return f"{platform.node()}:{self.cache.directory}" if self.cache.directory else ""
 
     def known(self, program: Program) -> Program:
-        """Replaces leaves by equal leaves of an earlier compile."""
-        return map_leaves(program, lambda leaf: self._leaves.setdefault(_key_of(leaf), leaf))
+        """Replaces leaves by equal leaves of an earlier compile, which compute the same."""
+
+        def equal(leaf: Leaf) -> Leaf:
+            key = FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))
+            return self._leaves.setdefault(key, leaf)
+
+        return map_leaves(program, equal)
 
     def decomposed(self, program: Program) -> Program:
         """Decomposes the composite operators of each leaf."""
@@ -138,7 +119,7 @@ class Context:
                 return replace(leaf, level="aten")
             if leaf not in self._decomposed:
                 make = partial(decompose_leaf, leaf, self.backend)
-                self._decomposed[leaf] = self._cache.decomposed(leaf, make)
+                self._decomposed[leaf] = self.cache.decomposed(leaf, make)
             return self._decomposed[leaf]
 
         return map_leaves(program, of_leaf)
@@ -158,7 +139,7 @@ class Context:
             elif leaf.bodies:
                 launches = None
             else:
-                launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
+                launches = self.cache.kernels(leaf, self._unaligned.get(leaf, ()))
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
@@ -167,13 +148,12 @@ class Context:
         """Compiles the Triton kernels of leaves for a GPU that is not here."""
         if isinstance(self.backend, InductorBackend) and self.options.target is not None:
             lists = [self.recorded.get(c) or self.kernels[c].launches for c in leaves]
-            self.backend.build(lists, self._cache.machine_code)
+            self.backend.build(lists, self.cache.machine_code)
 
     def lower_unaligned(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
         """Makes kernels again for inputs that need not be aligned.
 
-        Returns:
-            False if that cannot help: a leaf has no kernels, or they allow these inputs already.
+        Returns False if that cannot help: a leaf has no kernels, or they allow these already.
         """
         known = {**self.kernels, **self.recorded}
         if any(c not in known or n <= self._unaligned.get(c, n - n) for c, n in inputs.items()):
@@ -200,18 +180,14 @@ class Context:
     def launches_of_leaf(self, leaf: Leaf) -> KernelList:
         """Returns the kernel list of a leaf, recorded at most once."""
         if leaf.bodies and leaf not in self.recorded:
-            self.recorded[leaf] = self._control_launches(leaf)
+            bodies = [link(body.program) for body in leaf.bodies]
+            lists, function = self.launches_of(bodies), self.kernels[leaf].function
+            self.recorded[leaf] = record_control(leaf, function, bodies, lists, self.tools)
         elif leaf not in self.recorded:
             self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
             if not self.kernels[leaf].why_eager:  # else each process tries again, and warns
-                self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
+                self.cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded[leaf]
-
-    def _control_launches(self, leaf: Leaf) -> KernelList:
-        """Returns the launch of a control-flow operator, which contains those of its bodies."""
-        bodies = [link(body.program) for body in leaf.bodies]
-        lists, function = self.launches_of(bodies), self.kernels[leaf].function
-        return record_control(leaf, function, bodies, lists, self.tools)
 
     def _control_kernel(self, leaf: Leaf) -> Kernel:
         """Returns a kernel that runs a control-flow operator with the kernels of its bodies."""
@@ -232,11 +208,6 @@ class Context:
         """Returns the kernel list of each leaf, estimated where it has no kernel yet."""
         return self._estimates.lists(flats, self.recorded)
 
-    def reasons_for_eager(self, leaves: Iterable[Leaf]) -> dict[Leaf, str]:
-        """Returns why the backend has no kernel, for the leaves for which it has none."""
-        made = {leaf: self.kernels[leaf].why_eager for leaf in leaves if leaf in self.kernels}
-        return {leaf: why for leaf, why in made.items() if why}
-
     def forget(self, leaf: Leaf) -> None:
         """Drops the kernel of a leaf that no other program uses."""
         self.kernels.pop(leaf, None)
@@ -252,8 +223,3 @@ class Context:
 def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     """Returns the different leaves that flat programs launch."""
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
-
-
-def _key_of(leaf: Leaf) -> FullKey:
-    """Returns a key by which leaves that compute the same are equal."""
-    return FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))

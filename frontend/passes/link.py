@@ -61,12 +61,7 @@ def link_program(state: State) -> State:
 
 
 def _linked_at(state: State, values: Values) -> State:
-    """Plans a linked program for the numbers of one shape; only the plan keeps its kernels.
-
-    Raises:
-        OverBudgetError: if the recompute choice, made for other sizes, exceeds the budget here.
-        PlanError: if a kernel returns other strides than the program says.
-    """
+    """Plans a linked program for the numbers of one shape; only the plan keeps its kernels."""
     context = state.context
     leaves = {leaf: kernel_at_numbers(context, leaf, values) for leaf in leaves_of(state.linked)}
     state = _planned_and_run(replace(with_numbers(state, values, leaves), values=values))
@@ -89,8 +84,7 @@ def _check_budget(state: Compilation) -> None:
 
 def linked(state: State) -> State:
     """Lays out the calls of each part."""
-    flats = {name: link(p) for name, p in state.programs.items()}
-    return replace(state, flats=flats)
+    return replace(state, flats={name: link(p) for name, p in state.programs.items()})
 
 
 def _planned_and_run(state: State) -> State:
@@ -159,13 +153,12 @@ def runs_of(state: Compilation, program: PlannedProgram) -> PlannedProgram | Run
 
 def _closures(state: Compilation) -> PlannedProgram:
     """Returns the program without a memory plan: each closure allocates its results."""
-    lists = state.context.closures_of(state.linked)
+    made = partial(PlannedProgram, state.linked, state.context.closures_of(state.linked))
     if state.goal.kind == "step":
         (flat,) = state.linked
-        own = range(len(flat.inputs))
-        return PlannedProgram([flat], lists, own, [len(flat.outputs)], results="copied")
+        return made(range(len(flat.inputs)), [len(flat.outputs)], results="copied")
     returned, sources = returned_of(state.captured.program, state.derivative)
-    return PlannedProgram(state.linked, lists, [], returned, sources, results="allocated")
+    return made([], returned, sources, results="allocated")
 
 
 @compile_pass(
@@ -286,43 +279,23 @@ def plan(state: Compilation) -> PlannedProgram | Unplanned:
 
 def plan_at(state: Compilation, kernel_lists: Mapping[Leaf, KernelList]) -> PlannedProgram:
     """Plans the arena for these kernel lists."""
-    planned = _planned_step if state.goal.kind == "step" else _planned_module
-    return planned(state, kernel_lists)(tools=tools_of(state))
-
-
-def _planned_step(
-    state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
-) -> partial[PlannedProgram]:
-    """Returns the planner of a step; its results stay in place until the next step."""
-    (flat,) = state.linked
-    own_copies = [""] * sum(map(len, state.step.batch))
-    return partial(
-        PlannedProgram,
-        [flat],
-        kernel_lists,
-        range(len(flat.inputs)),
-        [len(flat.outputs) - state.step.updates.num_results],
-        results="pinned",
-        names=[*own_copies, *(tensor_name(s.name) for s in state.step.model)],
-    )
-
-
-def _planned_module(
-    state: Compilation, kernel_lists: Mapping[Leaf, KernelList]
-) -> partial[PlannedProgram]:
-    """Returns the planner of a module's forward and backward."""
+    planned = partial(PlannedProgram, state.linked, kernel_lists, tools=tools_of(state))
+    if state.goal.kind == "step":  # its results stay in place until the next step
+        (flat,) = state.linked
+        own_copies = [""] * sum(map(len, state.step.batch))
+        return planned(
+            range(len(flat.inputs)),
+            [len(flat.outputs) - state.step.updates.num_results],
+            results="pinned",
+            names=[*own_copies, *(tensor_name(s.name) for s in state.step.model)],
+        )
     program = state.captured.program
     own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
-    num_returned, sources = returned_of(program, state.derivative)
     # A budget bounds what is held between forward and backward: less without gradients.
     has_budget = isinstance(state.context.options.recompute, Budget)
-    return partial(
-        PlannedProgram,
-        state.linked,
-        kernel_lists,
+    return planned(
         list(own),
-        num_returned,
-        sources,
+        *returned_of(program, state.derivative),
         gradients="apart" if has_budget else "overlaid",
         names=list(own.values()),
         roots=state.known.get("view_roots") or view_roots(program),
@@ -354,12 +327,11 @@ def held_bytes(state: Compilation) -> int:
 def _layout(state: Compilation) -> Layout:
     """Lays out buffers for kernels that are only estimated."""
     others = tools_of(state).place.others
+    made = partial(layout_of, state.linked, launches(state), others=others)
     if state.goal.kind == "step":
         (flat,) = state.linked
-        num_results = len(flat.outputs) - state.step.updates.num_results
-        return layout_of([flat], launches(state), [num_results], results="pinned", others=others)
-    returned, sources = returned_of(state.captured.program, state.derivative)
-    return layout_of(state.linked, launches(state), returned, sources, others=others)
+        return made([len(flat.outputs) - state.step.updates.num_results], results="pinned")
+    return made(*returned_of(state.captured.program, state.derivative))
 
 
 def launches(state: Compilation) -> Mapping[Leaf, KernelList]:

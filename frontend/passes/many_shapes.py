@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from ...backend.kernels.lower import (
-    has_sizes,
-    kernel_at,
-    kernel_list,
-    launches_at,
-    numbered,
-    symbolic_launches,
-)
+from ...backend.kernels import lower
 from ...backend.launches.kernel_list import (
     BufferInfo,
     KernelList,
@@ -38,7 +31,7 @@ from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
 from .link import devices_of, noted, plan_at, runs_of, why_unplanned
-from .numbers import Signature, check_layouts, results_at, with_numbers
+from .numbers import check_layouts, results_at, signature_at, with_numbers
 from .state import Compilation, State
 
 _CPU = torch.device("cpu")
@@ -78,8 +71,10 @@ class ManyShapes:
             numbers = pattern.at(values)
             if numbers is not None:
                 derivative, runs = state.derivative, pattern.runs.at(numbers)
-                if pattern.backward is not None and derivative is not None:
-                    derivative = replace(derivative, backward=pattern.backward.at(values))
+                if derivative is not None and state.goal.kind != "step":
+                    # The first input is the saved tensors, whose type nobody reads.
+                    backward = signature_at(derivative.backward, values, num_open=1)
+                    derivative = replace(derivative, backward=backward)
                 return noted(state, runs, values=values, derivative=derivative)
         return None
 
@@ -103,26 +98,19 @@ class ManyShapes:
 class _Pattern:
     """A program linked with sizes that recorded how they were computed.
 
-    Attributes:
-        numbers: recomputes all sizes for another shape; None if a comparison differs for it.
-        runs: the linked program.
-        rooms: for each buffer, its bytes (a recorded size) and the bytes that are planned for it.
-        backward: the types of the backward, if there is one.
+    ``numbers`` recomputes all sizes for another shape; it gives None if a comparison differs there.
     """
 
     numbers: Callable[[Values], Numbers | None]
     runs: PlannedProgram | Runtime
-    rooms: Sequence[tuple[int, int]]
-    backward: Signature | None
+    rooms: Sequence[tuple[int, int]]  # of each buffer its bytes, a recorded size, and those planned
 
     @classmethod
     def of(cls, state: Compilation, room: Values, values: Values) -> _Pattern | None:
         """Links a program with recorded sizes; None if that is not possible, or its check fails.
 
-        Args:
-            state: the lowered state with symbolic sizes.
-            room: the sizes that memory is planned for.
-            values: the sizes of a call; the launches for them must equal those recorded directly.
+        Memory is planned for the sizes ``room``. For ``values``, the sizes of a call, the launches
+        must equal those recorded directly.
         """
         if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
             return None
@@ -135,11 +123,11 @@ class _Pattern:
             made, launches = leaf, None
             known = context.recorded.get(leaf)
             if isinstance(known, SymbolicList):
-                made, launches = numbered(leaf, known, tape.values)
+                made, launches = lower.numbered(leaf, known, tape.values)
                 check_layouts(launches)
-            elif known is None and has_sizes(leaf):
+            elif known is None and lower.has_sizes(leaf):
                 trace = trace or SizeTrace(tape.values)
-                made, launches = launches_at(leaf, context.kernels[leaf], tape.values, trace)
+                made, launches = lower.launches_at(leaf, context.kernels[leaf], tape.values, trace)
                 check_layouts(launches)
             leaves[leaf], lists[made] = made, launches or context.launches_of_leaf(leaf)
         if (trace is not None and not trace.holds()) or not sizes.are_right(tape.values):
@@ -151,11 +139,7 @@ class _Pattern:
         other = next((v for v in (values, sizes.example) if v != room), None)
         if other is None or not _are_equal(context, leaves, lists, numbers(other), other):
             return None
-        backward, derivative = None, state.derivative
-        if derivative is not None and state.goal.kind != "step":
-            # The first input is the saved tensors, whose type nobody reads: it stays symbolic.
-            backward = Signature(derivative.backward, num_open=1)
-        return cls(numbers, runs_of(state, program), program.rooms, backward)
+        return cls(numbers, runs_of(state, program), program.rooms)
 
     def at(self, values: Values) -> Numbers | None:
         """Returns the sizes for a shape; None if a comparison differs or a buffer is too small."""
@@ -184,8 +168,8 @@ def _recorded_at(context: Context, leaf: Leaf, values: Values) -> KernelList:
     """Returns the kernel list of a symbolic leaf, recorded for plain numbers."""
     known = context.recorded.get(leaf)
     if isinstance(known, SymbolicList):
-        return numbered(leaf, known, values)[1]
-    return kernel_list(*kernel_at(leaf, context.kernels[leaf], values))
+        return lower.numbered(leaf, known, values)[1]
+    return lower.kernel_list(*lower.kernel_at(leaf, context.kernels[leaf], values))
 
 
 def launches_for_all(
@@ -198,13 +182,13 @@ def launches_for_all(
     context, trace = state.context, SymbolTrace(examples)
     if why_unplanned(state) or any(leaf.bodies for leaf in leaves_of(state.linked)):
         return None
-    new = [x for x in leaves_of(state.linked) if x not in context.recorded and has_sizes(x)]
+    new = [x for x in leaves_of(state.linked) if x not in context.recorded and lower.has_sizes(x)]
     called = state.captured.sizes.example
     try:
-        found = {x: symbolic_launches(x, context.kernels[x], trace) for x in new}
+        found = {x: lower.symbolic_launches(x, context.kernels[x], trace) for x in new}
         for leaf, launches in found.items():
             expected = _recorded_at(context, leaf, called)
-            if _described(numbered(leaf, launches, called)[1]) != _described(expected):
+            if _described(lower.numbered(leaf, launches, called)[1]) != _described(expected):
                 return None
     except Exception:  # kernels are then recorded for each shape alone
         return None

@@ -5,14 +5,13 @@ Kernels are made once, for symbolic sizes; a shape has kernels of its own only w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...autodiff.derivative import Derivative
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...backend.kernels.lower import kernel_at, numbered
 from ...backend.launches.kernel_list import SymbolicList
@@ -29,7 +28,6 @@ from ...reuse.ir.torch_symbols import (
     type_at,
     value_of,
 )
-from ...reuse.ir.types import Type, flatten_type
 from .context import Context
 from .state import State
 
@@ -93,7 +91,11 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
 def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
     """Returns a linked state with numbers for symbols; ``leaves`` maps symbolic to plain leaves."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
-    derivative = state.derivative and _derivative_at(state.derivative, values)
+    derivative = state.derivative
+    if derivative is not None:
+        both = derivative.forward, derivative.backward
+        forward, backward = (signature_at(closure, values) for closure in both)
+        derivative = replace(derivative, forward=forward, backward=backward)
     return replace(state, flats=flats, derivative=derivative)
 
 
@@ -116,48 +118,13 @@ def check_layouts(kernels: Any) -> None:
             raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
 
 
-def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
-    forward, backward = (Signature(c).at(values) for c in (derivative.forward, derivative.backward))
-    return replace(derivative, forward=forward, backward=backward)
+def signature_at(closure: Closure, values: Values, num_open: int = 0) -> Composite:
+    """Returns an empty closure with the types of another one, with the numbers of a shape.
 
-
-class TypesAt:
-    """Types of symbolic sizes, whose symbols can be replaced by numbers.
-
-    Args:
-        types: the types.
-        num_open: how many of the first types keep their symbols.
+    The first ``num_open`` inputs keep their symbols.
     """
-
-    def __init__(self, types: Iterable[Type], num_open: int = 0) -> None:
-        self._types = tuple(types)
-        pairs = list(enumerate(self._types))[num_open:]
-        self._sized = [(i, t) for i, t in pairs if any(x.is_symbolic for x in flatten_type(t))]
-
-    def at(self, values: Values) -> list[Type]:
-        """Returns the types with the numbers of a shape."""
-        found = list(self._types)
-        for index, type_ in self._sized:
-            found[index] = type_at(type_, values)
-        return found
-
-
-class Signature:
-    """The input and output types of a symbolic closure, without its graph.
-
-    Args:
-        closure: the closure.
-        num_open: how many of the first inputs keep their symbols.
-    """
-
-    def __init__(self, closure: Closure, num_open: int = 0) -> None:
-        self._name = closure.name
-        self._inputs = TypesAt(closure.input_types, num_open)
-        self._outputs = TypesAt(closure.output_types)
-
-    def at(self, values: Values) -> Composite:
-        """Returns an empty closure with these types, with the numbers of a shape."""
-        inputs, outputs = (
-            tuple(map(Value, types.at(values))) for types in (self._inputs, self._outputs)
-        )
-        return Composite(self._name, Program(inputs, (), outputs))
+    given = closure.input_types
+    inputs = (*given[:num_open], *(type_at(t, values) for t in given[num_open:]))
+    outputs = (type_at(t, values) for t in closure.output_types)
+    program = Program(tuple(map(Value, inputs)), (), tuple(map(Value, outputs)))
+    return Composite(closure.name, program)

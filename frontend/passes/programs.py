@@ -219,8 +219,8 @@ def lower(state: State) -> State:
         state = replace(state, programs={**counted, **made})
     new = context.lower(counted.values())
     context.lower(state.programs.values())
-    reasons = context.reasons_for_eager(new)
-    failed = [f"@{leaf.name}: {why}" for leaf, why in reasons.items()]
+    made = [(leaf, context.kernels[leaf]) for leaf in new if leaf in context.kernels]
+    failed = [f"@{leaf.name}: {one.why_eager}" for leaf, one in made if one.why_eager]
     if failed:
         message = "The backend failed to compile a closure, so PyTorch runs its operators: "
         warnings.warn(message + "; ".join(failed), stacklevel=2)
@@ -301,13 +301,9 @@ def add_gradients(state: Compilation) -> Compilation:
     program = state.programs[PARTS[0]]
     loss = loss_output(program)
     table = exact_decompositions(state.goal.opset)
-
-    def recipe(leaf: ir.Leaf) -> Recipe:
-        return Recipe(table)
-
-    wanted = differentiable_inputs(program)
+    make, wanted = Differentiator(lambda leaf: Recipe(table)), differentiable_inputs(program)
     with exact_attention():
-        derivative = Differentiator(recipe).vjp(ir.Composite("main", program), wanted, [loss])
+        derivative = make.vjp(ir.Composite("main", program), wanted, [loss])
     if derivative is None:
         raise ExportError(
             "train=True: the loss depends on no parameter that requires grad. (A program has to "
@@ -322,11 +318,7 @@ def add_gradients(state: Compilation) -> Compilation:
 
 
 def loss_output(program: ir.Program) -> int:
-    """Returns which output of a program is its loss.
-
-    Raises:
-        ExportError: if there is none.
-    """
+    """Returns which output of a program is its loss."""
     tree = program.output_tree
     assert isinstance(tree, OutputTree)
     leaves = zip(tree.names, tree.leaves, strict=True)
@@ -381,11 +373,7 @@ def take_gradients(state: Compilation) -> Compilation:
 
 
 def _require_same_draws(program: ir.Program, gradients: ir.Program) -> None:
-    """Checks that a forward that runs again for its gradients draws the same random numbers.
-
-    Raises:
-        NotDifferentiatedError: if it would draw others.
-    """
+    """Checks that a forward that runs again for its gradients draws the same random numbers."""
     first, again = Draws().of(program.calls), Draws().of(gradients.calls)
     if first == again and first.keys() <= {"cpu"}:
         return

@@ -19,6 +19,7 @@ from ...backend.link.link import FlatProgram
 from ...backend.link.placement import Place, Tools, place
 from ...backend.link.unit_layout import PartSpec, Source, UnitLayout, UnitResults
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
+from ...pipeline_parallel import coloring
 from ...pipeline_parallel.actions import (
     ACTION_TEXT,
     BACKWARD,
@@ -26,13 +27,6 @@ from ...pipeline_parallel.actions import (
     BACKWARD_WEIGHT,
     FORWARD,
     ActionTable,
-)
-from ...pipeline_parallel.coloring import (
-    CallCosts,
-    Pieces,
-    color_balanced,
-    color_by_marks,
-    color_evenly,
 )
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.plan import Boundaries, PipelinePlan, RankOrder
@@ -69,8 +63,8 @@ def colors_of(
     program: Program,
     splitting: Splitting,
     table: ActionTable,
-    costs: CallCosts,
-    pieces: Pieces | None = None,
+    costs: coloring.CallCosts,
+    pieces: coloring.Pieces | None = None,
 ) -> tuple[Colors, float | None]:
     """Returns the stage of each call: by marks if there are any, else as ``splitting`` says.
 
@@ -78,12 +72,12 @@ def colors_of(
     """
     marks = _marks(model, program)
     if marks:
-        return color_by_marks(program, marks, table.num_stages), None
+        return coloring.color_by_marks(program, marks, table.num_stages), None
     if splitting.split == "marked":
         raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
     if splitting.split == "even":
-        return color_evenly(program, table.num_stages), None
-    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank, pieces)
+        return coloring.color_evenly(program, table.num_stages), None
+    return coloring.color_balanced(program, costs, table, splitting.memory_bytes_per_rank, pieces)
 
 
 def _marks(model: nn.Module, program: Program) -> dict[str, int]:
@@ -131,11 +125,7 @@ class RankCompilation(Compilation):
     """The state of one rank's compile. It has the stages of all ranks, to predict the pipeline.
 
     Attributes:
-        table: the actions of each rank.
-        rank: the rank that is compiled.
-        splitting: how the program is cut into stages.
         costs: predicts the time and memory of calls.
-        rates: the speed of the device.
         withheld_bytes: subtracted from the memory bound, after a plan that exceeded it by so much.
         colors: the stage of each call, if known before ``split``.
         stages: the stages of all ranks, in order.
@@ -150,7 +140,7 @@ class RankCompilation(Compilation):
     table: ActionTable
     rank: int
     splitting: Splitting
-    costs: CallCosts
+    costs: coloring.CallCosts
     rates: Rates
     withheld_bytes: int = 0
     colors: Colors | None = None
@@ -215,7 +205,7 @@ def started(
         table=table,
         rank=rank,
         splitting=splitting,
-        costs=CallCosts(context.differentiator, costs, trade_offs),
+        costs=coloring.CallCosts(context.differentiator, costs, trade_offs),
         rates=rates,
     )
 
@@ -258,11 +248,7 @@ def plan_rank(state: RankCompilation) -> RankProgram:
 
 
 def _launches_and_tools(state: RankCompilation) -> tuple[Mapping[Leaf, KernelList], Tools]:
-    """Returns the kernel list of each leaf (unplanned, one that allocates), and the tools for them.
-
-    Raises:
-        PipelineError: if tensors that are sent or received lie on several devices.
-    """
+    """Returns the kernel list of each leaf (unplanned, one that allocates), and its tools."""
     if state.unplanned is None:
         return launches(state), state.context.tools
     device = devices_of(state.linked)[0]

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
 from ...autodiff.leaf_derivative import Choice, Request
 from ...autodiff.traces.torch_make_fx import SizesAt
-from ...backend.gpu.targets import Target
-from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
 from ...recompute.planner import Budget, Planner, Policy, policy_of, summarize
 from ...reuse.errors import PlanError
-from ...reuse.ir.costs import CPU, OperatorCosts
+from ...reuse.ir.costs import OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ..report import CompileReport
 
 
+@dataclass(frozen=True, eq=False)
 class Recompute:
     """Chooses what is saved, for all programs of one compiler, by its recompute policy."""
 
-    def __init__(
-        self,
-        differentiator: Differentiator,
-        policy: Policy,
-        backend: BackendName,
-        target: Target | None = None,
-        sizes: SizesAt | None = None,
-    ) -> None:
-        self._make = differentiator
-        self._policy = policy
-        self._sizes = sizes or SizesAt()
-        self._costs = OperatorCosts(target.rates if target else CPU, fused=backend != "eager")
-        self._again = partial(Recompute, differentiator, policy, backend, target)
+    _make: Differentiator
+    _policy: Policy
+    _costs: OperatorCosts
+    _sizes: SizesAt = field(default_factory=SizesAt)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -45,18 +35,13 @@ class Recompute:
 
     def at(self, values: Values) -> Recompute:
         """Returns the same policy, which measures symbolic sizes at these numbers."""
-        return self._again(SizesAt(values))
+        return replace(self, _sizes=SizesAt(values))
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with the choice that the policy and the program's marks demand.
 
-        Args:
-            request: the derivative of a whole program.
-            peaks: measures the memory that the program holds under a request.
-            policy: replaces the compiler's own policy.
-
-        Raises:
-            PlanError: if a budget cannot be met, or a policy finds no block.
+        ``policy`` replaces the compiler's own. It raises PlanError if a budget cannot be met, or a
+        policy finds no block.
         """
         closure = request.closure
         assert isinstance(closure, Composite)

@@ -49,11 +49,7 @@ class StageRecompute:
         self._recompute = state.context.recompute
 
     def chosen(self, stage: Stage, request: Request) -> Request:
-        """Returns the request for a stage's backward, with the choice of what it saves.
-
-        Raises:
-            PipelineError: if the stage cannot fit its memory.
-        """
+        """Returns the request for a stage's backward, with the choice of what it saves."""
         try:
             return self._recompute.chosen(request, self._peaks(stage), self._policy(stage.index))
         except PlanError as error:
@@ -139,12 +135,7 @@ def limit_bytes(state: RankCompilation, rank: int) -> int | None:
 
 
 def owned_bytes(stages: Sequence[StageDerivative], held: Collection[str] = ()) -> int:
-    """Returns the bytes of the model's tensors in stages, and of the sums of their gradients.
-
-    Args:
-        stages: the stages.
-        held: names of the sums to leave out, because they lie in the arena.
-    """
+    """Returns the bytes of stages' tensors and gradient sums, less sums ``held`` in the arena."""
     tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
     sums = {s.name: t for d in stages for s, t in d.trained_types if s.name not in held}
     own = sum(t.numel() * t.element_size() for t in tensors.values())

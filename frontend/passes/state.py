@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
@@ -111,16 +111,6 @@ class Unplanned:
     reason: str
 
 
-class Shapes(Protocol):
-    """Programs that are linked once for many shapes."""
-
-    def at(self, state: State, values: Values) -> State | None:
-        """Returns the linked state of one shape, or None if the shape needs a link of its own."""
-
-    def known(self, state: State, values: Values) -> State | None:
-        """Like ``at``, but only reuses programs that are linked already."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
     """The state of one compile between two passes. Passes replace it and never change it.
@@ -140,7 +130,7 @@ class Compilation:
         flats: the linked programs, by part.
         values: with symbolic sizes, the number of each symbol for the shape being linked.
         symbolic: the state before numbers replaced the symbols; a further shape starts here.
-        shapes: links a symbolic program once for many shapes.
+        shapes: links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
         unplanned: why memory is not planned, once that is known.
         runs: the runtime of the linked programs.
         mesh_plan: the placements of a step over a mesh.
@@ -165,7 +155,7 @@ class Compilation:
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)
     values: Values | None = None
     symbolic: Compilation | None = None
-    shapes: Shapes | None = None
+    shapes: Any = None
     unplanned: Unplanned | None = None
     runs: PlannedProgram | Runtime | RankProgram | None = None
     mesh_plan: MeshPlan | None = None
@@ -213,10 +203,6 @@ class Compilation:
         return list(self.flats.values())
 
 
-def _always(state: Any) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Pass:
     """One pass.
@@ -234,7 +220,7 @@ class Pass:
     function: Callable[[Any], Any]
     level: ProgramLevel = "shared"
     goals: Sequence[GoalKind] = GOAL_KINDS
-    wanted: Callable[[Any], bool] = _always
+    wanted: Callable[[Any], bool] = lambda state: True
     verified: Literal["always", "on request"] = "on request"
 
     @property
@@ -244,15 +230,10 @@ class Pass:
 
 
 def compile_pass(
-    name: str,
-    level: ProgramLevel = "shared",
-    *,
-    goals: Sequence[GoalKind] = GOAL_KINDS,
-    wanted: Callable[[Any], bool] = _always,
-    verified: Literal["always", "on request"] = "on request",
+    name: str, level: ProgramLevel = "shared", **options: Any
 ) -> Callable[[Callable[[State], State]], Pass]:
     """Makes a function a pass; lists of passes show the first line of its docstring."""
-    return lambda function: Pass(name, function, level, goals, wanted, verified)
+    return lambda function: Pass(name, function, level, **options)
 
 
 Watch = Callable[[Pass, Compilation, Compilation], None]
@@ -260,12 +241,7 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 
 
 def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> State:
-    """Runs passes in order; times each, and verifies its result where asked.
-
-    Raises:
-        CaptureError: if a pass failed with an unexpected error.
-        VerifyError: if a pass broke a rule of its level.
-    """
+    """Runs passes in order; times each, and verifies its result where asked."""
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
     passes = of_goal(passes, state.goal.kind)
     # All names at once: a progress bar needs their number.
@@ -289,11 +265,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch | None = None) -> Sta
 
 @contextmanager
 def _explained_bugs(name: str) -> Iterator[None]:
-    """Turns an unexpected error of a pass into one after which the model runs eagerly.
-
-    Raises:
-        CaptureError: from the error; the error itself under ``LAZYINLINE_DEBUG=1``.
-    """
+    """Turns an unexpected error of a pass into one after which the model runs eagerly."""
     try:
         yield
     except Exception as error:

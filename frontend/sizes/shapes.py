@@ -15,8 +15,8 @@ from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import Subject, capture_model
 from ..capture.regions import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
-from ..compiled import Compiled, Relinking
-from ..compiler import Compiler
+from ..compiled import Compiled
+from ..compiler import Compiler, Linker
 from ..guards.guard import MAX_PROGRAMS, Guard, Inputs
 from ..options import Options
 from ..passes.link import WRONG_SIZES, OverBudgetError
@@ -43,32 +43,19 @@ class CompileResult:
 
 @dataclass
 class _Compile:
-    """An earlier compile.
-
-    Attributes:
-        guard: the guard of the call that it was made for.
-        shapes: the shapes of that call.
-        why_static: why its sizes are numbers although sizes vary, if so.
-        linker: links it for another shape; None if its sizes are numbers, or a link failed.
-    """
+    """An earlier compile, with guard and shapes of the call that it was made for."""
 
     guard: Guard
     shapes: tuple[tuple[int, ...], ...]
-    why_static: str = ""
-    linker: Relinking | None = None
+    why_static: str = ""  # why its sizes are numbers although sizes vary, if so
+    linker: Linker | None = None  # None if its sizes are numbers, or a link failed
 
 
 class ShapeCache:
     """Keeps the compiles of one module, and learns from them which sizes vary.
 
-    Args:
-        model: the module.
-        options: the compile options.
-        dynamic: None makes dimensions symbolic that varied, True all, False none.
-        names: names of dimensions that are known to vary from the start.
-
-    Raises:
-        PlanError: for another ``dynamic``.
+    ``dynamic`` None makes dimensions symbolic that varied, True all, False none; those with
+    ``names`` are known to vary from the start.
     """
 
     def __init__(
@@ -91,11 +78,11 @@ class ShapeCache:
         return any(compile_.linker is not None for compile_ in self._compiles)
 
     @property
-    def linkers(self) -> list[tuple[Guard, Relinking]]:
+    def linkers(self) -> list[tuple[Guard, Linker]]:
         """The programs that may be linked for further sizes, with their guards."""
         return [(c.guard, c.linker) for c in self._compiles if c.linker is not None]
 
-    def adopt(self, guard: Guard, linker: Relinking) -> None:
+    def adopt(self, guard: Guard, linker: Linker) -> None:
         """Adds a symbolic program that was compiled before, to link for the sizes of calls."""
         self._compiles = (*self._compiles, _Compile(guard, linker.sizes.shapes, "", linker))
         self.dynamic = None

@@ -44,18 +44,10 @@ class _Declared:
 class DeclaredSizes(TracedSizes):
     """The symbolic sizes of one capture, declared by the user.
 
-    Args:
-        model: the model, whose forward has the names that ``dynamic_shapes`` uses.
-        args: example positional inputs.
-        kwargs: example keyword inputs.
-        dynamic_shapes: as ``torch.export.export`` takes it: by argument name or position, per
-            tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int, or
-            a name, which is short for a ``Dim`` of that name.
-        hints: ``"distinct"`` gives equal example sizes different hints; ``"example"`` uses the
-            example sizes, which keeps relations between dimensions.
-
-    Raises:
-        ExportError: if ``dynamic_shapes`` does not fit the inputs.
+    ``dynamic_shapes`` is as ``torch.export.export`` takes it: by argument name or position, per
+    tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int, or a name,
+    which is short for a ``Dim`` of that name. ``hints="distinct"`` gives equal example sizes
+    different hints; ``"example"`` uses the example sizes, which keeps relations between dimensions.
     """
 
     def __init__(
@@ -149,11 +141,7 @@ class DeclaredSizes(TracedSizes):
         return found
 
     def conditions(self) -> tuple[str, ...]:
-        """Returns the guards on sizes, besides their declared ranges.
-
-        Raises:
-            ExportError: if a dimension that was declared dynamic was specialized, or two are equal.
-        """
+        """Returns the guards on sizes, besides their declared ranges, which are checked."""
         for dim in self._declared.values():
             self._check(dim)
         found: dict[str, None] = {}
@@ -252,12 +240,9 @@ def learned_names(
     differently, and so do the sizes of inputs that are not contiguous. A dimension whose distance
     to another was constant is written with its symbol: ``n0+1``. Int inputs are treated as sizes.
 
-    Args:
-        leaves: the flat inputs.
-        earlier: the shapes of calls that differ in sizes only.
-        every: makes every dimension symbolic, whether it varied or not.
-        growing: for each input, the dimension that always grows (of a cache), if there is one.
-        batch: whether the first dimension is symbolic too, if another dimension of an input varied.
+    ``earlier`` are the shapes of calls that differ in sizes only; ``growing`` is, for each input,
+    the dimension that always grows (of a cache), if there is one. ``every`` makes every dimension
+    symbolic, ``batch="open"`` the first one too, if another dimension of an input varied.
     """
     history = [*earlier, shapes_of(leaves)]
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
@@ -338,9 +323,7 @@ def _symbols(
 ) -> dict[tuple[int, ...], str]:
     """Names the symbol of each dimension, given by its sizes call by call; smaller sizes first.
 
-    Args:
-        varying: the dimensions that are symbolic.
-        related: those that may be expressed by another one if their distance was constant.
+    Those that are ``related`` may be expressed by another one if their distance was constant.
     """
     names: dict[tuple[int, ...], str] = {}
     bases: dict[tuple[int, ...], tuple[str, int]] = {}  # by their growth since the first call
@@ -377,11 +360,7 @@ _EDGES = 3
 
 
 class NotingEnv(ShapeEnv):
-    """Notes where a symbol is specialized to a number (``int(n)``, a loop over it).
-
-    Attributes:
-        lines: the user's line, by symbol.
-    """
+    """Notes the user's line where a symbol is specialized to a number (``int(n)``, a loop)."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -394,12 +373,9 @@ class NotingEnv(ShapeEnv):
 
 
 class InputSizes(TracedSizes, KnownSizes):
-    """The symbolic sizes of one capture, learned from calls.
+    """The symbolic sizes of one capture, learned from calls; ``names`` says which are symbols.
 
-    Args:
-        leaves: the flat inputs of the call that is captured.
-        names: which of their dimensions are symbols.
-        hints: numbers that hints must differ from; None uses the call's sizes as hints.
+    Hints differ from the numbers ``hints``; with None they are the sizes of the call.
     """
 
     def __init__(

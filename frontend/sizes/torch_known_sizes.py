@@ -52,10 +52,7 @@ def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 class KnownSizes:
     """The symbols of one program's inputs, and the conditions on them.
 
-    Args:
-        environment: PyTorch's shape environment, with the symbols and the guards on them.
-        leaves: the flat inputs of a call.
-        names: which of their dimensions are symbols.
+    They are in PyTorch's shape environment; ``names`` says which dimensions of the inputs have one.
     """
 
     def __init__(self, environment: Any, leaves: Sequence[Any], names: Names) -> None:
@@ -204,11 +201,7 @@ class KnownSizes:
 
     @contextmanager
     def keeping_symbolic(self) -> Iterator[None]:
-        """Removes guards on sizes that were added inside, if code there raises or specializes one.
-
-        Raises:
-            PlanError: if a size was specialized.
-        """
+        """Removes guards on sizes added inside, if code there raises or specializes a size."""
         env, replacements = self._env, self.replacements
         before = {n: copy(v) for n, v in vars(env).items() if isinstance(v, (dict, list, set))}
         try:
@@ -247,17 +240,11 @@ def _holds(condition: Any, values: Values) -> bool:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Conditions on sizes, most of them compiled into one function.
+    """Conditions on sizes, most of them compiled into a function that returns None for False."""
 
-    Attributes:
-        asked: all conditions.
-        function: returns None if one of its conditions does not hold.
-        others: the conditions that it does not evaluate.
-    """
-
-    asked: Sequence[Any] = ()
+    asked: Sequence[Any] = ()  # all conditions
     function: Callable[[Values], object] = lambda values: None
-    others: Sequence[Any] = ()
+    others: Sequence[Any] = ()  # those that it does not evaluate
 
     @classmethod
     def of(cls, asked: Sequence[Any], values: Values) -> _Answers:
@@ -285,13 +272,8 @@ _ON_TAPE = frozenset(
 class ReadKnownSizes(KnownSizes):
     """The symbols of a program that is read from a file, as :meth:`KnownSizes.told` wrote them.
 
-    Args:
-        leaves: flat inputs like those that it was compiled for.
-        names: which of their dimensions are symbols.
-        sizes: the symbols, with their conditions.
-
-    Raises:
-        FileError: if they contradict each other.
+    The flat inputs are like those that it was compiled for. It raises FileError if names of sizes
+    and conditions contradict each other.
     """
 
     def __init__(

@@ -130,14 +130,9 @@ class _Localizer:
 class TracedSizes:
     """The symbolic sizes of one capture: learned from calls, or declared by the user.
 
-    Args:
-        environment: PyTorch's shape environment, with the symbols and the guards on them.
-        taken: numbers that no hint may have, so that a comparison in the trace does not unify a
-            symbol with a number that it equals only in this call.
-
-    Attributes:
-        mode: makes the fakes of the inputs.
-        moved: whether a symbol's hint differs from the size in this call.
+    No hint may be one of the numbers ``taken``, so that a comparison in the trace does not unify a
+    symbol with a number that it equals only in this call. ``moved`` says whether a symbol's hint
+    differs from the size in this call.
     """
 
     def __init__(self, environment: ShapeEnv, taken: Iterable[int] = ()) -> None:

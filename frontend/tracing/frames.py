@@ -28,21 +28,10 @@ _GENERATED = "<string>"
 # Modules whose functions serve imports, decorators and loggers; none has a setting that a model
 # would read.
 _MACHINERY = frozenset(
-    [
-        "abc",
-        "collections",
-        "contextlib",
-        "dataclasses",
-        "enum",
-        "functools",
-        "importlib",
-        "inspect",
-        "mpmath",
-        "re",
-        "sympy",
-        "typing",
-        "typing_extensions",
-    ]
+    (
+        *("abc", "collections", "contextlib", "dataclasses", "enum", "functools", "importlib"),
+        *("inspect", "mpmath", "re", "sympy", "typing", "typing_extensions"),
+    )
 )
 WHOLE = "model"
 """The path of the user's model in the module that computes its loss."""
@@ -203,12 +192,10 @@ def profiled_calls(
 ) -> Iterator[None]:
     """Reports the calls of user functions (not PyTorch's, not ours), and calls of C by them.
 
-    Args:
-        on_call: called with the frame of each user function that begins.
-        on_builtin: called with the frame of a user function and the C function that it is about to
-            call, if not allowed; also for PyTorch's own calls that read or change a setting.
-        on_reading: called with the getter of a PyTorch setting that is being read.
-        is_allowed: whether calls of a C function need not be reported.
+    ``on_call`` gets the frame of each user function that begins; ``on_builtin`` that of a user
+    function and the C function that it is about to call, unless that is allowed, and those of
+    PyTorch's own calls that read or change a setting; ``on_reading`` the getter of a PyTorch
+    setting that is being read.
     """
     known: dict[int, tuple[Any, Any]] = {}  # by id, because hashing a code object is slower
     allowed: dict[Any, Any] = {}

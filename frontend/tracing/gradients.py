@@ -36,11 +36,7 @@ def _own_name(leaf: Any) -> Any:
 
 
 def chosen(args: Sequence[Any], argnums: Argnums) -> tuple[Any, ...]:
-    """Returns the arguments at some positions.
-
-    Raises:
-        PlanError: if there is no such argument.
-    """
+    """Returns the arguments at some positions."""
     places = argnums if isinstance(argnums, tuple) else (argnums,)
     for place in places:
         if not -len(args) <= place < len(args):
@@ -58,11 +54,7 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Sequence[Any]) -> li
 
 
 def tensors_in(tree: Any, what: str) -> list[torch.Tensor]:
-    """Returns the leaves of a tree of tensors.
-
-    Raises:
-        PlanError: if a leaf is not a tensor.
-    """
+    """Returns the leaves of a tree of tensors; raises PlanError for any other leaf."""
     leaves, _ = torch_pytree.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -77,11 +69,7 @@ def like(tree: Any, leaves: Sequence[Any]) -> Any:
 
 
 def scalar(value: Any, taker: str) -> torch.Tensor:
-    """Returns the result of a function, which must be a scalar.
-
-    Raises:
-        PlanError: if it is not.
-    """
+    """Returns the result of a function; raises PlanError if it is no scalar."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value
     shape = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
@@ -97,11 +85,8 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Returns the gradient of each input, zeros for one that no output depends on.
 
-    Args:
-        outputs: the tensors to differentiate.
-        inputs: the tensors to differentiate by.
-        seeds: a cotangent for each output; None for a scalar.
-        goes_on: whether the gradients can themselves be differentiated.
+    ``seeds`` has a cotangent for each output, and is None for a scalar; ``goes_on`` says whether
+    the gradients can themselves be differentiated.
     """
     given: list[torch.Tensor | None] = [None] * len(outputs)
     given = given if seeds is None else list(seeds)

@@ -204,10 +204,9 @@ class _Question(NamedTuple):
 class AskedClasses:
     """Notes the functions of a model that check the class or identity of an object.
 
-    Args:
-        known: the classes of tensors from outside the trace, by ``id`` of their fakes.
-        shown: for each class of proxies, the class of the objects behind them.
-        of_sizes: whether sizes are symbolic, so that identity checks are noted as well.
+    ``known`` has the classes of tensors from outside the trace, by ``id`` of their fakes; ``shown``
+    for each class of proxies that of the objects behind them. Identity checks are noted
+    ``of_sizes``, if these are symbolic.
     """
 
     def __init__(
@@ -270,12 +269,7 @@ class AskedClasses:
                 scope["type"] = self._type
 
     def refuse(self) -> None:
-        """Refuses checks in the functions that have run whose answer differs from eager's.
-
-        Raises:
-            CaptureError: if one checked the class of a tensor, or the class or identity of a
-                symbolic size.
-        """
+        """Refuses checks in the functions that have run whose answer differs from eager's."""
         if self._types:
             _refuse_type(self._types[0])
         for frame, questions, given in self._asking:

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .torch_patches import replaced
+
 _AS_ON_A_GPU = ("cpu", "cuda")
 """Device types that mean the GPU: a traced tensor says the first, a model may say the second."""
 
@@ -46,9 +48,9 @@ def autocast_as_on_a_gpu() -> Iterator[None]:
 
     on_cpu = torch.is_autocast_enabled("cpu")
     dtype_on_gpu = torch.get_autocast_dtype("cuda")
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
     try:
         with (
+            replaced(torch.autocast, __init__=init),
             _switched("cpu", on=False),
             _switched("cuda", on=on_cpu or torch.is_autocast_enabled("cuda")),
         ):
@@ -57,7 +59,6 @@ def autocast_as_on_a_gpu() -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_dtype("cuda", dtype_on_gpu)
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -159,10 +160,8 @@ class GpuCasts:
 class _Rule:
     """The effect of autocast on one call of an operator.
 
-    Attributes:
-        casts: the dtype that each operand is cast to, by ``id`` of the operand.
-        options: keyword arguments to set.
-        casts_inside: whether it casts operands of an operator that this one decomposes into.
+    ``casts`` has the dtype that each operand is cast to, by ``id``; ``options`` keyword arguments
+    to set; ``casts_inside`` says whether operands are cast of what this operator decomposes into.
     """
 
     casts: Mapping[int, torch.dtype] = field(default_factory=dict)

@@ -17,10 +17,9 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.utils.checkpoint
@@ -34,7 +33,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.jit._state import _try_get_jit_cached_function
 
 from ...reuse.evidence.slots import reveal
-from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
 from .frames import acts_on_modules, is_library_frame, is_torch_frame, is_user_frame
 from .gradients import Argnums, Function, gradient_and_result
@@ -64,48 +62,8 @@ CONTROL_FLOW = frozenset(_CONTROL_FLOW.values())
 _CONTROL_FLOW_FOLDER = str(Path(inspect.getfile(type(cond_op))).parent)
 
 
-@dataclass(frozen=True)
-class GradientCall:
-    """A call of ``torch.autograd.grad``.
-
-    Attributes:
-        outputs: the tensors to differentiate.
-        inputs: the tensors to differentiate by.
-        seeds: a cotangent for each output.
-        allow_unused: whether an input may have no gradient.
-    """
-
-    outputs: Sequence[torch.Tensor]
-    inputs: Sequence[torch.Tensor]
-    seeds: Sequence[torch.Tensor | None]
-    allow_unused: bool
-
-
-_Run = Callable[..., Any]
-
-
-class _Watcher(Protocol):
-    """Receives the calls of the patches; see :class:`..capture.watcher.ModelWatcher`."""
-
-    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: _Run) -> Any: ...
-    def read(self, module: nn.Module, name: str) -> None: ...
-    def own_names(self, module: nn.Module) -> dict[str, Any]: ...
-    def number(self, module: nn.Module, name: str, value: int) -> Any: ...
-    def substitute(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def write(self, module: nn.Module, name: str, value: Any) -> bool: ...
-    def custom_function(self, function: type, args: Any, proceed: _Run) -> Any: ...
-    def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]: ...
-    def owns(self, tensor: torch.Tensor) -> bool: ...
-    def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
-    def acts(self, doing: str) -> None: ...
-    def says_once(self, say: Callable[[], None]) -> bool: ...
-    def text(self, tensor: torch.Tensor) -> None: ...
-    def backward(self) -> None: ...
-    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
-    def follows_gradients(self) -> bool: ...
-    def scripted(self, original: _Run | None) -> _Run: ...
-    def saving_hook(self) -> None: ...
-    def control_flow(self, name: str, args: tuple[Any, ...]) -> Any: ...
+_Watcher: TypeAlias = Any
+"""Receives the calls of the patches: a :class:`..capture.watcher.ModelWatcher`."""
 
 
 @contextmanager
@@ -367,7 +325,7 @@ def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
         if threading.get_ident() == thread and accumulate_grad:
             watcher.backward()
         elif threading.get_ident() == thread:
-            found = watcher.gradient(GradientCall(outputs, inputs, seeds, allow_unreachable))
+            found = watcher.gradient(outputs, inputs, seeds, allow_unused=allow_unreachable)
         if found is None:
             more = (inputs, allow_unreachable, accumulate_grad)
             return engine(outputs, seeds, retain_graph, create_graph, *more)
@@ -410,7 +368,7 @@ def _patch_transforms(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Sets attributes of a class or module; returns a function that restores the old ones."""
+    """Sets attributes of an object; returns a function that restores the old ones."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
 
     def restore() -> None:
@@ -427,6 +385,16 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
         restore()
         raise
     return restore
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object inside."""
+    restore = replace_attributes(owner, attributes)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:

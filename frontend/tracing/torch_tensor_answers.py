@@ -67,17 +67,11 @@ _CALLED = (
 
 
 class TensorState(NamedTuple):
-    """The state of a tensor besides its values.
+    """The state of a tensor besides its values."""
 
-    Attributes:
-        kind: its class, dtype, layout and device.
-        memory: its storage, shape, strides and offset.
-        gradients: whether it is a leaf that requires grad, its ``.grad``, and whether it has hooks.
-    """
-
-    kind: tuple[Any, ...]
-    memory: tuple[Any, ...]
-    gradients: tuple[Any, ...]
+    kind: tuple[Any, ...]  # class, dtype, layout and device
+    memory: tuple[Any, ...]  # storage, shape, strides and offset
+    gradients: tuple[Any, ...]  # whether it is a leaf that requires grad; ``.grad``; hooks
 
 
 def state_of(tensor: torch.Tensor) -> TensorState:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ from ...reuse.torch_names import (
 )
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
+from .torch_patches import replaced
 
 Made = TypeVar("Made")
 
@@ -194,10 +195,8 @@ def is_context(value: Any) -> bool:
 class Tracer:
     """Runs one trace, and maps fake tensors to graph nodes.
 
-    Attributes:
-        fake_mode: makes the fake tensors.
-        casts: makes the casts of GPU autocast, when traced for a GPU that is not here.
-        answer: returns the number that a node computes, if a guard can compute it at each call.
+    For a GPU that is not here, ``casts`` makes the casts of its autocast. ``answer`` returns the
+    number that a node computes, if a guard can compute it at each call.
     """
 
     def __init__(
@@ -324,8 +323,7 @@ class Tracer:
     @property
     def root(self) -> torch.nn.Module:
         """The module on which the tracer keeps its own constants."""
-        root: torch.nn.Module = self._tracer.root
-        return root
+        return self._tracer.root
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
         """Returns the node that represents a tensor, or None if it is not traced."""
@@ -355,7 +353,7 @@ class Tracer:
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
-        with self._nodes.renaming():
+        with replaced(self._nodes, is_renaming=True):
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def track_size(self, size: Any) -> None:
@@ -370,10 +368,7 @@ class Tracer:
     ) -> Any:
         """Returns a new fake tensor for a node, ten times faster than by running an operator.
 
-        Args:
-            type_: its shape, strides, dtype and device.
-            history: tensors that autograd should treat as its inputs; see :func:`with_history`.
-            node: the node that computes it.
+        Autograd treats ``history`` as its inputs; see :func:`with_history`.
         """
         environment = self.fake_mode.shape_env
         shape, stride = (
@@ -451,23 +446,17 @@ class Tracer:
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table from tensors to nodes; only an in-place operator replaces a node."""
+    """The tracer's table from tensors to nodes; only an in-place operator replaces a node.
 
-    _is_renaming = False
+    While it ``is_renaming``, any new node for a tensor is allowed.
+    """
 
-    @contextmanager
-    def renaming(self) -> Iterator[None]:
-        """Allows any new node for a tensor inside."""
-        self._is_renaming = True
-        try:
-            yield
-        finally:
-            self._is_renaming = False
+    is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
         # An operator that returns its operand (``x.to(x.dtype)``, ``dropout`` in eval mode) must
         # not replace its node: under ``no_grad`` the tensor would lose its gradient.
-        if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
+        if self.is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
             super().__setitem__(tensor, proxy)
 
 
@@ -520,8 +509,7 @@ def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
 
 def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
     """Returns the operands that a node changes in-place."""
-    found: Sequence[torch.fx.Node] = node.meta.get(WRITES) or mutated_args(node)
-    return found
+    return node.meta.get(WRITES) or mutated_args(node)
 
 
 def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
@@ -537,9 +525,6 @@ def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
         seen.add(edge)
         pending += edge[0].next_functions
     return False
-
-
-# ---- operators that are refused ------------------------------------------------------------------
 
 
 _PYTORCHS_NAMESPACES = """
