@@ -45,23 +45,21 @@ class MeshParameters:
     ) -> None:
         from torch.distributed.tensor import distribute_tensor
 
-        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        names: dict[int, str] = {}
-        tensors: dict[int, Tensor] = {}
+        found: dict[int, tuple[Tensor, str, list[tuple[dict[str, Any], str]]]] = {}
         for path, module in walk_modules(model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and (only is None or id(parameter) in only):
-                    places.setdefault(id(parameter), []).append((module._parameters, name))
-                    names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-                    tensors[id(parameter)] = parameter
+                    known = f"{path}.{name}" if path else name
+                    _, _, places = found.setdefault(id(parameter), (parameter, known, []))
+                    places.append((module._parameters, name))
         self._held: dict[int, _Held] = {}
-        for key, tensor in tensors.items():
-            layout = plan.parameters[names[key]]
+        for key, (tensor, name, places) in found.items():
+            layout = plan.parameters[name]
             # distribute_tensor uses the values of rank 0, so that all ranks start equal.
-            given = None if read is None else read[names[key]]
+            given = None if read is None else read[name]
             whole = distribute_tensor(tensor.detach(), mesh, layout) if given is None else given
             own = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-            self._held[key] = held = _Held(tuple(places[key]), _stand_in(tensor), own)
+            self._held[key] = held = _Held(tuple(places), _stand_in(tensor), own)
             _put(held.tables, own)
             # The captured program references the old parameter, whose memory must be freed.
             nothing = math.nan if tensor.is_floating_point() else 0

@@ -13,16 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from ..autodiff.traces.torch_user_rules import (
-    RULES,
-    Rule,
-    has_own_derivative,
-    is_pytorchs,
-    operator_of,
-    rule_of,
-    tensors_in,
-    versions,
-)
+from ..autodiff.traces import torch_user_rules as rules
 from ..reuse import torch_pytree
 from ..reuse.errors import DecompositionError
 from ..reuse.ir.operators import is_mutable, returns_operand
@@ -34,13 +25,14 @@ Checks: TypeAlias = Literal["all", "values"]
 
 Arguments: TypeAlias = dict[str, Any]
 """By name."""
+Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 _SHAPES = ((4, 4), (2, 3, 4), (2, 3, 4, 5), (5,))
 _NUMBERS = {"int": 1, "SymInt": 1, "float": 1.75, "number": 1.75, "Scalar": 1.75, "bool": True}
 
 
 def check_rule(
-    operator: Any, rule: Rule, examples: Sequence[Sequence[Any] | Mapping[str, Any]], checks: Checks
+    operator: Any, rule: rules.Rule, examples: Sequence[Example], checks: Checks
 ) -> None:
     """Raises DecompositionError if a rule differs from its operator, or ``opcheck`` fails."""
     parameters = schema_of(operator).arguments
@@ -59,7 +51,7 @@ class _Pair:
     """An operator and its rule, to run on the same arguments."""
 
     operator: Any
-    rule: Rule
+    rule: rules.Rule
     parameters: Sequence[Any]
     arguments: Arguments
 
@@ -86,19 +78,19 @@ def _check(pair: _Pair, checks: Checks) -> None:
     except Exception as error:  # a user's operator may raise any
         raise DecompositionError(f"{operator} itself: {type(error).__name__}: {error}.") from error
     args, kwargs = pair.inputs()
-    before = versions(tensors_in((args, kwargs)))
+    before = rules.versions(rules.tensors_in((args, kwargs)))
     try:
         with torch.no_grad():
             made = _run(rule, args, kwargs)
     except Exception as error:
         raise pair.wrong(f"raises {type(error).__name__} ({error})") from error
     # Versions, not values: a rule may write the values that an operand already has.
-    if versions(tensors_in((args, kwargs))) != before:
+    if rules.versions(rules.tensors_in((args, kwargs))) != before:
         raise pair.wrong("changes an operand in place. Let it work on a copy: x = x.clone()")
     _compare(pair, "another result", made, expected)
     if _strides(made) != _strides(expected):
         raise pair.wrong(f"gives strides {_strides(made)}, the operator {_strides(expected)}")
-    if checks == "all" and has_own_derivative(operator):
+    if checks == "all" and rules.has_own_derivative(operator):
         own = _gradients(operator, *pair.inputs(differentiable=True))
         try:
             gradients = _gradients(rule, *pair.inputs(differentiable=True))
@@ -141,8 +133,8 @@ def _gradients(
 ) -> list[torch.Tensor]:
     """Returns the gradient of each operand, from fixed cotangents."""
     with torch.enable_grad():
-        results = [t for t in tensors_in(_run(function, args, kwargs)) if t.requires_grad]
-    operands = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        results = [t for t in rules.tensors_in(_run(function, args, kwargs)) if t.requires_grad]
+    operands = [t for t in rules.tensors_in((args, kwargs)) if t.requires_grad]
     if not results:
         return [torch.zeros_like(operand) for operand in operands]
     torch.manual_seed(1)
@@ -151,7 +143,7 @@ def _gradients(
 
 
 def _strides(result: Any) -> list[tuple[int, ...]]:
-    return [tuple(strides_that_matter(t.shape, t.stride())) for t in tensors_in(result)]
+    return [tuple(strides_that_matter(t.shape, t.stride())) for t in rules.tensors_in(result)]
 
 
 def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
@@ -160,9 +152,7 @@ def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
     return type_.empty().copy_(tensor.detach()).requires_grad_(wanted)
 
 
-def _named(
-    operator: Any, parameters: Sequence[Any], example: Sequence[Any] | Mapping[str, Any]
-) -> Arguments:
+def _named(operator: Any, parameters: Sequence[Any], example: Example) -> Arguments:
     """Returns a user's example by parameter names, in their order."""
     if isinstance(example, Mapping):
         return {p.name: example[p.name] for p in parameters if p.name in example}
@@ -174,7 +164,7 @@ def _named(
     return dict(zip((p.name for p in parameters), example, strict=False))
 
 
-def _made(operator: Any, rule: Rule, parameters: Sequence[Any]) -> Iterator[Arguments]:
+def _made(operator: Any, rule: rules.Rule, parameters: Sequence[Any]) -> Iterator[Arguments]:
     """Yields small examples of the first shape that the operator accepts, and transposed ones."""
     why = ""
     for shape in _SHAPES:
@@ -218,7 +208,6 @@ def _value_text(value: Any) -> str:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Example = Sequence[Any] | Mapping[str, Any]
 
 
 def decomposition(
@@ -260,19 +249,19 @@ def decomposition(
         raise DecompositionError(f"check={check!r} is unknown; there are True, False and 'values'.")
 
     def register(function: Function) -> Function:
-        rule = Rule(function, str(found), _place_of(function))
+        rule = rules.Rule(function, str(found), _place_of(function))
         _check_signature(found, rule)
         _check_is_first(found, rule)
         if check:
             check_rule(found, rule, examples, "values" if check == "values" else "all")
-        RULES[found] = rule
+        rules.RULES[found] = rule
         return function
 
     return register
 
 
 def _checked_operator(target: Any) -> Any:
-    found = operator_of(target)
+    found = rules.operator_of(target)
     if found is None:
         names: list[str] = getattr(target, "overloads", list)()
         which = f"{target} has {len(names)} overloads ({', '.join(names)}): name one, as in "
@@ -282,7 +271,7 @@ def _checked_operator(target: Any) -> Any:
             else f"{_name_of(target)!r} is no operator. A rule is for what torch.library.custom_op "
             "returned, or for torch.ops.<namespace>.<name>."
         )
-    if is_pytorchs(found):
+    if rules.is_pytorchs(found):
         raise DecompositionError(f"{found} is PyTorch's, and compiled programs know it already.")
     if is_mutable(found) or returns_operand(found):
         raise DecompositionError(
@@ -302,7 +291,7 @@ def _place_of(function: Callable[..., Any]) -> str:
     return where + _name_of(function)
 
 
-def _check_signature(operator: Any, rule: Rule) -> None:
+def _check_signature(operator: Any, rule: rules.Rule) -> None:
     parameters = schema_of(operator).arguments
     expected = [p.name for p in parameters if not p.kwarg_only]
     by_name = {p.name for p in parameters if p.kwarg_only}
@@ -318,9 +307,9 @@ def _check_signature(operator: Any, rule: Rule) -> None:
         )
 
 
-def _check_is_first(operator: Any, rule: Rule) -> None:
+def _check_is_first(operator: Any, rule: rules.Rule) -> None:
     """Refuses a second rule, except a redefinition of the first (notebook cell, module reload)."""
-    present = rule_of(operator)
+    present = rules.rule_of(operator)
     if present is not None and not _is_defined_anew(present.function, rule.function):
         raise DecompositionError(
             f"{operator} has a rule already ({present.place}); {rule.place} would be a second."

@@ -333,7 +333,9 @@ class Assembler:
     ) -> tuple[_Body | None, Sequence[torch.fx.Node]]:
         if unit.site is not None:
             body = self.body(unit.site.region)
-            return body, _site_results(unit, body)
+            picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
+            # For a result that this instance does not use, the node of the traced region is used.
+            return body, [picked.get(i, node) for i, node in enumerate(body.outputs)]
         if unit.region is not None:
             body = self.body(unit.region)
             return body, body.outputs
@@ -409,13 +411,6 @@ def _devices(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
     """Returns the devices of the tensors that operators take and return."""
     both = {n: None for node in nodes for n in (node, *node.all_input_nodes)}
     return {tensor.device for node in both for tensor in tensors_of(node)}
-
-
-def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:
-    """Returns the node that represents each result of a call, in the closure's order."""
-    picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
-    # For a result that this instance does not use, the node of the traced region is used.
-    return [picked.get(i, node) for i, node in enumerate(body.outputs)]
 
 
 def _region_inputs(

@@ -432,12 +432,17 @@ class BlockCalls:
         flatten = self._recording.objects.flatten
         leaves, spec = flatten(arguments)
         if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
-            args, kwargs = self._with_fakes(args, kwargs)
+            given, outer = torch_pytree.flatten_outer((args, kwargs))  # a cache object stays itself
+            fake_of = self._recording.fake_of
+            given = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in given]
+            args, kwargs = torch_pytree.unflatten(given, outer)
             arguments = self._bind(module, args, kwargs)
             leaves, spec = flatten(arguments)
         places = walk_modules(module)
         signature = regions.CallSignature(module, leaves, self._recording.tensors.real_ids)
-        key = (type(module), spec, signature, modes_now(), _recompute_marks(places))
+        marks = ((path, recompute_mark(inner)) for path, inner in places[1:])
+        marked = tuple((path, mark) for path, mark in marks if mark)
+        key = (type(module), spec, signature, modes_now(), marked)
         init_key = self._init_keys.key(module)
         return BlockCall(module, args, kwargs, arguments, leaves, spec, places, key, init_key)
 
@@ -447,12 +452,6 @@ class BlockCalls:
         if type(module) not in self._signatures:
             self._signatures[type(module)] = regions.forward_signature(module)
         return regions.bind_arguments(self._signatures[type(module)], args, kwargs)
-
-    def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache object stays itself
-        fake_of = self._recording.fake_of
-        leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        return torch_pytree.unflatten(leaves, spec)
 
     # ---- shared, or traced ---------------------------------------------------------------
 
@@ -510,12 +509,6 @@ class BlockCalls:
             recompute=recompute_mark(module),
             init_key=call.init_key,
         )
-
-
-def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
-    """Returns the modules inside a block that are marked for recompute, with their marks."""
-    marks = ((path, recompute_mark(module)) for path, module in places[1:])
-    return tuple((path, mark) for path, mark in marks if mark)
 
 
 def _other_call(key: regions.CallKey, earlier: regions.CallKey, names: Sequence[str]) -> str:

@@ -26,12 +26,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo import lookup_backend
 from torch._guards import tracing
+from torch._higher_order_ops import wrap
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._higher_order_ops.wrap import (
-    tag_activation_checkpoint,
-    wrap_with_autocast,
-    wrap_with_set_grad_enabled,
-)
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -102,7 +98,7 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
 def _refuse(module: torch.fx.GraphModule) -> None:
     for node in module.graph.nodes:
         target = node.target
-        if target is tag_activation_checkpoint:
+        if target is wrap.tag_activation_checkpoint:
             if _CONTEXT_FN in held(module, node.args[0]).meta:
                 raise HandedOnError("torch.utils.checkpoint is given a context_fn")
         elif target is invoke_subgraph:
@@ -217,10 +213,10 @@ def call_in_autocast(
 
 # A pre-dispatch trace would only record PyTorch's own functions, which would not switch modes.
 _PLAIN_CALLS = {
-    tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
+    wrap.tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
     invoke_subgraph: call_region,
-    wrap_with_set_grad_enabled: call_with_grad,
-    wrap_with_autocast: call_in_autocast,
+    wrap.wrap_with_set_grad_enabled: call_with_grad,
+    wrap.wrap_with_autocast: call_in_autocast,
     _enter_autocast: enter_autocast,
     _exit_autocast: exit_autocast,
 }
@@ -235,7 +231,7 @@ def _rewritten(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, dict
     for node in module.graph.nodes:
         nodes[node] = copy = graph.node_copy(node, nodes.__getitem__)
         copy.target = _PLAIN_CALLS.get(node.target, node.target)
-        if node.target is tag_activation_checkpoint:
+        if node.target is wrap.tag_activation_checkpoint:
             copy.kwargs = {**node.kwargs, "use_reentrant": False}
         elif node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule):
             root.add_module(str(node.target), _rewritten(held(module, node))[0])

@@ -458,10 +458,8 @@ def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
 
 def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
     own = [s for s in plan.stages if s.rank == rank]
-    parameters, gradients = (
-        sum(s.parameter_bytes for s in own),
-        sum(s.gradient_bytes for s in own),
-    )
+    parameters = sum(s.parameter_bytes for s in own)
+    gradients = sum(s.gradient_bytes for s in own)
     slots = sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s)
     busy = sum(s.end_s - s.start_s for s in slots)
     # What a stage saves for a micro-batch is held from its forward to its last backward.

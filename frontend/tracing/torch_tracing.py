@@ -29,13 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    make_fx,
-    track_tensor,
-    track_tensor_tree,
-)
+from torch.fx.experimental import proxy_tensor as proxies
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -89,7 +83,7 @@ def is_mode_switch(node: torch.fx.Node) -> bool:
 
 def follower() -> Any:
     """Returns the watcher of the running trace, if it is one of ours."""
-    mode = get_proxy_mode()
+    mode = proxies.get_proxy_mode()
     return None if mode is None else getattr(mode.tracer, "lazyinline_follower", None)
 
 
@@ -219,7 +213,7 @@ class Tracer:
 
         def traced(flat: list[torch.Tensor]) -> tuple[()]:
             started()
-            mode = get_proxy_mode()
+            mode = proxies.get_proxy_mode()
             assert mode is not None
             self._tracer = mode.tracer
             self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
@@ -247,7 +241,7 @@ class Tracer:
         ):
             readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
             table = {**refused_operators(), **rules_above_autograd(), **readers}
-            make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
+            proxies.make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         return made[0]
 
     def _unprofiled(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -354,7 +348,7 @@ class Tracer:
         """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
         with replaced(self._nodes, is_renaming=True):
-            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+            proxies.track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def track_size(self, size: Any) -> None:
         """Makes a symbolic number input usable in operators; its node becomes a literal."""
@@ -381,7 +375,7 @@ class Tracer:
         node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
         new = with_history(fake, history)
         proxy = torch.fx.Proxy(node, self._tracer)
-        track_tensor(new, proxy, constant=None, tracer=self._tracer)
+        proxies.track_tensor(new, proxy, constant=None, tracer=self._tracer)
         return new
 
     def write(self, tensor: torch.Tensor, history: Sequence[torch.Tensor]) -> None:
@@ -442,7 +436,7 @@ class Tracer:
 
     def untraced(self) -> AbstractContextManager[Any]:
         """Makes operators inside run on fake tensors without becoming nodes."""
-        return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
+        return proxies.disable_proxy_modes_tracing()  # type: ignore[no-any-return]
 
 
 class _NodeTable(WeakTensorKeyDictionary):
