@@ -22,7 +22,7 @@ from ...reuse.evidence.module_state import module_state, own_hooks
 from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
-from ...reuse.ir.program import UserInput
+from ...reuse.ir.program import Program, UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
@@ -68,7 +68,8 @@ class ModuleEntry:
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
-        self._result = _Result(program.output_tree, compiled)
+        self._tree: OutputTree = program.output_tree
+        self._leaves = _result_leaves(program)
         self._repeated: list[int] | None = None  # found in the first run, the same in every run
 
     @property
@@ -85,7 +86,7 @@ class ModuleEntry:
 
     def why_not(self, call: Arguments) -> str:
         """Returns why the program cannot update the arguments of a call as the forward would."""
-        kept = self._result.kept
+        kept = self._tree.kept
         return kept.why_not(call, self.guard.has_met) if kept.has_arguments else ""
 
     def run(
@@ -109,7 +110,11 @@ class ModuleEntry:
             with torch.no_grad():
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
-        return self._result.build(outputs, inputs, containers, call)
+        found = [
+            outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
+            for kind, value in self._leaves
+        ]
+        return self._tree.built(found, containers if self._tree.updates else (), call)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program; ``h`` and ``h.detach()``, one tensor in it, become two."""
@@ -123,30 +128,16 @@ class ModuleEntry:
         return outputs
 
 
-class _Result:
-    """Rebuilds the model's nested result from flat outputs."""
-
-    def __init__(self, tree: OutputTree, compiled: CompiledProgram) -> None:
-        program = compiled.captured.program
-        self._tree = tree
-        self.kept = tree.kept
-        positions = {value: i for i, value in enumerate(program.inputs)}
-        changed = {program.outputs[output]: target for output, target in program.writes}
-        self._leaves: list[tuple[str, Any]] = []
-        for kind, value in tree.leaves:
-            passed = positions.get(program.outputs[value]) if kind == "output" else None
-            if kind == "output":  # an input that the forward changed and returns is returned itself
-                passed = changed.get(program.outputs[value], passed)
-            self._leaves.append((kind, value) if passed is None else ("input", passed))
-
-    def build(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any], call: Arguments
-    ) -> Any:
-        leaves = [
-            outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
-            for kind, value in self._leaves
-        ]
-        return self._tree.built(leaves, given if self._tree.updates else (), call)
+def _result_leaves(program: Program) -> list[tuple[str, Any]]:
+    """Returns each leaf of a model's result: an output or input, by position, or a constant."""
+    known = {value: i for i, value in enumerate(program.inputs)}
+    # An input that the forward changed and returns is returned itself.
+    known |= {program.outputs[output]: target for output, target in program.writes}
+    leaves: list[tuple[str, Any]] = []
+    for kind, value in program.output_tree.leaves:
+        passed = known.get(program.outputs[value]) if kind == "output" else None
+        leaves.append((kind, value) if passed is None else ("input", passed))
+    return leaves
 
 
 # ---- choosing the program of a call --------------------------------------------------------------

@@ -132,7 +132,7 @@ def _sum_of_partials(
                 parts = [highest[k] * factor for k, factor in enumerate(factors)]
                 found = torch.stack(parts).sum(0)
         else:
-            columns = _columns(result, given)
+            columns = result.reshape(*given.shape[:-1], -1).unbind(-1)  # one number of each point
             parts = [_in_reverse(column, given, terms, goes_on=goes_on) for column in columns]
             found = torch.stack(parts, -1).reshape(result.shape)
     return found if goes_on else found.detach()
@@ -222,12 +222,6 @@ def _result_of(func: Function, points: torch.Tensor) -> torch.Tensor:
             f"[{', '.join(map(str, (*per_point, '...')))}], not {shape}."
         )
     return result
-
-
-def _columns(result: torch.Tensor, points: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns the columns of the results: one number of each point."""
-    per_point = points.shape[:-1]
-    return result.reshape(*per_point, -1).unbind(-1)
 
 
 # ---- atoms: energy and forces --------------------------------------------------------------------

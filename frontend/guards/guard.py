@@ -29,6 +29,7 @@ from ...reuse.process import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel, argument_names, shapes_of
 from ..checks.torch_state import Modes, TensorLayouts, have_own_memory
+from ..reuse_table import alike
 from ..tracing.frames import warn_user
 
 _HOOK_TABLES = tuple(
@@ -518,11 +519,8 @@ class KeptPrograms(Generic[AnyEntry]):
         surplus = {*map(id, linked[MAX_LINKED:]), *map(id, others[MAX_PROGRAMS:])}
         if surplus:
             self._entries = tuple(e for e in self._entries if id(e) not in surplus)
-            by_shapes: dict[Any, tuple[AnyEntry, ...]] = {}
-            for kept in self._entries:
-                shapes = kept.guard.shapes
-                by_shapes[shapes] = (*by_shapes.get(shapes, ()), kept)
-            self._by_shapes = by_shapes
+            groups = alike(self._entries, lambda entry: entry.guard.shapes)
+            self._by_shapes = {group[0].guard.shapes: tuple(group) for group in groups}
         self._num_dropped += len(surplus)
         if self._num_dropped < MAX_PROGRAMS:
             return False
