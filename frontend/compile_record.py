@@ -277,17 +277,13 @@ class Memory:
     """The memory layout of a linked program.
 
     Attributes:
-        layout: every buffer and launch, on one timeline.
-        offsets: the offset in bytes of each buffer that the plan places.
-        plan: the plan of all of them.
-        arena_bytes: the part of the plan that is kept from run to run.
         hosts: whether the user's gradients follow the arena, because activations use their memory.
     """
 
-    layout: Layout
-    offsets: Sequence[int]
-    plan: ArenaPlan
-    arena_bytes: int
+    layout: Layout  # every buffer and launch, on one timeline
+    offsets: Sequence[int]  # the offset in bytes of each buffer that the plan places
+    plan: ArenaPlan  # the plan of all of them
+    arena_bytes: int  # the part of the plan that is kept from run to run
     hosts: Literal["none", "gradients"] = "none"
 
     @property
@@ -304,21 +300,17 @@ class Made:
     """The programs of one compile, for a page to draw.
 
     Attributes:
-        captured: the captured program.
         forward, backward: the decomposed programs that run; for a step, those of one micro-batch.
-        micro_batches: how often both run in one step.
-        kernels: the kernel lists of leaves, where known.
-        memory: the memory layout; None if memory is not planned.
         frontiers: computes the Pareto frontiers of recompute, as rows for a page; empty without
             recompute.
     """
 
-    captured: Program
+    captured: Program  # the captured program
     forward: Program
     backward: Program | None = None
-    micro_batches: int = 1
-    kernels: Mapping[Leaf, KernelList] | None = None
-    memory: Memory | RankPlan | None = None
+    micro_batches: int = 1  # how often both run in one step
+    kernels: Mapping[Leaf, KernelList] | None = None  # the kernel lists of leaves, where known
+    memory: Memory | RankPlan | None = None  # the memory layout; None if memory is not planned
     frontiers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:
@@ -328,33 +320,19 @@ class Made:
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """Predictions for a program that was compiled and planned for a GPU.
+    """Predictions for a program that was compiled and planned for a GPU."""
 
-    Attributes:
-        target: the GPU.
-        num_kernels: the number of different Triton kernels.
-        num_built: how many of them were compiled to machine code.
-        code_bytes: the bytes of machine code.
-        given_bytes: the bytes of parameters, buffers and inputs.
-        arena_bytes: the planned bytes of activations, gradients and scratch.
-        outside_bytes: the most bytes at one time that launches allocate themselves.
-        result_bytes: the bytes of results and gradients that the user gets in separate memory.
-        workspace_bytes: the cuBLAS workspace.
-        allocating: the names of launches that allocate.
-        prediction: the predicted time of one run.
-    """
-
-    target: Target
-    num_kernels: int
-    num_built: int
-    code_bytes: int
-    given_bytes: int
-    arena_bytes: int
-    outside_bytes: int
-    result_bytes: int
-    workspace_bytes: int
-    allocating: Sequence[str]
-    prediction: Prediction
+    target: Target  # the GPU
+    num_kernels: int  # the number of different Triton kernels
+    num_built: int  # how many of them were compiled to machine code
+    code_bytes: int  # the bytes of machine code
+    given_bytes: int  # the bytes of parameters, buffers and inputs
+    arena_bytes: int  # the planned bytes of activations, gradients and scratch
+    outside_bytes: int  # the most bytes at one time that launches allocate themselves
+    result_bytes: int  # the bytes of results and gradients that the user gets in separate memory
+    workspace_bytes: int  # the cuBLAS workspace
+    allocating: Sequence[str]  # the names of launches that allocate
+    prediction: Prediction  # the predicted time of one run
 
     @property
     def peak_bytes(self) -> int:

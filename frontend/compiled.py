@@ -25,19 +25,12 @@ from .capture.surroundings import one_at_a_time
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """Which gradients to compile as a program of their own.
+    """Which gradients to compile as a program of their own."""
 
-    Attributes:
-        outputs: the outputs of the program that have a cotangent.
-        moving: those of them whose cotangent itself requires grad.
-        inputs: the inputs whose gradients are wanted.
-        is_differentiated: whether the gradients are themselves differentiated.
-    """
-
-    outputs: tuple[int, ...]
-    moving: tuple[int, ...]
-    inputs: tuple[int, ...]
-    is_differentiated: bool = True
+    outputs: tuple[int, ...]  # the outputs of the program that have a cotangent
+    moving: tuple[int, ...]  # those of them whose cotangent itself requires grad
+    inputs: tuple[int, ...]  # the inputs whose gradients are wanted
+    is_differentiated: bool = True  # whether the gradients are themselves differentiated
 
 
 _MAX_OPEN = 8  # forwards in a row that computed gradients which no backward used
@@ -85,23 +78,17 @@ class Facts:
     Args:
         program: the captured program, because autograd's rules apply to what the user wrote.
         derivative: the derivative with a cotangent for every output, if there is one.
-
-    Attributes:
-        habit: predicts the gradients that the next loss asks for.
-        backwards: for each backward that was compiled later, the state of its compile before link.
-        apart: cache of ``are_apart``.
-        absent: cache of ``absent_gradients``.
-        num_late: how often a forward or backward with deferred kernels ran with PyTorch's.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:
         self._program, self._derivative = program, derivative
-        self.habit = Habit()
+        self.habit = Habit()  # predicts the gradients that the next loss asks for
+        # For each backward that was compiled later, the state of its compile before link.
         self.backwards: dict[Closure, Any] = {}
         # Cached, because every backward that leaves results unused looks these up.
-        self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}
-        self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.num_late = 0
+        self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}  # cache of ``are_apart``
+        self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}  # cache of ``absent_gradients``
+        self.num_late = 0  # how often a deferred backward ran with PyTorch's kernels
 
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether the backwards of two groups of outputs share no saved tensor.
@@ -166,33 +153,24 @@ class Facts:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A captured program and its runtime.
-
-    Attributes:
-        captured: the captured model.
-        runtime: runs the forward and the backward.
-        facts: facts that hold for all shapes of the program.
-        derivative: in training, what the forward saves and what the backward takes.
-        watched_inputs: inputs whose storage is saved for backward, so they must not be changed
-            in-place before it runs.
-        without: returns the program with a backward for a loss that leaves some outputs unused.
-        gradients: compiles its gradients as a program, for ``create_graph=True`` and to compute
-            them along with the forward; returns None if autograd must run the program for them.
-        linker: with symbolic sizes, the :class:`.compiler.Linker` for other shapes.
-        lowered: the state of the compile before link, from which a file is written.
-        values: the numbers that its symbols have here.
-    """
+    """A captured program and its runtime."""
 
     captured: CapturedModel
     runtime: Runtime
-    facts: Facts
+    facts: Facts  # those that hold for all shapes of the program
+    # In training, what the forward saves and what the backward takes.
     derivative: Derivative | None = None
+    # Inputs whose storage is saved for backward, so they must not be changed in-place before it
+    # runs.
     watched_inputs: tuple[int, ...] = ()
+    # Returns the program with a backward for a loss that leaves some outputs unused.
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
+    # Compiles its gradients as a program, for ``create_graph=True`` and to compute them along with
+    # the forward; returns None if autograd must run the program for them.
     gradients: Callable[[GradientRequest], CompiledGradients | None] | None = None
-    linker: Any = None
-    lowered: Any = None
-    values: Values | None = None
+    linker: Any = None  # with symbolic sizes, the :class:`.compiler.Linker` for other shapes
+    lowered: Any = None  # the state of the compile before link, from which a file is written
+    values: Values | None = None  # the numbers that its symbols have here
 
     @property
     def hold(self) -> Hold | None:

@@ -173,23 +173,17 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Linker:
-    """Links one lowered program for further shapes, and with further backwards.
-
-    Attributes:
-        lowered: the state of the compile before link, without the model's tensors.
-        replacements: what each symbol had become when the program was compiled: itself, another
-            symbol, or a number.
-        watched_inputs: see :class:`CompiledProgram`.
-        gradients: with symbolic sizes, the linkers of its gradient programs.
-        refused: requests for gradients that cannot be compiled; autograd serves them by running
-            the program operator by operator.
-    """
+    """Links one lowered program for further shapes, and with further backwards."""
 
     compiler: Compiler
-    lowered: Compilation
+    lowered: Compilation  # the state of the compile before link, without the model's tensors
+    # What each symbol had become when the program was compiled: itself, another, or a number.
     replacements: tuple[Any, ...]
-    watched_inputs: tuple[int, ...]
+    watched_inputs: tuple[int, ...]  # see :class:`CompiledProgram`
+    # With symbolic sizes, the linkers of its gradient programs.
     gradients: dict[GradientRequest, Linker] = field(default_factory=dict)
+    # Requests for gradients that cannot be compiled; autograd serves them by running the program
+    # operator by operator.
     refused: set[GradientRequest] = field(default_factory=set)
 
     @property

@@ -117,25 +117,16 @@ class WholeParameters:
 
 @dataclass(frozen=True)
 class KeptOnMesh:
-    """The part of a file for a rank's step, or its pipeline stages, over a mesh.
-
-    Attributes:
-        lowered: the state of its compile before link.
-        plans: the memory plans of a step.
-        parameters: returns the rank's parts of parameters.
-        mesh: the mesh, with the pipeline's dimension.
-        rank: the number of the rank.
-        asked: for stages, the arguments of the pipeline.
-    """
+    """The part of a file for a rank's step, or its pipeline stages, over a mesh."""
 
     model: nn.Module
     guard: Guard
-    lowered: Compilation
-    plans: Sequence[ArenaPlan]
+    lowered: Compilation  # the state of its compile before link
+    plans: Sequence[ArenaPlan]  # the memory plans of a step
     parameters: MeshParameters | WholeParameters
-    mesh: Any
+    mesh: Any  # with the pipeline's dimension
     rank: int
-    asked: Any = None
+    asked: Any = None  # for stages, the arguments of the pipeline
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -212,21 +212,19 @@ class Aliases:
     Args:
         roots: the base of each output, see :func:`flows.view_roots`.
         differentiable: the outputs that have a gradient.
-
-    Attributes:
-        owned: outputs that share no element with an input or another returned output.
-        repeated: outputs that are the same tensor object as an earlier one.
-        guards: inputs and outputs that share memory with a tensor that the backward needs. They
-            are saved as well, so that autograd detects in-place changes.
-        views: outputs that are views of an input or of another output, with their base.
     """
 
     def __init__(self, roots: Sequence[object], differentiable: Sequence[int]) -> None:
         self._roots = roots
         self._differentiable = frozenset(differentiable)
+        # Outputs that share no element with an input or another returned output.
         self.owned: tuple[int, ...] | None = None
+        # Outputs that are the same tensor object as an earlier one.
         self.repeated: tuple[int, ...] = ()
+        # Inputs and outputs that share memory with a tensor that the backward needs. They are saved
+        # as well, so that autograd detects in-place changes.
         self.guards: tuple[tuple[str, int], ...] = ()
+        # Outputs that are views of an input or of another output, with their base.
         self.views: dict[int, tuple[str, int]] = {}
 
     def learn_forward(

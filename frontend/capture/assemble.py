@@ -51,21 +51,15 @@ ResultTree = tuple[torch_pytree.TreeSpec, bool, Kept]
 
 @dataclass(frozen=True)
 class OutputTree:
-    """How to rebuild the model's result: each leaf is a program output or a constant.
+    """How to rebuild the model's result: each leaf is a program output or a constant."""
 
-    Attributes:
-        leaves: ``("output", index)`` or ``("constant", value)``.
-        spec: their tree structure.
-        updates: whether that structure is ``(result, containers, contents)``, where containers are
-            the arguments that the forward may have changed, as it left them, and contents are the
-            values that it left in the places of ``kept``.
-        kept: places in arguments and attributes that a call must write to.
-    """
-
-    leaves: tuple[tuple[str, Any], ...]
-    spec: torch_pytree.TreeSpec
+    leaves: tuple[tuple[str, Any], ...]  # ``("output", index)`` or ``("constant", value)``
+    spec: torch_pytree.TreeSpec  # their tree structure
+    # Whether that structure is ``(result, containers, contents)``, where containers are the
+    # arguments that the forward may have changed, as it left them, and contents are the values that
+    # it left in the places of ``kept``.
     updates: bool = False
-    kept: Kept = NOTHING_KEPT
+    kept: Kept = NOTHING_KEPT  # places in arguments and attributes that a call must write to
 
     @property
     def names(self) -> list[str]:

@@ -146,19 +146,16 @@ def pays(num_nodes: int, num_calls: int, least: int = _MIN_NODES) -> bool:
 
 
 class AlikeModules:
-    """The kinds of modules in a tree (modules alike are one kind), and how often each occurs.
-
-    Attributes:
-        count: instances of each kind in the whole tree.
-        once: the same, but what is inside a repeated kind is counted in its first instance only.
-    """
+    """The kinds of modules in a tree (modules alike are one kind), and how often each occurs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: dict[Any, int] = {}
         self._kind_of: dict[int, int] = {}
         modules: list[nn.Module] = []
         self._index(model, modules)
+        # Instances of each kind in the whole tree.
         self.count = Counter(self._kind_of[id(m)] for m in modules if may_be_block(m))
+        # The same, but what is inside a repeated kind is counted in its first instance only.
         self.once: Counter[int] = Counter()
         self._walk(model, set())
 

@@ -27,22 +27,16 @@ from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake, made_of
 
 
 class OutsideTensors:
-    """Real tensors, their fakes and their nodes.
-
-    Attributes:
-        sources: the source of each input node of the outer graph.
-        fakes: ``id(real tensor) -> fake``.
-        real_ids: ``id(fake) -> id(real tensor)``.
-        classes: ``id(fake) -> class of the real tensor``.
-        literals: nodes of constants made from Python data inside the forward.
-    """
+    """Real tensors, their fakes and their nodes."""
 
     def __init__(self, tracer: Tracer, places: Places) -> None:
         self._tracer = tracer
+        # The source of each input node of the outer graph.
         self.sources: dict[torch.fx.Node, Source] = {}
-        self.fakes: dict[int, torch.Tensor] = {}
-        self.real_ids: dict[int, int] = {}
-        self.classes: dict[int, type] = {}
+        self.fakes: dict[int, torch.Tensor] = {}  # ``id(real tensor) -> fake``
+        self.real_ids: dict[int, int] = {}  # ``id(fake) -> id(real tensor)``
+        self.classes: dict[int, type] = {}  # ``id(fake) -> class of the real tensor``
+        # Nodes of constants made from Python data inside the forward.
         self.literals: set[torch.fx.Node] = set()
         self._names = _tensor_names(places)
         self._outside: dict[int, torch.fx.Node] = {}

@@ -43,35 +43,13 @@ _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
 
 
 class Recording:
-    """The outer graph with its regions, and what the model's Python read and changed.
-
-    Attributes:
-        blocks: which module calls may share.
-        current: the innermost region that is being traced; it gets new nodes and reads.
-        decisions: whether each block's Python ran, in the order of calls.
-        decided: for each decision the traced region, or None.
-        given: the arguments that are no tensors.
-        asked_classes: handles code that compares classes or identities of fakes.
-        num_nodes: the number of nodes of the outer graph so far.
-        num_apart: the nesting depth of control-flow bodies that are being traced.
-        has_bodies: whether any control-flow body was traced.
-        differentiates: whether the forward has taken a derivative.
-        modes: the chosen modes of derivatives whose mode the user left open.
-        only_reverse: why these must use reverse mode; empty if they need not.
-        ran_backwards: whether capture ran a custom function's backward, which eager runs later.
-        readings: the settings that the forward read, with their values.
-        may_say: whether ``warning_once`` messages are collected, for the run to be repeated.
-        said: functions that log the collected messages.
-        left_out: places that the forward writes to, and a run of the program does not.
-        questions: the numbers that the forward read from its inputs, by the computation's text.
-        quiet: whether capture's own code runs now, not the model's.
-    """
+    """The outer graph with its regions, and what the model's Python read and changed."""
 
     def __init__(
         self, model: nn.Module, blocks: Blocks, sizes: Sizes | None, effects: OnEffects
     ) -> None:
         self.model = model
-        self.blocks = blocks
+        self.blocks = blocks  # which module calls may share
         self.sizes = sizes
         places = walk_modules(model)
         # Reversed, so that a module with several paths gets its first.
@@ -79,31 +57,40 @@ class Recording:
         self.effects = Effects(OuterChanges(places), effects)
         self.inside = ModuleChanges(places, self.effects.changes.meets)
         self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
+        # The innermost region that is being traced; it gets new nodes and reads.
         self.root = self.current = Region(model, "", type(model).__name__, reads=self.reads)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
         self.tensors = OutsideTensors(self.tracer, places)
+        # Whether each block's Python ran, in the order of calls.
         self.decisions: list[SharingDecision] = []
-        self.decided: list[Region | None] = []
-        self.given: list[Any] = []
+        self.decided: list[Region | None] = []  # for each decision the traced region, or None
+        self.given: list[Any] = []  # the arguments that are no tensors
+        # Handles code that compares classes or identities of fakes.
         self.asked_classes = AskedClasses(
             self.tensors.classes, LOOK_ALIKES, of_sizes=sizes is not None
         )
-        self.num_nodes = 0
-        self.num_apart = 0
-        self.has_bodies = False
-        self.differentiates = False
+        self.num_nodes = 0  # the number of nodes of the outer graph so far
+        self.num_apart = 0  # the nesting depth of control-flow bodies that are being traced
+        self.has_bodies = False  # whether any control-flow body was traced
+        self.differentiates = False  # whether the forward has taken a derivative
+        # The chosen modes of derivatives whose mode the user left open.
         self.modes: dict[ModeChoice, None] = {}
-        self.only_reverse = ""
+        self.only_reverse = ""  # why these must use reverse mode; empty if they need not
+        # Whether capture ran a custom function's backward, which eager runs later.
         self.ran_backwards = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
+        # The settings that the forward read, with their values.
         self.readings: dict[Reading, Any] = {}
+        # The numbers that the forward read from its inputs, by the computation's text.
         self.questions: dict[str, Question] = {}
+        # Places that the forward writes to, and a run of the program does not.
         self.left_out: tuple[str, ...] = ()
+        # Whether ``warning_once`` messages are collected, for the run to be repeated.
         self.may_say = False
-        self.said: list[Callable[[], None]] = []
+        self.said: list[Callable[[], None]] = []  # functions that log the collected messages
         self._applies = False
         self._num_unreadable = 0
-        self.quiet = False
+        self.quiet = False  # whether capture's own code runs now, not the model's
         self._ran: set[tuple[Any, type]] = set()
 
     def release(self) -> None:

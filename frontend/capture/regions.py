@@ -304,24 +304,16 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class Template:
-    """Replaces another instance by a call of a region's closure.
-
-    Attributes:
-        evidence: what another instance must agree with.
-        bindings: for each operand, where an instance finds it.
-        written: the positions of operands that the block changes in-place.
-        grown: those of them that require grad after the call.
-        slots: what the block reads and writes in objects that it is given.
-    """
+    """Replaces another instance by a call of a region's closure."""
 
     region: Region
-    evidence: Evidence
-    bindings: tuple[tuple[str, Any], ...]
+    evidence: Evidence  # what another instance must agree with
+    bindings: tuple[tuple[str, Any], ...]  # for each operand, where an instance finds it
     output_leaves: tuple[OutputLeaf, ...]
     output_spec: torch_pytree.TreeSpec
-    written: tuple[int, ...] = ()
-    grown: tuple[int, ...] = ()
-    slots: SlotEvidence | None = None
+    written: tuple[int, ...] = ()  # the positions of operands that the block changes in-place
+    grown: tuple[int, ...] = ()  # those of them that require grad after the call
+    slots: SlotEvidence | None = None  # what the block reads and writes in objects that it is given
 
 
 @dataclass(frozen=True)

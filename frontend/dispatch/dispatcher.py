@@ -343,17 +343,13 @@ class Refusals:
 
 @dataclass(frozen=True)
 class RunEagerly:
-    """The decision that a call runs the model eagerly, and when a capture is tried again.
-
-    Attributes:
-        refused: the kind of the call, if a capture has just failed for it.
-        raised: the exception, as text, that the model raised in the capture and may raise in eager.
-            Then no part of the model is compiled before eager has run.
-    """
+    """The decision that a call runs the model eagerly, and when a capture is tried again."""
 
     reason: str
-    refused: CallKind | None = None
+    refused: CallKind | None = None  # the kind of the call, if a capture has just failed for it
     tries: Tries = "once more"
+    # The exception, as text, that the model raised in the capture and may raise in eager. Then no
+    # part of the model is compiled before eager has run.
     raised: str = ""
 
 

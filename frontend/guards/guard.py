@@ -43,14 +43,7 @@ _training_of = operator.itemgetter("training")
 
 
 class Guard:
-    """Decides whether a program fits a call, and holds the model's present tensors.
-
-    Attributes:
-        layouts: for each flat input, the properties of a tensor, or the value of anything else.
-        repeated: which inputs are the same tensor; empty if all differ.
-        tensors: the model's tensors, in the order of the program's sources.
-        token: a new object whenever one of them was replaced or its memory moved.
-    """
+    """Decides whether a program fits a call, and holds the model's present tensors."""
 
     def __init__(
         self,
@@ -78,6 +71,7 @@ class Guard:
         self._place_names = [name for found in places for _, name in found]
         self._owners = [i for i, found in enumerate(places) for _ in found]
         self._placed = self._present()
+        # The model's tensors, in the order of the program's sources.
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
         # If a list or global also holds a tensor, it keeps the old one when the module's changes.
         held = enumerate(self.tensors)
@@ -89,7 +83,7 @@ class Guard:
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
         self._memory: list[int] | None = None
-        self.token = object()
+        self.token = object()  # a new object whenever one of them was replaced or its memory moved
         self._lock = ProcessLock()
         self._unchanged = self._identity_checks()
         self._note_addresses()
@@ -267,11 +261,12 @@ class Guard:
         return guard
 
     def _set_inputs(self, leaves: Sequence[Any], layouts: list[Any]) -> None:
+        # For each flat input, the properties of a tensor, or the value of anything else.
         self.layouts = layouts
         self.shapes = shapes_of(leaves)
         plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self._plain_at = plain
-        self.repeated = _repeated(leaves)
+        self.repeated = _repeated(leaves)  # which inputs are the same tensor; empty if all differ
         self._others_at = [i for i in range(len(leaves)) if i not in plain]
         self._plain_inputs = TensorLayouts([leaves[i] for i in plain])
 

@@ -52,11 +52,7 @@ class Context:
         recompute: chooses what a derivative saves.
         gradient_programs: makes programs of gradients, which can be differentiated again.
         derive: replaces gradients that a forward takes itself by calls of derivatives.
-        reducer: reduces programs to primitives, for inspection.
-        tools: places buffers and runs launches.
-        kernels: the kernel of each leaf that was lowered.
         recorded: the kernel list of each leaf whose launches were recorded.
-        progress: the progress bar.
     """
 
     def __init__(self, options: Options) -> None:
@@ -65,7 +61,7 @@ class Context:
         target = options.target or ""
         found = CompileCache.of_user(options.backend, target) if options.cache == "disk" else None
         self.cache = found or CompileCache(None, options.backend)
-        self.tools = Tools(self.cache.plan, self.cache.native)
+        self.tools = Tools(self.cache.plan, self.cache.native)  # places buffers and runs launches
         gpu = None if options.target is None else target_named(options.target)
         if gpu is not None:
             place = Place(missing=gpu.name, target=gpu)
@@ -74,10 +70,10 @@ class Context:
         costs = OperatorCosts(gpu.rates if gpu else CPU, fused=options.backend != "eager")
         self.recompute = Recompute(self.differentiator, options.recompute, costs)
         self.gradient_programs, self.derive = GradientPrograms(), InnerGradients()
-        self.reducer = Reducer()
-        self.kernels: dict[Leaf, Kernel] = {}
+        self.reducer = Reducer()  # reduces programs to primitives, for inspection
+        self.kernels: dict[Leaf, Kernel] = {}  # the kernel of each leaf that was lowered
         self.recorded: dict[Leaf, KernelList] = {}
-        self.progress = Progress()
+        self.progress = Progress()  # the progress bar
         self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}

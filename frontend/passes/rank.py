@@ -96,18 +96,13 @@ UPDATE = "U"
 
 @dataclass(frozen=True)
 class RankUpdate:
-    """An optimizer update that a rank runs.
+    """An optimizer update that a rank runs."""
 
-    Attributes:
-        unit: its number among the rank's units, after those of the stages.
-        after: the stage whose last action it follows; None if it runs at the end of the step, once
-            gradients are reduced.
-        step: the update as a program, whose inputs are the gradients of a whole step.
-    """
-
-    unit: int
+    unit: int  # its number among the rank's units, after those of the stages
+    # The stage whose last action it follows; None if it runs at the end of the step, once gradients
+    # are reduced.
     after: int | None
-    step: StepProgram
+    step: StepProgram  # the update as a program, whose inputs are the gradients of a whole step
 
     @property
     def parameters(self) -> list[ModelTensor]:
@@ -122,35 +117,24 @@ class RankUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class RankCompilation(Compilation):
-    """The state of one rank's compile. It has the stages of all ranks, to predict the pipeline.
-
-    Attributes:
-        costs: predicts the time and memory of calls.
-        withheld_bytes: subtracted from the memory bound, after a plan that exceeded it by so much.
-        colors: the stage of each call, if known before ``split``.
-        stages: the stages of all ranks, in order.
-        plain: their derivatives without recompute.
-        derived: their derivatives as they will run.
-        has_replicas: whether gradients are averaged over other pipelines.
-        updates: the optimizer updates of this rank.
-        ordered: the actions of this rank, and by which of them sends and receives are done.
-        predicted: the predicted time and memory of the pipeline.
-    """
+    """The state of one rank's compile. It has the stages of all ranks, to predict the pipeline."""
 
     table: ActionTable
     rank: int
     splitting: Splitting
-    costs: coloring.CallCosts
+    costs: coloring.CallCosts  # predicts the time and memory of calls
     rates: Rates
+    # Subtracted from the memory bound, after a plan that exceeded it by so much.
     withheld_bytes: int = 0
-    colors: Colors | None = None
-    stages: tuple[Stage, ...] = ()
-    plain: tuple[StageDerivative, ...] = ()
-    derived: tuple[StageDerivative, ...] = ()
-    has_replicas: bool = False
-    updates: tuple[RankUpdate, ...] = ()
+    colors: Colors | None = None  # the stage of each call, if known before ``split``
+    stages: tuple[Stage, ...] = ()  # the stages of all ranks, in order
+    plain: tuple[StageDerivative, ...] = ()  # their derivatives without recompute
+    derived: tuple[StageDerivative, ...] = ()  # their derivatives as they will run
+    has_replicas: bool = False  # whether gradients are averaged over other pipelines
+    updates: tuple[RankUpdate, ...] = ()  # the optimizer updates of this rank
+    # The actions of this rank, and by which of them sends and receives are done.
     ordered: RankOrder | None = None
-    predicted: PipelinePlan | None = None
+    predicted: PipelinePlan | None = None  # the predicted time and memory of the pipeline
 
     @property
     def own(self) -> list[StageDerivative]:

@@ -49,50 +49,32 @@ policy (``""`` is the user's), decomposed and in global shapes."""
 
 @dataclass(frozen=True)
 class OnMesh:
-    """The device mesh that a step runs on.
+    """The device mesh that a step runs on."""
 
-    Attributes:
-        mesh: a ``DeviceMesh``.
-        planner: chooses the placements.
-        memory_bytes_per_rank: for a pipeline, the bytes that a rank may hold.
-        costs: for a pipeline, the costs of operators and collectives.
-        whole: for a pipeline, the mesh of all ranks; ``mesh`` is a part of it.
-    """
-
-    mesh: Any
-    planner: Planner
-    memory_bytes_per_rank: int | None = None
-    costs: OperatorCosts | None = None
-    whole: Any = None
+    mesh: Any  # a ``DeviceMesh``
+    planner: Planner  # chooses the placements
+    memory_bytes_per_rank: int | None = None  # for a pipeline, the bytes that a rank may hold
+    costs: OperatorCosts | None = None  # for a pipeline, the costs of operators and collectives
+    whole: Any = None  # for a pipeline, the mesh of all ranks; ``mesh`` is a part of it
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The purpose of a compile. One list of passes serves all goals.
+    """The purpose of a compile. One list of passes serves all goals."""
 
-    Attributes:
-        kind: ``"module"``: a module that is called, with a backward in training; ``"step"``:
-            forward and backward of the loss over all micro-batches; ``"rank"``: one pipeline rank's
-            part of such a step; ``"gradients"``: gradients of a module that are differentiated
-            again; ``"file"``: an ONNX file; ``"primitives"``: a program to inspect.
-        train: whether gradients are wanted.
-        batching: the micro-batches of a step.
-        gradients: the request, if ``kind`` is ``"gradients"``.
-        opset: the ONNX operator set of a file.
-        updates: the optimizer updates that are part of a step.
-        on_mesh: the mesh that a step, or the stages of a rank, are sharded over.
-        late_backward: whether the backend compiles the backward, and the forward of a single
-            result, only when a loss needs it (training on forces never does); until then they run
-            with PyTorch's kernels.
-    """
-
+    # ``"module"``: a module that is called, with a backward in training; ``"step"``: forward and
+    # backward of the loss over all micro-batches; ``"rank"``: one pipeline rank's part of such a
+    # step; ``"gradients"``: gradients of a module that are differentiated again; ``"file"``: an
+    # ONNX file; ``"primitives"``: a program to inspect.
     kind: GoalKind = "module"
-    train: bool = False
-    batching: Batching = field(default_factory=Batching)
-    gradients: GradientRequest | None = None
-    opset: int = 0
-    updates: tuple[UpdateGroup, ...] = ()
-    on_mesh: OnMesh | None = None
+    train: bool = False  # whether gradients are wanted
+    batching: Batching = field(default_factory=Batching)  # the micro-batches of a step
+    gradients: GradientRequest | None = None  # the request, if ``kind`` is ``"gradients"``
+    opset: int = 0  # the ONNX operator set of a file
+    updates: tuple[UpdateGroup, ...] = ()  # the optimizer updates that are part of a step
+    on_mesh: OnMesh | None = None  # the mesh that a step, or the stages of a rank, are sharded over
+    # Whether the backend compiles the backward, and the forward of a single result, only when a loss
+    # needs it (training on forces never does); until then they run with PyTorch's kernels.
     late_backward: bool = False
 
 
@@ -116,50 +98,38 @@ class Compilation:
     """The state of one compile between two passes. Passes replace it and never change it.
 
     Attributes:
-        context: results kept per closure, from this compile and earlier ones.
-        report: the report that passes write to.
-        goal: what the programs are compiled for.
         subject: the model and its inputs; None if the compile starts after capture.
-        seen: the captured model.
-        request: the derivative that is wanted; None without gradients.
-        derivative: the derivative; None without gradients, or if none flows.
         gradients: for the goal ``"gradients"``, the program of gradients.
         programs: the programs that will run, by part (``"forward"``, ``"backward"``, ...).
-        composed: for a step, the meaning of its inputs and results.
         kernels: whether the kernels of the programs are made or only estimated.
-        flats: the linked programs, by part.
         values: with symbolic sizes, the number of each symbol for the shape being linked.
         symbolic: the state before numbers replaced the symbols; a further shape starts here.
         shapes: links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
-        unplanned: why memory is not planned, once that is known.
-        runs: the runtime of the linked programs.
-        mesh_plan: the placements of a step over a mesh.
-        sharder: makes closures of local shapes by that plan, once it exists.
         fitting: the recompute policy that the mesh plan chose to fit memory, if it needed one.
         known: facts loaded from a file, by their names in :class:`..compiled.Facts`.
         plans: memory plans loaded from a file, in the order in which link asks for them.
         backwards: backwards for fewer outputs loaded from a file, each with its memory plans.
     """
 
-    context: Context
-    report: CompileReport
-    goal: Goal
+    context: Context  # results kept per closure, from this compile and earlier ones
+    report: CompileReport  # the report that passes write to
+    goal: Goal  # what the programs are compiled for
     subject: Subject | None = None
-    seen: CapturedModel | None = None
-    request: Request | None = None
-    derivative: Derivative | None = None
+    seen: CapturedModel | None = None  # the captured model
+    request: Request | None = None  # the derivative that is wanted; None without gradients
+    derivative: Derivative | None = None  # the derivative; None without gradients, or if none flows
     gradients: GradientProgram | None = None
     programs: Mapping[str, Program] = field(default_factory=dict)
-    composed: StepProgram | None = None
+    composed: StepProgram | None = None  # for a step, the meaning of its inputs and results
     kernels: Literal["made", "estimated"] = "made"
-    flats: Mapping[str, FlatProgram] = field(default_factory=dict)
+    flats: Mapping[str, FlatProgram] = field(default_factory=dict)  # the linked programs, by part
     values: Values | None = None
     symbolic: Compilation | None = None
     shapes: Any = None
-    unplanned: Unplanned | None = None
-    runs: PlannedProgram | Runtime | RankProgram | None = None
-    mesh_plan: MeshPlan | None = None
-    sharder: Any = None
+    unplanned: Unplanned | None = None  # why memory is not planned, once that is known
+    runs: PlannedProgram | Runtime | RankProgram | None = None  # the runtime of the linked programs
+    mesh_plan: MeshPlan | None = None  # the placements of a step over a mesh
+    sharder: Any = None  # makes closures of local shapes by that plan, once it exists
     fitting: PolicyName | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     plans: Sequence[ArenaPlan] = ()
@@ -205,22 +175,14 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass.
+    """One pass."""
 
-    Attributes:
-        name: the name of its row in a report.
-        function: returns the next state.
-        level: the rules that programs obey after it.
-        goals: the kinds of goals that it is for.
-        wanted: whether this compile needs it.
-        verified: ``"always"``, or ``"on request"`` (see ``VERIFY_VARIABLE``).
-    """
-
-    name: str
-    function: Callable[[Any], Any]
-    level: ProgramLevel = "shared"
-    goals: Sequence[GoalKind] = GOAL_KINDS
-    wanted: Callable[[Any], bool] = lambda state: True
+    name: str  # the name of its row in a report
+    function: Callable[[Any], Any]  # returns the next state
+    level: ProgramLevel = "shared"  # the rules that programs obey after it
+    goals: Sequence[GoalKind] = GOAL_KINDS  # the kinds of goals that it is for
+    wanted: Callable[[Any], bool] = lambda state: True  # whether this compile needs it
+    # ``"always"``, or ``"on request"`` (see ``VERIFY_VARIABLE``).
     verified: Literal["always", "on request"] = "on request"
 
     @property

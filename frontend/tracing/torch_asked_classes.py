@@ -183,21 +183,15 @@ _ANY: Any = object()
 
 
 class _Question(NamedTuple):
-    """A ``type(...)``, ``.__class__`` or ``... is ...`` in a function.
+    """A ``type(...)``, ``.__class__`` or ``... is ...`` in a function."""
 
-    Attributes:
-        line: its line.
-        paths: paths to the values that it may be applied to.
-        is_open: whether there may be other values, because the operand is computed, or a variable
-            had several values. Then every value that the function holds is checked.
-        kinds: classes whose instances would answer differently than in eager.
-        way: ``"type"``, ``"__class__"``, ``"is"``, or ``"is type"`` for a comparison with ``type``.
-    """
-
-    line: int
-    paths: tuple[_Path, ...]
+    line: int  # its line
+    paths: tuple[_Path, ...]  # paths to the values that it may be applied to
+    # Whether there may be other values, because the operand is computed, or a variable had several
+    # values. Then every value that the function holds is checked.
     is_open: bool
-    kinds: tuple[type, ...]
+    kinds: tuple[type, ...]  # classes whose instances would answer differently than in eager
+    # ``"type"``, ``"__class__"``, ``"is"``, or ``"is type"`` for a comparison with ``type``.
     way: str
 
 

@@ -63,18 +63,12 @@ def plain_autograd() -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """The settings of PyTorch.
+    """The settings of PyTorch."""
 
-    Attributes:
-        getters: names of the getters in C.
-        setters: names of the setters in C whose effect a trace would not record.
-        names: all these names, and those of a random generator's methods.
-        all: name, getter, and (if known) setter of each setting.
-    """
-
-    getters: frozenset[str]
-    setters: frozenset[str]
-    names: frozenset[str]
+    getters: frozenset[str]  # names of the getters in C
+    setters: frozenset[str]  # names of the setters in C whose effect a trace would not record
+    names: frozenset[str]  # all these names, and those of a random generator's methods
+    # Name, getter, and (if known) setter of each setting.
     all: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...]
 
 
