@@ -274,16 +274,13 @@ class CompileRecord:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The memory layout of a linked program.
-
-    Attributes:
-        hosts: whether the user's gradients follow the arena, because activations use their memory.
-    """
+    """The memory layout of a linked program."""
 
     layout: Layout  # every buffer and launch, on one timeline
     offsets: Sequence[int]  # the offset in bytes of each buffer that the plan places
     plan: ArenaPlan  # the plan of all of them
     arena_bytes: int  # the part of the plan that is kept from run to run
+    # Whether the user's gradients follow the arena, because activations use their memory.
     hosts: Literal["none", "gradients"] = "none"
 
     @property

@@ -41,12 +41,9 @@ class Habit:
     """Predicts which gradients the next loss will ask for, so that the forward computes them too.
 
     All shapes of a program share it.
-
-    Attributes:
-        expected: the request of the last two losses, if they agreed.
     """
 
-    expected: GradientRequest | None = None
+    expected: GradientRequest | None = None  # the request of the last two losses, if they agreed
     _last: GradientRequest | None = None
     _num_open: int = 0
 

@@ -61,32 +61,21 @@ _SIZES = {
 
 
 class Errors(NamedTuple):
-    """The differences between a step and an eager step.
+    """The differences between a step and an eager step."""
 
-    Attributes:
-        output: the largest absolute difference of any output element.
-        gradient: the largest relative difference of a gradient, by norms; None without training.
-        worst: the parameter or input whose gradient that is.
-    """
-
-    output: float
+    output: float  # the largest absolute difference of any output element
+    # The largest relative difference of a gradient, by norms; None without training.
     gradient: float | None = None
-    worst: str = ""
+    worst: str = ""  # the parameter or input whose gradient that is
 
 
 @dataclass(frozen=True)
 class Other:
-    """The compile time of ``torch.compile`` for the same model.
+    """The compile time of ``torch.compile`` for the same model."""
 
-    Attributes:
-        cpu_s: CPU seconds of the first step minus those of the second.
-        wall_s: the same in wall-clock time.
-        refused: the first line of its error, if it failed; it then has no step.
-    """
-
-    cpu_s: float
-    wall_s: float
-    refused: str = ""
+    cpu_s: float  # CPU seconds of the first step minus those of the second
+    wall_s: float  # the same in wall-clock time
+    refused: str = ""  # the first line of its error, if it failed; it then has no step
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,11 @@ def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[
 
 @dataclass(frozen=True)
 class ReuseRow:
-    """One traced block and the instances that call its closure.
+    """One traced block and the instances that call its closure."""
 
-    Attributes:
-        key: class and constructor arguments; an argument that differs shows its range.
-        num_calls: the number of calls that inlining would expand.
-        note: how evidence and key disagree, or an empty text.
-    """
-
-    key: str
-    num_calls: int
-    note: str
+    key: str  # class and constructor arguments; an argument that differs shows its range
+    num_calls: int  # the number of calls that inlining would expand
+    note: str  # how evidence and key disagree, or an empty text
 
 
 def reuse_rows(decisions: Sequence[SharingDecision]) -> list[ReuseRow]:

@@ -54,25 +54,22 @@ class Subject:
     """The model to compile, and example inputs of which only the layouts count.
 
     The inputs of a step or a rank are those of one micro-batch.
-
-    Attributes:
-        effects: ``"refuse"`` raises if the forward has side effects; ``"undo"`` undoes them, for a
-            program that does not replace the forward (such as a file).
-        sizes: makes the symbolic sizes of each run; None if all sizes are numbers.
-        may_ask: whether the forward may read numbers from its inputs (``int(x.max())``). A guard
-            then computes them again at each call.
-        contents: what to do with values that the forward leaves in arguments and attributes.
-        only_reverse: why derivatives without a chosen mode must use reverse mode; empty if they
-            need not.
     """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # ``"refuse"`` raises if the forward has side effects; ``"undo"`` undoes them, for a program
+    # that does not replace the forward (such as a file).
     effects: OnEffects = "refuse"
+    # Makes the symbolic sizes of each run; None if all sizes are numbers.
     sizes: Callable[[], Sizes] | None = None
+    # Why derivatives without a chosen mode must use reverse mode; empty if they need not.
     only_reverse: str = ""
+    # Whether the forward may read numbers from its inputs (``int(x.max())``). A guard then computes
+    # them again at each call.
     may_ask: bool = False
+    # What to do with values that the forward leaves in arguments and attributes.
     contents: OnContents = "refuse"
 
 

@@ -327,25 +327,15 @@ class CallSite:
 
 @dataclass(frozen=True)
 class SharingDecision:
-    """Whether one instance shared a closure, for the report.
+    """Whether one instance shared a closure, for the report."""
 
-    Attributes:
-        path: the path of the instance in the model.
-        class_name: the class of the block.
-        shared: whether it became a call without running its Python.
-        reason: why it was traced although an earlier instance was known.
-        compared_with: the path of that instance, or of the one whose closure it calls.
-        shares: how a traced instance shares a closure after all, with constants as inputs.
-        key: its class and its constructor's arguments.
-    """
-
-    path: str
-    class_name: str
-    shared: bool
-    reason: str = ""
-    compared_with: str = ""
-    shares: str = ""
-    key: InitKey = NO_KEY
+    path: str  # the path of the instance in the model
+    class_name: str  # the class of the block
+    shared: bool  # whether it became a call without running its Python
+    reason: str = ""  # why it was traced although an earlier instance was known
+    compared_with: str = ""  # the path of that instance, or of the one whose closure it calls
+    shares: str = ""  # how a traced instance shares a closure after all, with constants as inputs
+    key: InitKey = NO_KEY  # its class and its constructor's arguments
 
 
 @dataclass(frozen=True)

@@ -274,21 +274,15 @@ _OF_A_RANK = (
 
 @dataclass(frozen=True)
 class ShownPlan(PipelinePlan):
-    """The plan of a pipeline. ``print(plan)`` shows it; ``save_html`` draws it.
+    """The plan of a pipeline. ``print(plan)`` shows it; ``save_html`` draws it."""
 
-    Attributes:
-        compiled: the record of this rank's compile; None for a plan without a compile.
-        rank: this rank; None for a plan without a compile.
-        layouts: the layouts of tensors, for a pipeline on a mesh.
-        traffic: on a mesh, the collectives of one rank of each stage in a step.
-        memory: on a mesh, the memory of this rank, if it is planned.
-    """
-
+    # The record of this rank's compile; None for a plan without a compile.
     compiled: CompileRecord | None = None
-    rank: int | None = None
-    layouts: MeshPlan | None = None
+    rank: int | None = None  # this rank; None for a plan without a compile
+    layouts: MeshPlan | None = None  # the layouts of tensors, for a pipeline on a mesh
+    # On a mesh, the collectives of one rank of each stage in a step.
     traffic: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
-    memory: RankMemory | None = None
+    memory: RankMemory | None = None  # on a mesh, the memory of this rank, if it is planned
 
     @staticmethod
     def of(plan: PipelinePlan, compiled: CompileRecord | None = None, **more: Any) -> ShownPlan:

@@ -95,44 +95,41 @@ class Unplanned:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """The state of one compile between two passes. Passes replace it and never change it.
-
-    Attributes:
-        subject: the model and its inputs; None if the compile starts after capture.
-        gradients: for the goal ``"gradients"``, the program of gradients.
-        programs: the programs that will run, by part (``"forward"``, ``"backward"``, ...).
-        kernels: whether the kernels of the programs are made or only estimated.
-        values: with symbolic sizes, the number of each symbol for the shape being linked.
-        symbolic: the state before numbers replaced the symbols; a further shape starts here.
-        shapes: links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
-        fitting: the recompute policy that the mesh plan chose to fit memory, if it needed one.
-        known: facts loaded from a file, by their names in :class:`..compiled.Facts`.
-        plans: memory plans loaded from a file, in the order in which link asks for them.
-        backwards: backwards for fewer outputs loaded from a file, each with its memory plans.
-    """
+    """The state of one compile between two passes. Passes replace it and never change it."""
 
     context: Context  # results kept per closure, from this compile and earlier ones
     report: CompileReport  # the report that passes write to
     goal: Goal  # what the programs are compiled for
+    # The model and its inputs; None if the compile starts after capture.
     subject: Subject | None = None
     seen: CapturedModel | None = None  # the captured model
     request: Request | None = None  # the derivative that is wanted; None without gradients
     derivative: Derivative | None = None  # the derivative; None without gradients, or if none flows
+    # For the goal ``"gradients"``, the program of gradients.
     gradients: GradientProgram | None = None
+    # The programs that will run, by part (``"forward"``, ``"backward"``, ...).
     programs: Mapping[str, Program] = field(default_factory=dict)
     composed: StepProgram | None = None  # for a step, the meaning of its inputs and results
+    # Whether the kernels of the programs are made or only estimated.
     kernels: Literal["made", "estimated"] = "made"
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)  # the linked programs, by part
+    # With symbolic sizes, the number of each symbol for the shape being linked.
     values: Values | None = None
+    # The state before numbers replaced the symbols; a further shape starts here.
     symbolic: Compilation | None = None
+    # Links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
     shapes: Any = None
     unplanned: Unplanned | None = None  # why memory is not planned, once that is known
     runs: PlannedProgram | Runtime | RankProgram | None = None  # the runtime of the linked programs
     mesh_plan: MeshPlan | None = None  # the placements of a step over a mesh
     sharder: Any = None  # makes closures of local shapes by that plan, once it exists
+    # The recompute policy that the mesh plan chose to fit memory, if it needed one.
     fitting: PolicyName | None = None
+    # Facts loaded from a file, by their names in :class:`..compiled.Facts`.
     known: Mapping[str, Any] = field(default_factory=dict)
+    # Memory plans loaded from a file, in the order in which link asks for them.
     plans: Sequence[ArenaPlan] = ()
+    # Backwards for fewer outputs loaded from a file, each with its memory plans.
     backwards: Sequence[tuple[Derivative, Sequence[ArenaPlan]]] = ()
 
     @property
