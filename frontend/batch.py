@@ -82,8 +82,7 @@ def split(leaf: Any, count: int, error: type[LazyInlineError] = PlanError) -> Se
     return leaf.tensor_split(count)
 
 
-LossFunction = Callable[[Any], torch.Tensor]
-"""Computes the loss from a model's output."""
+LossFunction = Callable[[Any], torch.Tensor]  # computes the loss from a model's output
 
 
 class LossModel(nn.Module):

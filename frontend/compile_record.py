@@ -37,8 +37,7 @@ class PassRecord:
     name: str
     cpu_s: float
     wall_s: float
-    num_nodes: int
-    """The number of graph nodes after the pass; once linked, of launches."""
+    num_nodes: int  # the number of graph nodes after the pass; once linked, of launches
 
 
 @dataclass(frozen=True, slots=True)

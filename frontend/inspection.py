@@ -110,8 +110,7 @@ def _checked(text: str, result: Any) -> Target:
     return Target(model, tuple(args), kwargs)
 
 
-Way = Literal["compile", "step"]
-"""The functions that need only a model with example inputs."""
+Way = Literal["compile", "step"]  # the functions that need only a model with example inputs
 
 
 @door

@@ -25,8 +25,7 @@ from ..reuse.ir.program import RecomputeMark
 from ..reuse.torch_names import global_hook_tables
 
 _MARK = "__lazy_inline__"
-STAGE_MARK = "_lazyinline_stage"
-"""Attribute of a module that belongs to one pipeline stage."""
+STAGE_MARK = "_lazyinline_stage"  # attribute of a module that belongs to one pipeline stage
 DISPATCHER_ATTRIBUTE = "_lazyinline_calls"
 """Attribute of the module that ``compile`` puts around a model."""
 _RECOMPUTE = "_lazy_inline_recompute"

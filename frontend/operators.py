@@ -23,8 +23,7 @@ from ..reuse.torch_names import schema_of
 Checks: TypeAlias = Literal["all", "values"]
 """The compared results: ``"values"`` (with shapes, types, strides), or ``"all"``: gradients too."""
 
-Arguments: TypeAlias = dict[str, Any]
-"""By name."""
+Arguments: TypeAlias = dict[str, Any]  # by name
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 
 _SHAPES = ((4, 4), (2, 3, 4), (2, 3, 4, 5), (5,))

@@ -18,8 +18,7 @@ Item = TypeVar("Item")
 _HEAD = "block"
 _CALLS = 7
 _INDENT = "  "
-_WIDTH = WIDTH - len(_INDENT)
-"""The width of the table, which a report indents."""
+_WIDTH = WIDTH - len(_INDENT)  # the width of the table, which a report indents
 
 
 def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:

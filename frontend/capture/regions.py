@@ -357,14 +357,11 @@ class CapturedModel:
 
     program: Program
     decisions: list[SharingDecision]
-    evidence: RootEvidence
-    """The reads of the model's Python; the guard compares them at each call."""
-    modules: list[nn.Module]
-    """The modules outside the model's tree that it read."""
+    evidence: RootEvidence  # the reads of the model's Python; the guard compares them at each call
+    modules: list[nn.Module]  # the modules outside the model's tree that it read
     readings: Mapping[Reading, Any]
     """The settings that it read, with their values; the guard reads them again."""
-    sizes: Any = None
-    """The dynamic sizes it was captured with, if any."""
+    sizes: Any = None  # the dynamic sizes it was captured with, if any
     modes: Sequence[ModeChoice] = ()
     """The chosen modes of derivatives in the forward, where the user left the mode open."""
     questions: Sequence[Question] = ()

@@ -275,8 +275,7 @@ class Routes:
 # ---- a whole model -------------------------------------------------------------------------------
 
 
-_WARN_AT_CALL = 2
-"""How many calls in a row run eagerly before a warning."""
+_WARN_AT_CALL = 2  # how many calls in a row run eagerly before a warning
 
 
 class ModelDispatcher(ModuleDispatcher):

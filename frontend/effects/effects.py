@@ -60,8 +60,7 @@ class _Changes:
     ``what`` says what was found to be changed; it is empty if nothing was.
     """
 
-    holder = ""
-    """Who holds a changed object, for messages."""
+    holder = ""  # who holds a changed object, for messages
 
     def __init__(self, on_holder: Callable[[Any], None]) -> None:
         self.contents = Snapshot(on_holder=on_holder)

@@ -65,8 +65,7 @@ class AttributePlace:
         vars(self.module)[self.name] = content
 
 
-Place: TypeAlias = ArgumentPlace | AttributePlace
-"""Where a forward leaves a value."""
+Place: TypeAlias = ArgumentPlace | AttributePlace  # where a forward leaves a value
 
 
 @dataclass(frozen=True)

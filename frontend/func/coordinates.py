@@ -100,8 +100,7 @@ def derivative(
     return _sum_of_partials(f"derivative by {by!r}", [places], func, points, mode)
 
 
-Term = tuple[int, ...]
-"""A partial derivative: the position of a coordinate for each order."""
+Term = tuple[int, ...]  # a partial derivative: the position of a coordinate for each order
 
 
 def _sum_of_partials(

@@ -150,11 +150,9 @@ Index = int | slice
 _MOST_AT_ONCE = 64
 """The most directions per run of a function, because each needs memory for its results."""
 
-_WORTH = 4
-"""A group of columns costs about as much as a quarter of its rows one by one."""
+_WORTH = 4  # a group of columns costs about as much as a quarter of its rows one by one
 
-_BACK = 3
-"""A row of a Jacobian costs about as much as three columns."""
+_BACK = 3  # a row of a Jacobian costs about as much as three columns
 
 
 @door

@@ -414,8 +414,7 @@ MAX_PROGRAMS = 32
 """The most programs of one module that are kept; others are compiled again when needed."""
 MAX_LINKED = 256
 """The most linked shapes of symbolic programs that are kept; others are only linked again."""
-MAX_WITH_ARENAS = 8
-"""How many of all these keep their arena while idle; others allocate one again."""
+MAX_WITH_ARENAS = 8  # how many of all these keep their arena while idle; others allocate one again
 SMALL_ARENA = 256 * 1024
 """The most bytes of an arena that every program may keep, for many small shapes (text lengths)."""
 MANY_COMPILES = 8

@@ -23,10 +23,8 @@ if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinl
 
 
 Tile: TypeAlias = dict[str, str]
-Numbers = Mapping[str, Any]
-"""The result of :meth:`lazyinline.MeasureReport.to_dict`."""
-_EXACT = 1e-4
-"""Relative errors above this are more than float32 rounding."""
+Numbers = Mapping[str, Any]  # the result of :meth:`lazyinline.MeasureReport.to_dict`
+_EXACT = 1e-4  # relative errors above this are more than float32 rounding
 
 
 def compile_page(record: CompileRecord, title: str = "") -> PageData:

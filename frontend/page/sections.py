@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
-MOST_BOXES = 20_000
-"""A browser draws so many boxes without delay; a page with them has 2 MB."""
+MOST_BOXES = 20_000  # a browser draws so many boxes without delay; a page with them has 2 MB
 MOST_POINTS = 1500
-_BACKWARD = ".backward"
-"""Part of the name of every backward closure."""
+_BACKWARD = ".backward"  # part of the name of every backward closure
 KINDS = (
     *("scratch of one call", "passed on", "saved for backward", "gradients and results"),
     "between stages",
@@ -209,12 +207,9 @@ def _curve(buffers: Buffers) -> list[list[int]]:
 # ---- the other sections --------------------------------------------------------------------------
 
 
-_LONGEST_PERIOD = 12
-"""The longest pattern of calls that is found to repeat."""
-_MOST_OPERATORS = 600
-"""So many operators of a closure are listed; further ones are only counted."""
-_MOST_PATHS = 4
-"""So many module paths of a group of calls are listed: the first ones, and the last."""
+_LONGEST_PERIOD = 12  # the longest pattern of calls that is found to repeat
+_MOST_OPERATORS = 600  # so many operators of a closure are listed; further ones are only counted
+_MOST_PATHS = 4  # so many module paths of a group of calls are listed: the first ones, and the last
 
 HELD = (
     "Memory held is the arena, what the user receives, and what launches allocate themselves; "

@@ -71,8 +71,7 @@ def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-_EQUAL = 0.02
-"""Ratios this close to one are called equal."""
+_EQUAL = 0.02  # ratios this close to one are called equal
 
 
 def times_less(late: float, early: float) -> str:

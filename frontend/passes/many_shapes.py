@@ -37,8 +37,7 @@ from .state import Compilation, State
 _CPU = torch.device("cpu")
 _MAX_PATTERNS = 8
 """The most programs linked for many shapes; a shape that fits none of them is linked alone."""
-_HEADROOM = 8
-"""Buffers of a size that varies are planned for the largest size so far plus 1/8."""
+_HEADROOM = 8  # buffers of a size that varies are planned for the largest size so far plus 1/8
 
 
 class ManyShapes:

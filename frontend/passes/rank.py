@@ -90,8 +90,7 @@ def _marks(model: nn.Module, program: Program) -> dict[str, int]:
     return {"" if p == WHOLE else user_path(model, p): stage for p, stage in marks.items()}
 
 
-UPDATE = "U"
-"""The kind of a part that updates parameters."""
+UPDATE = "U"  # the kind of a part that updates parameters
 
 
 @dataclass(frozen=True)

@@ -355,8 +355,7 @@ def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
     )
 
 
-_EDGES = 3
-"""How many programs must specialize a dimension before it is no longer made symbolic."""
+_EDGES = 3  # how many programs must specialize a dimension before it is no longer made symbolic
 
 
 class NotingEnv(ShapeEnv):

@@ -27,8 +27,7 @@ from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside
 from ..tracing.torch_tracing import TracingFakeMode
 
-Place = tuple[torch.fx.Node, int]
-"""A tensor, and one of its dimensions."""
+Place = tuple[torch.fx.Node, int]  # a tensor, and one of its dimensions
 
 
 def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:

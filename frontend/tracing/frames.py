@@ -33,8 +33,7 @@ _MACHINERY = frozenset(
         *("inspect", "mpmath", "re", "sympy", "typing", "typing_extensions"),
     )
 )
-WHOLE = "model"
-"""The path of the user's model in the module that computes its loss."""
+WHOLE = "model"  # the path of the user's model in the module that computes its loss
 
 _USERS, _PYTORCHS = "the user's", "PyTorch's"
 _PLACES = (type, types.ModuleType)

@@ -45,8 +45,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
 }
 """Names of ``torch.Tensor`` that are not watched, by reason."""
 
-SWITCHES = ("requires_grad", "requires_grad_")
-"""Names that set whether a tensor requires grad."""
+SWITCHES = ("requires_grad", "requires_grad_")  # names that set whether a tensor requires grad
 
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "conversions to a dtype": (
