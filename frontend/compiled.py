@@ -85,7 +85,7 @@ class Facts:
         # Cached, because every backward that leaves results unused looks these up.
         self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}  # cache of ``are_apart``
         self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}  # cache of ``absent_gradients``
-        self.num_late = 0  # how often a deferred backward ran with PyTorch's kernels
+        self.num_late = 0  # how often deferred kernels were PyTorch's in a run
 
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Returns whether the backwards of two groups of outputs share no saved tensor.

@@ -215,8 +215,8 @@ def lower(state: State) -> State:
     if state.goal.late_backward and state.derivative is not None:
         late = PARTS if state.derivative.has_one_cotangent else PARTS[1:]
         counted = {part: p for part, p in state.programs.items() if part not in late}
-        made = {p: map_leaves(state.programs[p], _with_pytorch_kernels) for p in late}
-        state = replace(state, programs={**counted, **made})
+        eager = {p: map_leaves(state.programs[p], _with_pytorch_kernels) for p in late}
+        state = replace(state, programs={**counted, **eager})
     new = context.lower(counted.values())
     context.lower(state.programs.values())
     made = [(leaf, context.kernels[leaf]) for leaf in new if leaf in context.kernels]

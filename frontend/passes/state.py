@@ -73,8 +73,8 @@ class Goal:
     opset: int = 0  # the ONNX operator set of a file
     updates: tuple[UpdateGroup, ...] = ()  # the optimizer updates that are part of a step
     on_mesh: OnMesh | None = None  # the mesh that a step, or the stages of a rank, are sharded over
-    # Whether the backend compiles the backward, and the forward of a single result, only when a loss
-    # needs it (training on forces never does); until then they run with PyTorch's kernels.
+    # Whether the backend compiles the backward, and the forward of a single result, only when a
+    # loss needs it (training on forces never does); until then they run with PyTorch's kernels.
     late_backward: bool = False
 
 
