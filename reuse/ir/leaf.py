@@ -160,13 +160,9 @@ def cut_leaf(
 ) -> Leaf:
     """Copies ``nodes`` out of a larger graph into a leaf of their own.
 
-    Args:
-        name: hint for the closure's printed name.
-        nodes: the operators, in order.
-        inputs: the nodes outside that become placeholders: at least those that are used.
-        outputs: nodes inside (or inputs) that are returned.
-        cloned_inputs: positions of inputs that the body changes in place. The body works on a
-            copy, and the copy's final state is returned after ``outputs``, so the leaf is pure.
+    ``inputs`` are nodes outside that become placeholders: at least those that are used. Of the
+    inputs at ``cloned_inputs``, which the body changes in place, it works on a copy, whose final
+    state is returned after ``outputs``: so the leaf is pure.
     """
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}

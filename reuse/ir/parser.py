@@ -503,14 +503,8 @@ class _Reader:
         # A kernel writes as much as the operators give.
         if not reading.are_equal(flat_types(outputs), found, self._sizes):
             self._fail(tree, "the header has other results than the operators give")
-        return ir.Leaf(
-            self._name(tree.name),
-            module,
-            tuple(types),
-            tuple(outputs),
-            names,
-            **self._settings(words),
-        )
+        name = self._name(tree.name)
+        return ir.Leaf(name, module, tuple(types), tuple(outputs), names, **self._settings(words))
 
     def _node(
         self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]

@@ -443,12 +443,9 @@ class _NamedSymbols(ShapeEnv):
 class ReadSizes:
     """The sizes of programs that are read from text: each symbol is a size of at least two.
 
-    Args:
-        examples: a size for each symbol that is allowed, by name: guards are evaluated with them.
-            None allows any symbol, with an example of its own.
-
-    Attributes:
-        required: conditions that are assumed to hold.
+    Guards are evaluated with the examples, one for each symbol that is allowed. Without any, each
+    symbol is allowed, with an example of its own. ``required`` are conditions that are assumed to
+    hold.
     """
 
     def __init__(self, examples: Mapping[str, int] | None = None) -> None:

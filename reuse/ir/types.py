@@ -196,14 +196,9 @@ def flatten_type(type_: Type) -> Iterator[TensorType]:
 
 
 class Wire:
-    """The form in which values of one type are sent.
+    """The form in which values of one type are sent, with expanded dimensions (stride 0) ``once``.
 
-    Args:
-        type_: the type at both ends.
-
-    Attributes:
-        once: its shape, where expanded dimensions (stride 0) have size 1.
-        needs_no_copy: whether the memory of a value is sent without being copied first.
+    Whether it ``needs_no_copy`` says that the memory of a value is sent as it is.
     """
 
     def __init__(self, type_: TensorType) -> None:
