@@ -133,7 +133,7 @@ class Planner:
     # ---- policies ------------------------------------------------------------------------
 
     def choice(self, request: Request, policy: ir.RecomputeMark) -> Choice | None:
-        """Returns what a policy, or marks alone (``""``), choose for a composite and inside it."""
+        """Returns what a policy chooses for a composite and inside it; ``""`` is marks alone."""
         found = {s.index: self._of_call(s, policy) for s in self.sites(request)}
         return _per_call(request, found)
 

@@ -39,7 +39,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 def nested_forward(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Returns an operator's results with their series by nested forward mode, or PlanError."""
+    """Returns an operator's results with series, by nested forward mode; may raise PlanError."""
     results = operands.call(target)
     flat = _as_list(results)
     # By autograd, since forward mode silently gives no tangent to a result that it cannot

@@ -157,7 +157,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def claimed(self, keys: Iterable[str], wait_s: float = 0.0) -> Iterator[list[str]]:
-        """Yields those keys that nobody else is making; waits for each of the others so long."""
+        """Yields those keys that nobody else is making, after a wait for each of the others."""
         with contextlib.ExitStack() as held:
             mine = []
             for key in keys:

@@ -140,7 +140,7 @@ class BuiltKernel:
 
 
 def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> BuiltKernel:
-    """Returns a kernel of a shared object; raises an error if it is not in there, or no kernel."""
+    """Returns a kernel of a shared object; an error if it is not in there, or is no kernel."""
     described = [symbol, *argument_types]
     if not all(isinstance(text, str) for text in described) or not symbol.isidentifier():
         raise ValueError(f"{symbol!r} is no kernel")

@@ -136,10 +136,9 @@ def grouped_mm(
     bias: FLOAT | None = None,
     out_dtype: int = -1,
 ) -> FLOAT:
-    """Translates ``aten._grouped_mm``: groups of rows or columns, each with its own matrix.
+    """Translates ``aten._grouped_mm``: a product of its own for each group of rows or columns.
 
-    ``offs`` is where each group ends; without it each operand has one matrix per group. Groups lie
-    along the rows of ``self``, the columns of ``mat2``, or the sum of both.
+    ``offs`` is where each group ends; without it there is a matrix per group on both sides.
     """
     product = op.MatMul(self, mat2) if offs is None else _ragged(self, mat2, offs)
     if bias is not None:
@@ -368,7 +367,7 @@ class UntranslatedError(Exception):
 
 
 def translate(module: torch.fx.GraphModule, opset: int) -> ir.Model:
-    """Translates a prepared graph, which may call torchlib's functions; or UntranslatedError."""
+    """Translates a prepared graph; torchlib's functions stay calls. May raise UntranslatedError."""
     graph = ir.Graph((), (), nodes=(), name="graph")
     model = ir.Model(graph, ir_version=_constants.ONNX_IR_VERSION)
     try:

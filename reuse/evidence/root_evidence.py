@@ -179,14 +179,7 @@ _ADDED_NAMES = ("__slotnames__", "__annotations__", "__annotations_cache__", MAR
 
 
 class _Fact(NamedTuple):
-    """The evidence that was found in one place.
-
-    Attributes:
-        look: reads the place again, given owner and name.
-        owner: a dictionary, a class, or an object with a part of this name.
-        name: the name that was looked up, if there was one.
-        value: what was found; ABSENT where there was nothing.
-    """
+    """What ``look`` found in a place, by its owner and name; ABSENT where there was nothing."""
 
     look: Callable[[Any, Any], Any]
     owner: Any

@@ -120,7 +120,12 @@ CORE = "core ATen"
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """One operator of the set: PyTorch's name of it, and its group."""
+    """One operator of the set.
+
+    Attributes:
+        name: PyTorch's, with the overload; the operator is ``torch.ops.<name>``.
+        group: ``"core ATen"`` for most, else the kind of operator that core ATen lacks.
+    """
 
     name: str
     group: str
