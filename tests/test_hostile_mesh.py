@@ -244,20 +244,6 @@ def test_a_stage_that_sends_what_the_next_one_does_not_take_is_refused(
     assert "stage 0 sends other types than the next one takes" in said
 
 
-def test_parts_of_other_stages_and_missing_ones_are_refused(
-    staged: bytes, tmp_path: pathlib.Path
-) -> None:
-    path, parts = tmp_path / "stages.lz", parts_in(staged)
-    with one_of_many(4):
-        for name in ("forward.txt", "backward.txt", "boundary.json"):
-            first, last = (f"mesh/{2 * i}/programs/0/stages/{i}/{name}" for i in range(2))
-            assert opened(written(parts | {first: parts[last], last: parts[first]}), path), name
-            without = {n: content for n, content in parts.items() if n != last}
-            assert f"it has no part {last}" in opened(written(without), path)
-        weights, empty = "mesh/0/weights.safetensors", parts["mesh/0/constants.safetensors"]
-        assert "its weights have no" in opened(written(parts | {weights: empty}), path)
-
-
 # ---- files of several ranks ----------------------------------------------------------------------
 
 
