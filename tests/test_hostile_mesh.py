@@ -170,7 +170,6 @@ def test_a_file_of_stages_over_a_mesh_is_opened_by_as_many_ranks(
 
 
 FORWARD = "mesh/0/programs/0/stages/0/forward.txt"
-LAST = "mesh/2/programs/0/stages/1/forward.txt"
 AXES = '["pipeline",2],["tensor",2]'
 
 
@@ -184,8 +183,6 @@ AXES = '["pipeline",2],["tensor",2]'
         (0, "model.json", '0.gate.weight":"S0"', '0.gate.weight":"R"', "is of another type"),
         (2, "model.json", '1.gate.weight":"S0"', '1.gate.weight":"S1"', "is of another type"),
         (0, FORWARD, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
-        (2, LAST, "'tensor'", "'fsdp'", "runs over 'fsdp', and the mesh has tensor"),
-        (0, FORWARD, "'sum', 'tensor'", "'xor', 'tensor'", "which has 2 ranks, is told ['xor']"),
         (0, FORWARD, "lazyinline.wait.default(%a0)", "aten.clone.default(%a0)", "never waits"),
         (0, FORWARD, "return %v_17, %v_18", "return %a7, %v_18", "the header has other result"),
         (0, FORWARD, "%a2: f64[16]", "%a2: f64[17]", "cannot be given this"),
