@@ -142,9 +142,6 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_one_plain_function_is_left_to_inductor(what: str) -> None:
     assert kernel_source(TYPES, REFUSED[what]) is None
-
-
-def test_an_argument_of_another_type_is_left_to_inductor() -> None:
     assert kernel_source(["float*", "std::string"], text_of("")) is None
 
 

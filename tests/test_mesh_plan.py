@@ -113,7 +113,7 @@ def layouts(found: FoundPlan, ending: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "micro_batches"), [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize(
     ("name", "block", "names"),
     [
@@ -121,25 +121,20 @@ def layouts(found: FoundPlan, ending: str) -> set[str]:
         ("gpt", "GptBlock", ("up.weight", "up.bias", "down.weight")),
     ],
 )
+@pytest.mark.sweep(keep=["-2-1]", "-4-1]", "gpt-GptBlock-names1-2-2"])
 def test_megatrons_plan_is_found_without_a_mark(
-    name: str, block: str, names: tuple[str, ...], size: int
+    name: str, block: str, names: tuple[str, ...], size: int, micro_batches: int
 ) -> None:
-    found = find_plan(decoder_step(name), [axis("tensor", size)], RATES)
-    assert kinds(found, f"{block}.forward") == ["all_reduce"] * 2
+    step = decoder_step(name, micro_batches=micro_batches)
+    found = find_plan(step, [axis("tensor", size)], RATES)
+    sums = [(s.kind, n) for part, s, n in found.taken.collectives() if part == f"{block}.forward"]
+    assert sums == [("all_reduce", 3 * micro_batches)] * 2
     assert layouts(found, "attention.qkv.weight") == {"(_StridedShard(dim=0, sf=3),)"}
     assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
     *by_rows, by_columns = names
     assert all(layouts(found, one) == {"(Shard(dim=0),)"} for one in by_rows)
     assert layouts(found, by_columns) == {"(Shard(dim=1),)"}
     assert not found.taken.choices.unknown
-
-
-def test_micro_batches_have_the_plan_of_one() -> None:
-    found = find_plan(decoder_step("gpt", micro_batches=2), [axis("tensor", 2)], RATES)
-    assert kinds(found, "GptBlock.forward") == ["all_reduce"] * 2
-    assert layouts(found, "attention.out.weight") == {"(Shard(dim=1),)"}
-    counts = {n for name, _, n in found.taken.collectives() if name == "GptBlock.forward"}
-    assert counts == {6}
 
 
 def test_closures_from_the_cache_have_the_plan_of_new_ones() -> None:

@@ -136,18 +136,6 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     assert not foreign, f"taken for code of the user: {foreign}"
 
 
-@pytest.mark.sweep
-def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
-    # In this process, and in one that is started elsewhere, as pipeline ranks are.
-    code = "import lazyinline.backend as b, lazyinline as l; print(l.__file__); print(b.__file__)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    face = PUBLIC_FACE / "__init__.py"
-    expected = [face, ROOT / "backend" / "__init__.py"]
-    assert [pathlib.Path(line).resolve() for line in done.stdout.splitlines()] == expected
-    assert pathlib.Path(str(lazyinline.__file__)).resolve() == face
-
-
 def test_only_declared_libraries_are_imported() -> None:
     project = PYPROJECT["project"]
     extras = [r for name in ("completion", "onnx") for r in project["optional-dependencies"][name]]

@@ -86,12 +86,9 @@ def test_a_memory_limit_moves_layers_to_where_fewer_micro_batches_wait() -> None
     assert bound.step_s >= free.step_s
 
 
-def test_a_limit_that_nothing_fits_is_refused_with_the_numbers() -> None:
+def test_a_limit_that_nothing_fits_and_fewer_pieces_than_stages_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"memory_bytes_per_rank=1000: .* needs \d+ bytes"):
         plan("1F1B", memory_bytes=1000)
-
-
-def test_fewer_pieces_than_stages_are_refused() -> None:
     with pytest.raises(PipelineError, match="num_stages=64"):
         plan("1F1B", num_ranks=64, micro_batches=64)
 

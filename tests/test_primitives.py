@@ -197,13 +197,13 @@ def assert_reduced_equals_eager(
             torch.testing.assert_close(results[output], after)
 
 
-@pytest.mark.parametrize("make", [decoders.gpt, decoders.llama], ids=["gpt", "llama"])
-def test_a_decoder_of_primitives_computes_what_eager_does(make: Any) -> None:
-    assert_reduced_equals_eager(*make(2, **SMALL))
-
-
-def test_dropout_draws_the_masks_of_eager() -> None:
-    assert_reduced_equals_eager(*decoders.gpt(2, dropout=0.3, **SMALL))
+@pytest.mark.parametrize(
+    ("make", "dropout"), [(decoders.gpt, 0.0), (decoders.gpt, 0.3), (decoders.llama, 0.0)]
+)
+def test_a_decoder_of_primitives_computes_and_draws_what_eager_does(
+    make: Any, dropout: float
+) -> None:
+    assert_reduced_equals_eager(*make(2, **SMALL, **({"dropout": dropout} if dropout else {})))
 
 
 def image(layers: Any, x: Tensor) -> Tensor:

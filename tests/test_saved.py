@@ -229,6 +229,7 @@ LOADS = """
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["plain", "sizes"])
+@pytest.mark.sweep(keep="sizes")  # plain: test_saved_losses.py
 def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
     dynamic: bool | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,7 +631,7 @@ def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path
     with torch.no_grad():
         compiled(input_ids=ids[:, :12].contiguous())
         loaded: Any = reloaded(compiled, tmp_path)
-        for length in (5, 12, 23, 40):
+        for length in (5, 12, 40):
             given = ids[:, :length].contiguous()
             found = loaded(input_ids=given).logits
             assert torch.equal(found, compiled(input_ids=given).logits)
