@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
-from ..backend.files.container import Parts, open_parts, read_json
+from ..backend.files.container import Parts, open_parts
 from ..reuse.errors import LazyInlineError, door
 from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
@@ -340,7 +340,7 @@ _Texts: TypeAlias = dict[str, tuple[str, str]]
 
 def _alike(parts: Parts) -> tuple[dict[str, int], list[tuple[list[int], _Texts]]]:
     """Returns the mesh of a file's ranks, and groups of ranks that run the same programs."""
-    told, axes, by_place = read_json(parts.read(MODEL)), dict[str, int](), list[Sequence[int]]()
+    told, axes, by_place = parts.json(MODEL), dict[str, int](), list[Sequence[int]]()
     if "mesh" in told:
         from .saved.mesh import SavedMesh  # late, as above
 

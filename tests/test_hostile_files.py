@@ -386,6 +386,27 @@ def test_what_is_no_file_of_ours_is_refused(make: str, tmp_path: pathlib.Path) -
         lazyinline.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.json", b"[", "model.json cannot be read as JSON: "),
+        ("model.json", b"{}", "has not the form that save gives it (KeyError: 'batching')"),
+        ("programs/0/captured.txt", b"\xb8", "programs/0/captured.txt: 'utf-8' codec"),
+        ("programs/0/forward.txt", b"%x\n", "programs/0/forward.txt: line 1: expected a closure"),
+        ("weights.safetensors", bytes(8), "weights.safetensors: the header cannot be read as JSON"),
+        ("more.json", b"", "it has no part programs/1/captured.txt"),
+    ],
+)
+def test_a_refusal_says_which_part_is_wrong_and_what_to_do(
+    name: str, content: bytes, said: str, sound: bytes, tmp_path: pathlib.Path
+) -> None:
+    parts = parts_in(sound) | {name: content}
+    if name == "more.json":
+        del parts["programs/1/captured.txt"]
+    told = opened(written(parts), tmp_path / "model.lz")
+    assert said in told and told.endswith(": copy it again, or save it again.")
+
+
 def test_a_forged_signature_makes_nothing_trusted(
     sound: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

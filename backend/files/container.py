@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from ...reuse.errors import FileError
+from ...reuse.errors import FileError, LazyInlineError
 from .torch_store import DiskCache, whole_file
 
 Content: TypeAlias = Sequence[bytes | bytearray | memoryview]
@@ -55,6 +55,10 @@ def write_parts(
                     part.write(piece)
 
 
+class CallError(FileError):
+    """A file cannot be opened in this way, or here; it is not damaged."""
+
+
 class Parts:
     """The parts of an open file, by name; ``is_signed`` if this machine's own cache wrote them."""
 
@@ -64,15 +68,20 @@ class Parts:
         self._file, self._archive = file, archive
         self._entries = _checked_entries(archive, size)
         said = archive.read(self._text_entry(MANIFEST))
-        manifest, self.digest = read_json(said), digest_of([said])
+        manifest, self.digest = read_json(MANIFEST, said), digest_of([said])
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-            raise FileError("it is in another format")
+            raise FileError(f"{MANIFEST} has another format than {_FORMAT!r}")
         self._listed = manifest["parts"]
         if self._listed.keys() != self._entries.keys() - {MANIFEST}:
-            raise FileError("its parts are not those of its manifest")
+            different = min(self._listed.keys() ^ (self._entries.keys() - {MANIFEST}))
+            raise FileError(f"{MANIFEST} lists other parts than there are (see {different!a})")
         self.names = list(self._listed)
         expected = store.signature(_to_sign(self._listed)) if store is not None else ""
         self.is_signed = bool(expected) and manifest["signature"] == expected
+
+    def json(self, name: str) -> Any:
+        """Returns the value of a part that is JSON."""
+        return read_json(name, self.read(name))
 
     def read(self, name: str) -> bytes:
         """Returns the bytes of a part that is text."""
@@ -86,7 +95,10 @@ class Parts:
         entry = self._entry(name)
         with self._archive.open(entry):  # which checks its local header
             part = _Stored(self._file, entry)
-        yield part
+        try:
+            yield part
+        except FileError as error:
+            raise FileError(f"{name}: {error}") from None
         if part.left or part.digest.hexdigest() != self._listed[name]:
             raise FileError(f"{name} is damaged: its digest is not that of the manifest")
 
@@ -101,7 +113,7 @@ class Parts:
 
     def _text_entry(self, name: str) -> zipfile.ZipInfo:
         if self._entry(name).file_size > _MAX_TEXT_BYTES:
-            raise FileError(f"{name} is too large")
+            raise FileError(f"{name} is larger than any text")
         return self._entry(name)
 
 
@@ -136,40 +148,49 @@ class _Stored:
 
 @contextlib.contextmanager
 def open_parts(path: str | os.PathLike[str], store: DiskCache | None) -> Iterator[Parts]:
-    """Opens a file; whatever is wrong with it inside the context is one FileError."""
+    """Opens a file; whatever reading it raises inside the context is one FileError."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
-                raise FileError("it is not a plain file")
+                raise CallError("it is not a plain file")
             with zipfile.ZipFile(file) as archive:
                 yield Parts(file, archive, status.st_size, store)
-    except FileNotFoundError:
-        raise FileError(f"There is no file {os.fspath(path)}.") from None
-    except FileError as error:
-        raise FileError(_cannot(path, str(error))) from error.__cause__
-    # A file may come from anywhere: whatever reading it raises is a fault of the file.
+    except FileNotFoundError as error:  # of the file, or of the weights beside it
+        raise FileError(f"There is no file {error.filename}.") from None
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise FileError(_cannot(path, f"{type(error).__name__}: {text}")) from error
+        cause = error.__cause__ if isinstance(error, FileError) else error
+        text = f"{os.fspath(path)} cannot be opened as a compiled program: {reason_of(error)}."
+        raise FileError(text) from cause
 
 
-def _cannot(path: str | os.PathLike[str], reason: str) -> str:
-    return f"{os.fspath(path)} cannot be opened as a compiled program: {reason.rstrip('.')}."
+def reason_of(error: Exception) -> str:
+    """Returns why a file cannot be opened; what a file says may raise anything where it is read."""
+    text, kind = " ".join(str(error).split()).rstrip("."), type(error).__name__
+    if isinstance(error, CallError):
+        return text
+    if isinstance(error, zipfile.BadZipFile):
+        text = f"it is not a whole zip ({text})"
+    elif isinstance(error, OSError | MemoryError | LazyInlineError):
+        if not isinstance(error, FileError):
+            return f"{kind}: {text}"
+    else:
+        text = f"one of its JSON parts has not the form that save gives it ({kind}: {text})"
+    return f"{text}. It is damaged or was changed: copy it again, or save it again"
 
 
 def _checked_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
     entries = archive.infolist()
     found = {entry.filename: entry for entry in entries}
     if len(found) < len(entries) or sum(entry.file_size for entry in entries) > size:
-        raise FileError("parts of it lie over one another")
+        raise FileError("its parts lie over one another")
     for entry in entries:
         if not _NAME.fullmatch(entry.orig_filename):
-            raise FileError(f"a part is named {ascii(entry.orig_filename)[:80]}")
+            raise FileError(f"{ascii(entry.orig_filename)[:80]} is no name of a part")
         is_plain = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 0x61
         if not is_plain or entry.file_size != entry.compress_size:
-            raise FileError(f"{entry.filename} is compressed or encrypted")
+            raise FileError(f"{entry.filename} is compressed or encrypted, which no part is")
     return found
 
 
@@ -178,18 +199,18 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def read_json(content: bytes) -> Any:
+def read_json(part: str, content: bytes) -> Any:
     """Returns the value of a JSON text; a name may not occur twice in an object."""
     try:
         return json.loads(content.decode(), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"a part of it is no JSON: {error}") from None
+        raise FileError(f"{part} cannot be read as JSON: {error}") from None
 
 
 def _pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is given twice")
+        raise ValueError("a name is given twice in one object")
     return found
 
 

@@ -77,8 +77,8 @@ def read_tensors(
     """
     length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
     if length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-        raise FileError("the header of its tensors is longer than they are")
-    header = read_json(source.read(length))
+        raise FileError("the header is longer than the part")
+    header = read_json("the header", source.read(length))
     header.pop("__metadata__", None)
     rows = [(*_described(name, entry), name) for name, entry in header.items()]
     end = 0
@@ -90,16 +90,20 @@ def read_tensors(
         # Not in huge pages: a system without free ones makes some, which takes longer than reading.
         tensor = torch.empty(described.shape, dtype=described.dtype, device="cpu")
         if source.readinto(_bytes_of(tensor)) != row_end - begin:
-            raise FileError(f"{name} is not whole")
+            raise FileError(f"the part ends within {name}")
         yield name, tensor
     if end != size - _LENGTH_BYTES - length:
-        raise FileError("there is something behind the tensors")
+        raise FileError("there are bytes behind the last tensor")
 
 
 def _described(name: str, entry: Any) -> tuple[int, int, Described]:
-    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise FileError(f"{name} has no such shape or place")
+    try:
+        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        is_plain = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (TypeError, ValueError, LookupError):
+        is_plain = False
+    if not is_plain:
+        raise FileError(f"the header says of {name[:40]} what it cannot be: {str(entry)[:80]}")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise FileError(f"{name} has another number of bytes than its shape says")
     return begin, end, Described(dtype, tuple(shape))

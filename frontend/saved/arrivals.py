@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...backend.files.container import CallError
 from ...reuse.errors import FileError
 
 _MOST_S = 0.1
@@ -70,12 +71,12 @@ class Arrivals:
             are_all_here = store.check(opened)
             if store.check([self._note]):
                 store.delete_key(opened[me])
-                raise FileError(store.get(self._note).decode())
+                raise CallError(store.get(self._note).decode())
             if are_all_here:
                 break
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(opened) if not store.check([key])]
-                raise FileError(f"rank(s) {missing} have not opened it within {limit_s:.0f} s")
+                raise CallError(f"rank(s) {missing} have not opened it within {limit_s:.0f} s")
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _MOST_S)
         store.add(self._met, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...backend.cache.codec import decode_value
-from ...backend.files.container import Parts, open_parts, read_json
+from ...backend.files.container import CallError, Parts, open_parts
 from ...backend.files.safetensors import Described, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
 from ...pipeline_parallel.cut import Colors, cut_program
@@ -107,9 +107,9 @@ def load(
     ):
         opened = Opened(parts, store if trust or parts.is_signed else None, arrivals.meet)
         if opened.is_on_mesh and state_dict is not None:
-            raise FileError("a state_dict has whole tensors: load it into the model afterwards")
+            raise CallError("a state_dict has whole tensors: load it into the model afterwards")
         if mesh is not None and not opened.is_on_mesh:
-            raise FileError("mesh= is for a step over a mesh, which it is not: leave it out")
+            raise CallError("mesh= is for a step over a mesh, which it is not: leave it out")
         if opened.is_pipeline:
             return opened.pipeline(path, state_dict, mesh)
         if opened.is_on_mesh:
@@ -131,7 +131,7 @@ class Opened:
         self, parts: Parts, store: DiskCache | None, meet: Callable[[], None] = lambda: None
     ) -> None:
         self._parts, self._store, self._meet = parts, store, meet
-        self._told = told = read_json(parts.read(MODEL))
+        self._told = told = parts.json(MODEL)
         self._batching = None if told["batching"] is None else Batching(*told["batching"])
         self.is_pipeline, self.is_on_mesh = "ranks" in told, "mesh" in told
         self._own = ""  # the folder of this rank's parts
@@ -198,7 +198,7 @@ class Opened:
             with open(beside(path), "rb") as file:
                 found |= self._laid_out(file, os.fstat(file.fileno()).st_size, self._types)
         else:
-            raise FileError("it has no weights: give load a state_dict")
+            raise CallError("it has no weights: give load a state_dict")
         self._parts_read = {name: found.pop(name) for name in [*found] if name in self._parted}
         if self.is_pipeline or self.is_on_mesh:  # this rank has only some of the tensors
             every = {*self._names.saved, *self._names.unsaved, *self._types}
@@ -234,11 +234,11 @@ class Opened:
         same = [name, *(other for other, first in self._names.ties if first == name)]
         found = next((state_dict[one] for one in same if one in state_dict), None)
         if found is None:
-            raise FileError(f"the state_dict has no {name}")
+            raise CallError(f"the state_dict has no {name}")
         own = found.detach()
         type_ = self._types.get(name, TensorType.of(own))
         if (type_.dtype, type_.shape) != (own.dtype, tuple(own.shape)):
-            raise FileError(f"{name} of the state_dict is of another type than programs take")
+            raise CallError(f"{name} of the state_dict is of another type than programs take")
         return _as(type_, own)
 
     # ---- programs ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...backend.files.container import Content, Parts, read_json
+from ...backend.files.container import CallError, Content, Parts
 from ...pipeline_parallel.actions import ActionTable
 from ...pipeline_parallel.cut import Stage
 from ...pipeline_parallel.mesh.layouts import WHOLE, split
@@ -122,7 +122,7 @@ class SavedMesh:
         if (found, given.device_type) != (axes, "cpu"):
             text = f"{MeshPlan(found).mesh_text} on {given.device_type}"
             expected = f"a mesh of {MeshPlan(axes).mesh_text} on cpu"
-            raise FileError(f"it is for {expected}, and mesh= is {text}: leave mesh= out")
+            raise CallError(f"it is for {expected}, and mesh= is {text}: leave mesh= out")
         # Its ranks may be in another order, because parts are found by position in the mesh.
         return cls(plan, axes, given.mesh.flatten().tolist(), given)
 
@@ -277,7 +277,7 @@ def read_step(
     # A file that this machine signed was written by a compile, so its collectives are valid.
     if not trusted:
         _check_collectives(programs, plan)
-    step = step_of(captured, programs[STEP], [], read_json(parts.read(place + BOUNDARY)))
+    step = step_of(captured, programs[STEP], [], parts.json(place + BOUNDARY))
     if len(step.batch) != batching.micro_batches:
         raise FileError("a step takes another number of micro-batches")
     return ReadProgram(captured, programs, step=step)

@@ -9,6 +9,7 @@ again from the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -20,10 +21,10 @@ from ...autodiff.training_program import StepProgram, Updates
 from ...backend.arena.arena import ArenaPlan
 from ...backend.cache.codec import NotCacheableError
 from ...backend.cache.results import CompileCache, plan_data, plan_of
-from ...backend.files.container import Content, Parts, read_json, to_json
+from ...backend.files.container import Content, Parts, to_json
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_facts import function_name
-from ...reuse.errors import FileError, ParseError
+from ...reuse.errors import FileError, ParseError, VerifyError
 from ...reuse.ir.parser import parse_program, parse_size
 from ...reuse.ir.printer import closure_names, text_to_compare
 from ...reuse.ir.program import (
@@ -364,14 +365,26 @@ def read_texts(
 
     They may contain PyTorch's operators and those in ``own``.
     """
-    texts = {name: parts.read(f"{place}{name}.txt").decode() for name in names}
     bodies: Literal["now", "later"] = "later" if trusted else "now"
-    programs = {name: parse_program(text, bodies, sizes) for name, text in texts.items()}
-    if not trusted:
-        for name, program in programs.items():
-            refuse_foreign(program, own)  # else it could run any operator registered in the process
-            verify(program, "shared" if name == CAPTURED else "aten")
-    return programs
+    found = {}
+    for name in names:
+        with _naming(f"{place}{name}.txt") as part:
+            found[name] = program = parse_program(parts.read(part).decode(), bodies, sizes)
+            if not trusted:
+                refuse_foreign(program, own)  # else it could run any operator of the process
+                verify(program, "shared" if name == CAPTURED else "aten")
+    return found
+
+
+@contextmanager
+def _naming(part: str) -> Iterator[str]:
+    """Yields the name of a part, which errors inside then begin with."""
+    try:
+        yield part
+    except (ParseError, VerifyError, UnicodeError) as error:
+        first, *rest = str(error).splitlines()
+        where = f", in {rest[0].strip()[:80]!r}" if rest and isinstance(error, ParseError) else ""
+        raise FileError(f"{part}: {first[:200]}{where}") from error
 
 
 def read_sizes(told: Any) -> ReadSizes:
@@ -392,7 +405,7 @@ def read_sizes(told: Any) -> ReadSizes:
 
 def _index(number: Any) -> int:
     if type(number) is not int or number < 0:
-        raise FileError("a position is none")
+        raise FileError(f"{str(number)[:20]!r} is no position of an input or output")
     return number
 
 
@@ -400,11 +413,11 @@ def _check_leaves(captured: Program) -> None:
     tree = captured.output_tree
     for kind, value in tree.leaves:
         if kind not in ("output", "constant"):
-            raise FileError(f"a leaf of the result is {kind}")
+            raise FileError(f"a leaf of the result is of the kind {str(kind)[:20]!r}")
         if kind == "output" and not _index(value) < len(captured.outputs):
-            raise FileError("the result holds an output that there is not")
+            raise FileError(f"the result holds output {value}, which there is not")
     if len(captured.sources) != len(captured.inputs):
-        raise FileError("its inputs are bound to nothing")
+        raise FileError("the captured program has inputs without a source")
 
 
 def _types(program: Program) -> tuple[list[Any], list[Any]]:
@@ -426,7 +439,7 @@ def _check_derivative(captured: Program, found: Derivative) -> None:
     inputs, outputs = _types(captured)
     saved = found.forward.output_types[-1:]
     if not saved or not isinstance(saved[0], StructType):
-        raise FileError("the forward saves nothing")
+        raise FileError("a forward saves nothing for its backward")
     _check_types(
         "the forward",
         (list(found.forward.input_types), list(found.forward.output_types)),
@@ -451,7 +464,7 @@ def _halves(step: Program) -> Derivative:
     """Returns the forward that a step calls first, as a derivative without positions."""
     one = step.calls[0].closure
     if not isinstance(one, Composite) or not isinstance(one.output_types[-1], StructType):
-        raise FileError("a step begins with no forward")
+        raise FileError("the first call of a step is not its forward")
     return Derivative(one, one, (), (), (), ())
 
 
@@ -487,7 +500,7 @@ def step_of(
     _check_types("a step", inputs, [*expected, *states, *settings, outputs[0]])
     results = len(batch) + len(gradients) + len(writes) + num_results
     if len(outputs) != results or not {name for _, name in state} <= _STATE:
-        raise FileError("a step returns another number of results")
+        raise FileError("a step returns another number of results than model.json says")
     for output, index in zip(outputs[len(batch) :], (*gradients, *writes), strict=False):
         if (output.shape, output.dtype) != (own[index].shape, own[index].dtype):
             raise FileError("a gradient is of another type than what it belongs to")
@@ -503,7 +516,7 @@ def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> S
     name, context = f"{place}made.json", state.context
     if name not in parts.names:
         return state
-    facts, lists, plans, known, *more = read_json(parts.read(name))
+    facts, lists, plans, known, *more = parts.json(name)
     if facts != context.cache.facts:
         return state
     size_of = partial(parse_size, sizes=program.sizes or ReadSizes())

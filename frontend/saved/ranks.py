@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ...autodiff.leaf_derivative import Request
-from ...backend.files.container import Content, Parts, read_json, to_json, write_parts
+from ...backend.files.container import CallError, Content, Parts, reason_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache
 from ...pipeline_parallel.actions import ActionTable, schedule_name
 from ...pipeline_parallel.cut import Colors, Stage
@@ -35,21 +35,26 @@ Made = TypeVar("Made")
 _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
 
 
-def together(ranks: Ranks, make: Callable[[], Made]) -> Made:
+def together(
+    ranks: Ranks, make: Callable[[], Made], why: Callable[[Exception], str] = reason_of
+) -> Made:
     """Runs a function on each rank; a collective, so that all ranks fail together.
 
     Raises:
         FileError: on all ranks, if the function raises on one.
     """
-    made, cause, why = None, None, ""
+    made, cause, said = None, None, ""
     try:
         made = make()
     except Exception as error:  # a file may hold anything, so any error is the file's
-        why = str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
-        cause = error
-    if why := ranks.agreed_reason(why):
-        raise FileError(" ".join(why.split())) from cause
+        cause, said = error, why(error)
+    if said := ranks.agreed_reason(said):
+        raise CallError(said) from cause
     return cast(Made, made)
+
+
+def _as_it_is(error: Exception) -> str:
+    return str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
 
 
 def stage_place(index: int) -> str:
@@ -74,7 +79,7 @@ def save_together(
 ) -> None:
     """Writes the parts of the ranks in ``row``, on the first of them; a collective of all ranks."""
     me = dist.get_rank()
-    parts = together(ranks, lambda: make() if me in row else {})
+    parts = together(ranks, lambda: make() if me in row else {}, _as_it_is)
     whole = {  # a memoryview cannot be sent
         name: [one if isinstance(one, bytes) else bytearray(one) for one in content]
         for name, content in parts.items()
@@ -82,7 +87,7 @@ def save_together(
     everyone: list[Any] | None = [None] * dist.get_world_size() if me == row[0] else None
     dist.gather_object(whole, everyone, dst=row[0])
     merged = {n: c for rank in row for n, c in everyone[rank].items()} if everyone else {}
-    together(ranks, lambda: write_parts(path, merged, open_cache()) if merged else None)
+    together(ranks, lambda: merged and write_parts(path, merged, open_cache()), _as_it_is)
 
 
 def stage_parts(
@@ -110,7 +115,7 @@ def check_number(number: int, what: str) -> None:
     """Raises FileError unless there are ``number`` ranks."""
     there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if there != number:
-        raise FileError(
+        raise CallError(
             f"it is {what}, and torch.distributed has {there} rank(s) here: start {number} "
             f"(torchrun --nproc-per-node {number}), and call init_process_group first"
         )
@@ -204,7 +209,7 @@ def read_stages(
         if local is not None:
             before, how = local(stage)
             place, more = before + place, more | how
-        boundary = read_json(parts.read(place + BOUNDARY))
+        boundary = parts.json(place + BOUNDARY)
         read = read_runs(parts, place, stage.program, boundary, **more)
         if local is not None:  # types of sent tensors must agree on both ends
             stage = replace(stage, program=read.captured)
