@@ -67,7 +67,8 @@ class Parts:
     ) -> None:
         self._file, self._archive = file, archive
         self._entries = _checked_entries(archive, size)
-        said = archive.read(self._text_entry(MANIFEST))
+        self._listed: Mapping[str, str] = {}
+        said = self.read(MANIFEST)
         manifest, self.digest = read_json(MANIFEST, said), digest_of([said])
         if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
             raise FileError(f"{MANIFEST} has another format than {_FORMAT!r}")
@@ -85,9 +86,10 @@ class Parts:
 
     def read(self, name: str) -> bytes:
         """Returns the bytes of a part that is text."""
-        size = self._text_entry(name).file_size
         with self.stream(name) as part:
-            return part.read(size)
+            if part.left > _MAX_TEXT_BYTES:
+                raise FileError("it is larger than any text")
+            return part.read(part.left)
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[_Stored]:
@@ -99,7 +101,8 @@ class Parts:
             yield part
         except FileError as error:
             raise FileError(f"{name}: {error}") from None
-        if part.left or part.digest.hexdigest() != self._listed[name]:
+        found = part.digest.hexdigest()
+        if part.left or found != self._listed.get(name, found):  # the manifest has none
             raise FileError(f"{name} is damaged: its digest is not that of the manifest")
 
     def size_of(self, name: str) -> int:
@@ -110,11 +113,6 @@ class Parts:
         if name not in self._entries:
             raise FileError(f"it has no part {name}")
         return self._entries[name]
-
-    def _text_entry(self, name: str) -> zipfile.ZipInfo:
-        if self._entry(name).file_size > _MAX_TEXT_BYTES:
-            raise FileError(f"{name} is larger than any text")
-        return self._entry(name)
 
 
 class _Stored:

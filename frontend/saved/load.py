@@ -346,10 +346,7 @@ class Opened:
             replace(s, name=f"model.{s.name}") if isinstance(s, ModelTensor) else s
             for s in self._bound(captured, model)
         )
-        seen = _seen(replace(captured, sources=tuple(named)))
-        report.model, report.opened_from = class_name_of(model), "opened from a file"
-        report.describe(seen)
-        return seen
+        return _seen(replace(captured, sources=tuple(named)), model, report)
 
     def _mesh(self, given: Any) -> SavedMesh | None:
         """Returns the mesh of a file, if it has one; a collective."""
@@ -476,15 +473,12 @@ class Opened:
         if self._batching is not None:
             goal = step_goal(self._batching)
         report = context.report(train=goal.train)
-        report.model, report.opened_from = class_name_of(model), "opened from a file"
         captured = replace(program.captured, sources=self._bound(program.captured, model))
-        seen = _seen(captured, inputs.sizes)
-        report.describe(seen)
         state = Compilation(
             context=context,
             report=report,
             goal=goal,
-            seen=seen,
+            seen=_seen(captured, model, report, inputs.sizes),
             derivative=program.derivative,
             composed=program.step,
             programs=program.runs,
@@ -517,9 +511,14 @@ class Opened:
         return tuple(found)
 
 
-def _seen(captured: Program, sizes: KnownSizes | None = None) -> CapturedModel:
-    """Returns a program as a captured model."""
-    return CapturedModel(captured, [], RootEvidence(Reads(), (), ()), [], {}, sizes=sizes)
+def _seen(
+    captured: Program, model: SavedModel, report: CompileReport, sizes: KnownSizes | None = None
+) -> CapturedModel:
+    """Returns a program as a captured model, which the report describes."""
+    seen = CapturedModel(captured, [], RootEvidence(Reads(), (), ()), [], {}, sizes=sizes)
+    report.model, report.opened_from = class_name_of(model), "opened from a file"
+    report.describe(seen)
+    return seen
 
 
 def _as(type_: TensorType | None, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ again from the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -368,23 +367,18 @@ def read_texts(
     bodies: Literal["now", "later"] = "later" if trusted else "now"
     found = {}
     for name in names:
-        with _naming(f"{place}{name}.txt") as part:
+        part = f"{place}{name}.txt"
+        try:
             found[name] = program = parse_program(parts.read(part).decode(), bodies, sizes)
             if not trusted:
                 refuse_foreign(program, own)  # else it could run any operator of the process
                 verify(program, "shared" if name == CAPTURED else "aten")
+        except (ParseError, VerifyError, UnicodeError) as error:
+            first, *rest = str(error).splitlines()
+            is_in_line = rest and isinstance(error, ParseError)
+            where = f", in {rest[0].strip()[:80]!r}" if is_in_line else ""
+            raise FileError(f"{part}: {first[:200]}{where}") from error
     return found
-
-
-@contextmanager
-def _naming(part: str) -> Iterator[str]:
-    """Yields the name of a part, which errors inside then begin with."""
-    try:
-        yield part
-    except (ParseError, VerifyError, UnicodeError) as error:
-        first, *rest = str(error).splitlines()
-        where = f", in {rest[0].strip()[:80]!r}" if rest and isinstance(error, ParseError) else ""
-        raise FileError(f"{part}: {first[:200]}{where}") from error
 
 
 def read_sizes(told: Any) -> ReadSizes:

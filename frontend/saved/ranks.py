@@ -87,7 +87,7 @@ def save_together(
     everyone: list[Any] | None = [None] * dist.get_world_size() if me == row[0] else None
     dist.gather_object(whole, everyone, dst=row[0])
     merged = {n: c for rank in row for n, c in everyone[rank].items()} if everyone else {}
-    together(ranks, lambda: merged and write_parts(path, merged, open_cache()), _as_it_is)
+    together(ranks, lambda: write_parts(path, merged, open_cache()) if merged else None, _as_it_is)
 
 
 def stage_parts(
