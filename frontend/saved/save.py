@@ -133,7 +133,7 @@ def _parts_of_ranks(pipe: Pipeline, weights: Weights) -> dict[str, Content]:
     if not guard.rebind():
         raise FileError("The model's tensors no longer fit this pipeline: make a new one.")
     if weights == "beside":
-        raise FileError('weights="beside" is one file of a model; of ranks they are "inside".')
+        raise FileError('weights="beside" is for a whole model; for ranks use weights="inside".')
     found: dict[str, Content] = {}
     for one in made:
         saved, kept = _saved_stages(asked, guard, one, optimizer)
@@ -189,7 +189,9 @@ def _parts_on_mesh(
     from .mesh import OWN, mesh_data, placed
 
     if weights != "inside":
-        raise FileError(f"weights={weights!r} is of whole tensors; of a mesh they are inside.")
+        raise FileError(
+            f'weights="{weights}" is for a whole model; for a mesh use weights="inside".'
+        )
     guard, lowered, plan, parameters = kept.guard, kept.lowered, kept.plan, kept.parameters
     more = {"mesh": mesh_data(plan, kept), "part_of": parameters.part_of}
     with parameters.as_captured():
@@ -260,8 +262,8 @@ class _Saved:
     ) -> None:
         if model_inside(model) is not None:
             raise FileError(
-                f"A {type(model).__name__} sees to several processes, which no file says: save "
-                "what was compiled of the model inside."
+                f"A {type(model).__name__} spans several processes, which no file describes: save "
+                "what was compiled for the model inside it."
             )
         self._model, self._options = model, options
         self._kept, self._batching, self._optimizer = kept, batching, optimizer
@@ -325,14 +327,14 @@ class _Saved:
         guard, lowered = kept.guard, kept.lowered
         if guard.answers:
             raise FileError(
-                "The forward asks its inputs for numbers (int(batch.max())), and a file holds no "
-                "code that could ask again."
+                "The forward reads numbers of its inputs (int(batch.max())), and a file holds "
+                "no code that could read them again."
             )
         sizes = lowered.captured.sizes
         if sizes is not None and isinstance(self._options.recompute, Budget):
             raise FileError(
-                "A Budget is kept at each size anew, which a file does not say: compile with "
-                "dynamic=False, and call it for each shape that the file shall have."
+                "A Budget is planned for each size anew, which a file cannot do: compile with "
+                "dynamic=False, and call it once for each shape that the file needs."
             )
         program = lowered.captured.program
         own = iter(guard.tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -83,16 +83,13 @@ class SavedModel(nn.Module):
         self._lazyinline_class_name = class_name
         frozen = set(names.frozen)
         for name in names.parameters:
-            wants = name not in frozen
-            _put(self, name, nn.Parameter(tensors[name], wants), nn.Module.register_parameter)
+            _put(self, name, nn.Parameter(tensors[name], name not in frozen))
         for name in names.buffers:
-            _put(self, name, tensors[name], nn.Module.register_buffer)
+            _put(self, name, tensors[name])
         for name in names.unsaved:
-            _put(self, name, tensors[name], nn.Module.register_buffer, persistent=False)
+            _put(self, name, tensors[name], persistent=False)
         for name, first in names.ties:
-            is_parameter = first in set(names.parameters)
-            register = nn.Module.register_parameter if is_parameter else nn.Module.register_buffer
-            _put(self, name, tensor_of(self, first), register)
+            _put(self, name, tensor_of(self, first))
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises an error, because there is no Python to run.
@@ -107,15 +104,17 @@ class SavedModel(nn.Module):
         )
 
 
-def _put(
-    model: nn.Module, name: str, tensor: Any, register: Callable[..., None], **how: Any
-) -> None:
+def _put(model: nn.Module, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
     *path, own = name.split(".")
     for part in path:
         if part not in model._modules:
             model.add_module(part, nn.Module())
         model = model._modules[part]  # type: ignore[assignment]
-    register(model, own, tensor, **how)
+    # Not the model's own methods: its tensors may have their names.
+    if isinstance(tensor, nn.Parameter):
+        nn.Module.register_parameter(model, own, tensor)
+    else:
+        nn.Module.register_buffer(model, own, tensor, persistent)
 
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
