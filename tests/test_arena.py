@@ -90,7 +90,7 @@ def check(buffers: Buffers, found: ArenaPlan, alignment: int = 64) -> None:
     assert not (found.offsets % alignment).any()
     assert found.peak_bytes == (found.offsets + padded.size)[padded.size > 0].max(initial=0)
     assert found.lower_bound_bytes == max(live_bytes(padded).values(), default=0)
-    assert found.peak_bytes >= found.lower_bound_bytes
+    assert found.peak_bytes >= found.lower_bound_bytes and found.ratio >= 1.0
 
 
 # Plans.
@@ -140,21 +140,6 @@ def test_a_plan_is_the_same_every_time_whoever_fits_and_more_effort_is_not_worse
     assert len({(*p.offsets.tolist(), p.method, p.peak_bytes) for p in plans}) == 1
     peaks = [plan(buffers, effort_s=effort).peak_bytes for effort in (0.0, 0.05, 0.5)]
     assert peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("rows", "offsets", "peak_bytes"),
-    [
-        ([], [], 0),
-        ([(0, 3, 0), (1, 1, 0)], [0, 0], 0),
-        ([(0, 5, 2), (5, 4, 3)], [0, 0], 128),  # adjacent lives share an address
-    ],
-)
-def test_plans_of_nothing_and_of_two(
-    rows: list[tuple[int, int, int]], offsets: list[int], peak_bytes: int
-) -> None:
-    found = plan(from_rows(rows))
-    assert (found.offsets.tolist(), found.peak_bytes, found.ratio) == (offsets, peak_bytes, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ MISTAKES: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
     (COMPILE, (LINEAR,), {"backend": "cuda"}, PlanError, "'cuda'.*inductor.*eager"),
     (COMPILE, (LINEAR,), {"recompute": "all of it"}, PlanError, "recompute='all of it'"),
     (COMPILE, (LINEAR,), {"dynamic": "yes"}, PlanError, "dynamic='yes'"),
+    (COMPILE, (LINEAR,), {"target": "cuda:sm_70"}, PlanError, "cuda:sm_80, cuda:sm_90, cuda:sm_1"),
+    (COMPILE, (LINEAR,), {"target": "cuda:sm_90", "backend": "eager"}, PlanError, "='inductor'"),
     (COMPILE, (LINEAR, "marked"), {}, TypeError, "positional"),
     *((COMPILE, (x,), {}, PlanError, r"takes an nn\.Module") for x in (nn.Linear, None, [LINEAR])),
     (
