@@ -95,6 +95,12 @@ def test_block_that_returns_an_object_is_not_shared() -> None:
     assert "neither a tensor nor plain data" in outcome.reasons[0]
 
 
+def test_model_that_returns_an_object_full_of_tensors_is_refused() -> None:
+    model = Around(lambda _, x: Opaque(x * 2))
+    with pytest.raises(CaptureError, match="Opaque"):
+        lazyinline.compile(model, backend="eager", fallback="error")(example())
+
+
 MODELS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "only its input": lambda layers, x: x,
     "a dataclass": lambda layers, x: Output(layers[0](x), {"a": x * 2}),

@@ -5,7 +5,6 @@ import pickle
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import (
     CaptureError,
-    LazyInlineError,
     PipelineError,
     PlanError,
     ReuseError,
@@ -312,24 +310,3 @@ def test_a_torchscript_module_is_named(place: str) -> None:
     if place == "itself":  # there is nothing else to compile
         with pytest.raises(CaptureError, match=r"The model was scripted"):
             lazyinline.compile(model)
-
-
-@dataclass
-class Result:
-    """An object that PyTorch's trees do not know."""
-
-    value: Tensor
-    name: str
-
-
-@lazy_inline
-class ReturnsAnObject(Blocks):
-    def forward(self, x: Tensor) -> Result:
-        return Result(self.linear(x), "linear")
-
-
-def test_a_model_that_returns_an_object_full_of_tensors_is_refused() -> None:
-    model = nn.Sequential(ReturnsAnObject())
-    compiled = lazyinline.compile(model, backend="eager", fallback="error")
-    with pytest.raises(LazyInlineError, match="Result"):
-        compiled(ONES)

@@ -234,21 +234,6 @@ def test_a_forward_that_differentiates_has_generated_kernels() -> None:
     assert_trains_like_eager(of_forward(laplace, network()), tensor(5, 2), backend="inductor")
 
 
-def test_a_forward_that_differentiates_runs_without_gradients_too() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (force,) = torch.autograd.grad(self.net(x).sum(), x)
-        return force
-
-    model = of_forward(forward, network())
-    compiled = lazyinline.compile(model, backend="eager", fallback="error")
-    with torch.no_grad():
-        found = compiled(tensor(5, 2))
-    torch.testing.assert_close(found, model(tensor(5, 2)))
-    assert not found.requires_grad
-
-
 def residual_network(num_layers: int) -> nn.Module:
     torch.manual_seed(0)
     kind = block(lambda self, x: x + self.linear(x).tanh())
