@@ -30,7 +30,7 @@ from .recompute_choice import ProgramPeaks
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
-    from ...pipeline_parallel.mesh.sharded import Ends, Layout, Sharder
+    from ...pipeline_parallel.mesh.sharded import Ends, Sharder, TensorPlan
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory, ShardedStep
 
 REDUCTION = "gradients, after the step"
@@ -136,7 +136,7 @@ def _pieces(
 @compile_pass("shard", "aten", goals=("step",), wanted=_is_on_mesh, verified="always")
 def shard(state: State) -> State:
     """Rewrites each different leaf to local shapes and collectives, by the plan of the mesh."""
-    from ...pipeline_parallel.mesh.sharded import Layout
+    from ...pipeline_parallel.mesh.sharded import TensorPlan
     from ...pipeline_parallel.mesh.torch_sharding import replicated
 
     on_mesh, plan = state.goal.on_mesh, state.mesh_plan
@@ -145,10 +145,10 @@ def shard(state: State) -> State:
     sharder = state.sharder or sharder_of(state, plan)
     whole = replicated(on_mesh.mesh)
     model = [_layout(plan, source.name, whole) for source in step.model]
-    batch = [Layout(plan.batch[user]) for users in step.batch for user in users]
+    batch = [TensorPlan(plan.batch[user]) for users in step.batch for user in users]
     outputs: list[Placements] = [whole] * len(step.batch)
     outputs += [model[i].held for i in (*step.gradients, *step.writes)]
-    program = sharder.step(step.program, [*batch, *model, Layout(whole)], outputs)
+    program = sharder.step(step.program, [*batch, *model, TensorPlan(whole)], outputs)
     composed = replace(step, program=program)
     plan = replace(plan, whole=tuple(sharder.whole))
     return replace(state, composed=composed, programs={"step": program}, mesh_plan=plan)
@@ -230,15 +230,15 @@ def sharder_of(state: Compilation, plan: MeshPlan, ends: Ends | None = None) -> 
     return Sharder(mesh, axes_of(mesh), decompositions, plan.leaves, ends or Ends())
 
 
-def _layout(plan: MeshPlan, source: str, whole: Placements) -> Layout:
+def _layout(plan: MeshPlan, source: str, whole: Placements) -> TensorPlan:
     """Returns the placements of a tensor of the model: at rest and where it is used."""
-    from ...pipeline_parallel.mesh.sharded import Layout
+    from ...pipeline_parallel.mesh.sharded import TensorPlan
 
     name = tensor_name(source)
     path, _, own = name.rpartition(".")
     held = plan.parameters.get(name, whole)
     result = plan.results.get(path) if own == "weight" else None
-    return Layout(held, plan.used(held), result, given=True)
+    return TensorPlan(held, plan.used(held), result, given=True)
 
 
 def sharded_step(state: Compilation) -> ShardedStep:

@@ -60,8 +60,8 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The placements of one tensor.
+class TensorPlan:
+    """The placements of one tensor, at rest and where it is used.
 
     Attributes:
         held: the placements in which it is stored.
@@ -76,7 +76,7 @@ class Layout:
     given: bool = False
 
 
-Layouts = tuple[Layout, ...]
+TensorPlans = tuple[TensorPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Flow:
     """This rank's part of a value between two programs: its type, and the layout of each tensor."""
 
     type: Type
-    layouts: Layouts
+    layouts: TensorPlans
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sharded:
 
     closure: Closure
     parts: tuple[Part, ...]
-    layouts: Layouts
+    layouts: TensorPlans
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Sharder:
     made: dict[Any, Sharded] = field(default_factory=dict)
 
     def step(
-        self, program: Program, inputs: Sequence[Layout], outputs: Sequence[Placements]
+        self, program: Program, inputs: Sequence[TensorPlan], outputs: Sequence[Placements]
     ) -> Program:
         """Returns the local program of a step, whose results get the placements ``outputs``."""
         types = [
@@ -160,7 +160,7 @@ class Sharder:
         before = local.calls[: local.calls.index(last)]
         return replace(local, calls=(*before, backward), outputs=tuple(results))
 
-    def flow(self, type_: Type, layout: Layout) -> Flow:
+    def flow(self, type_: Type, layout: TensorPlan) -> Flow:
         """Returns this rank's part of a tensor with a layout."""
         assert isinstance(type_, TensorType)
         return Flow(local_type(type_, self.mesh, layout.held), (layout,))
@@ -183,7 +183,7 @@ class Sharder:
         made = [v.type for v in program.outputs]
         local = with_structs(local, [flow.type for flow in inputs], made)
         ends = [
-            layout if target is None else Layout(target)
+            layout if target is None else TensorPlan(target)
             for layout, target in zip(layouts, targets, strict=True)
         ]
         flows = zip(local.outputs, grouped(ends, made), strict=True)
@@ -194,7 +194,7 @@ class Sharder:
         program: Program,
         calls: Sequence[Call],
         values: Sequence[Value],
-        layouts: Layouts,
+        layouts: TensorPlans,
         targets: Sequence[Placements | None],
     ) -> tuple[tuple[Call, ...], list[Value]]:
         """Returns the calls with redistributions added, and the redistributed values."""
@@ -238,7 +238,7 @@ class Sharder:
             graph.output(tuple(map(graph.placeholder, names)))
             leaf = Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
             plan = LeafPlan(outputs=tuple(target for _, target in ways))
-            layouts = tuple(Layout(held) for held, _ in ways)
+            layouts = tuple(TensorPlan(held) for held, _ in ways)
             self.made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
         return self.made[key]
 
@@ -246,9 +246,9 @@ class Sharder:
         self,
         program: Program,
         types: Sequence[TensorType],
-        layouts: Sequence[Layout],
+        layouts: Sequence[TensorPlan],
         partial: frozenset[int],
-    ) -> tuple[Program, Layouts]:
+    ) -> tuple[Program, TensorPlans]:
         """Returns the local program, with structs taken apart, and the layouts of its results.
 
         Types and layouts are of this rank's parts of the flat inputs. Flat results in ``partial``
@@ -280,7 +280,7 @@ class Sharder:
         return local, tuple(layout for _, layout in outputs)
 
     def _call(
-        self, call: Call, args: Sequence[tuple[Value, Layout]], partial: frozenset[int]
+        self, call: Call, args: Sequence[tuple[Value, TensorPlan]], partial: frozenset[int]
     ) -> Sharded:
         closure = call.closure
         # The types are part of the key, because layouts do not say the strides of local tensors.
@@ -304,7 +304,7 @@ class Sharder:
         leaf: Leaf,
         plan: LeafPlan,
         types: tuple[TensorType, ...],
-        layouts: Layouts,
+        layouts: TensorPlans,
         partial: frozenset[int],
     ) -> Sharded:
         if leaf.bodies:
@@ -313,7 +313,7 @@ class Sharder:
                     f"@{leaf.name} is control flow over tensors, which cannot be split over a "
                     "mesh. Leave what it takes whole on each rank."
                 )
-            whole = Layout(replicated(self.mesh))
+            whole = TensorPlan(replicated(self.mesh))
             return Sharded(leaf, (), (whole,) * len(flat_types(leaf.output_types)))
         wanted = plan.inputs or (None,) * len(layouts)
         used = tuple(w or layout.used for w, layout in zip(wanted, layouts, strict=True))
@@ -329,7 +329,7 @@ class Sharder:
         self.whole.update(dict.fromkeys(made.whole))
         self.is_even = self.is_even and made.is_even
         with_own_collectives(made.module, self.axes)
-        results = tuple(map(Layout, made.output_layouts))
+        results = tuple(map(TensorPlan, made.output_layouts))
         parameters = [i for i, layout in enumerate(layouts) if layout.given]
         return Sharded(*split_at_collectives(leaf, made, parameters), results)
 
@@ -374,7 +374,7 @@ def _buckets(
     return buckets
 
 
-def _pinned_results(leaf: Leaf, layouts: Layouts) -> dict[torch.fx.Node, NodeLayouts]:
+def _pinned_results(leaf: Leaf, layouts: TensorPlans) -> dict[torch.fx.Node, NodeLayouts]:
     """Returns the nodes of a leaf that are the result of a module whose result the user pinned."""
     pinned = {}
     for entry, layout in zip(leaf.entries, layouts, strict=True):
@@ -436,7 +436,7 @@ class StageSharder:
     """
 
     sharder: Sharder
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, TensorPlan]
     batch: Sequence[Placements]
     replicas: frozenset[int]
 
@@ -459,7 +459,7 @@ class StageSharder:
         inputs = [*received, *self._own(stage)]
         wanted: list[Flow | None] = [None] * len(programs[FORWARD].outputs)
         for result in range(stage.num_sent, len(stage.program.outputs) - len(written)):
-            whole = Layout(replicated(self.sharder.mesh))
+            whole = TensorPlan(replicated(self.sharder.mesh))
             wanted[result] = self.sharder.flow(stage.program.outputs[result].type, whole)
         for output, position in written:
             wanted[output] = inputs[position]
@@ -490,7 +490,9 @@ class StageSharder:
         return [
             self.sharder.flow(
                 value.type,
-                self.layouts[s.name] if isinstance(s, ModelTensor) else Layout(self.batch[s.index]),
+                self.layouts[s.name]
+                if isinstance(s, ModelTensor)
+                else TensorPlan(self.batch[s.index]),
             )
             for s, value in zip(stage.sources, values, strict=True)
         ]
@@ -502,7 +504,7 @@ class StageSharder:
             return gradient
         held = enumerate(gradient.layouts[0].held)
         summed = tuple(Partial() if i in self.replicas else p for i, p in held)
-        return replace(gradient, layouts=(Layout(summed),))
+        return replace(gradient, layouts=(TensorPlan(summed),))
 
     def _halves(
         self,
@@ -545,4 +547,4 @@ def _named(program: Program, closure: object) -> Composite:
 
 def _cotangent(flow: Flow) -> Flow:
     assert isinstance(flow.type, TensorType)
-    return Flow(flow.type.cotangent(), (Layout(flow.layouts[0].held),))
+    return Flow(flow.type.cotangent(), (TensorPlan(flow.layouts[0].held),))
