@@ -158,8 +158,8 @@ def _found(
         own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
         memory = asked.memory_bytes_per_rank
         found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
-        lies = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
-        plan = replace(found.plan, parameters=lies)
+        placements = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
+        plan = replace(found.plan, parameters=placements)
         return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
 
     return cheapest_plan(plan_of, POLICIES[::-1] if asked.options.recompute is None else ()).plan
