@@ -84,7 +84,7 @@ def read_tensors(
     end = 0
     for begin, row_end, described, name in sorted(rows, key=lambda row: row[:2]):
         if begin != end:
-            raise FileError(f"there is a gap before {name}")
+            raise FileError(f"bytes before {name} belong to no tensor")
         end = row_end
         check(name, described)
         # Not in huge pages: a system without free ones makes some, which takes longer than reading.
@@ -103,7 +103,9 @@ def _described(name: str, entry: Any) -> tuple[int, int, Described]:
     except (TypeError, ValueError, LookupError):
         is_plain = False
     if not is_plain:
-        raise FileError(f"the header says of {name[:40]} what it cannot be: {str(entry)[:80]}")
+        raise FileError(
+            f"the header says that {name[:40]} is {str(entry)[:80]}, which is no tensor"
+        )
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise FileError(f"{name} has another number of bytes than its shape says")
     return begin, end, Described(dtype, tuple(shape))

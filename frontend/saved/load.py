@@ -224,9 +224,8 @@ class Opened:
         self, source: Any, size: int, types: Mapping[str, TensorType]
     ) -> dict[str, torch.Tensor]:
         def check(name: str, described: Described) -> None:
-            type_ = types.get(name)
-            if type_ and (type_.dtype, type_.shape) != (described.dtype, described.shape):
-                raise FileError(f"{name} is of another type than programs take")
+            if name in types and not _is_like(types[name], described):
+                raise FileError(f"{name} is of another type than programs take ({types[name]})")
 
         return {n: _as(types.get(n), t) for n, t in read_tensors(source, size, check)}
 
@@ -235,10 +234,10 @@ class Opened:
         found = next((state_dict[one] for one in same if one in state_dict), None)
         if found is None:
             raise CallError(f"the state_dict has no {name}")
-        own = found.detach()
-        type_ = self._types.get(name, TensorType.of(own))
-        if (type_.dtype, type_.shape) != (own.dtype, tuple(own.shape)):
-            raise CallError(f"{name} of the state_dict is of another type than programs take")
+        own, type_ = found.detach(), self._types.get(name)
+        if type_ and not _is_like(type_, own):
+            what = f"{name} of the state_dict is of another type"
+            raise CallError(f"{what} than programs take ({type_})")
         return _as(type_, own)
 
     # ---- programs ------------------------------------------------------------------------
@@ -506,7 +505,7 @@ class Opened:
             tensor = self._constants[name] if is_constant else tensor_of(model, name)
             has = type_ if name in self._absent else TensorType.of(tensor)
             if (has, tensor.requires_grad) != (type_, wants_gradient(source)):
-                raise FileError(f"{name} is another tensor than programs take")
+                raise FileError(f"{name} has another type or requires_grad than programs take")
             found[index] = replace(source, tensor=tensor)
         return tuple(found)
 
@@ -519,6 +518,10 @@ def _seen(
     report.model, report.opened_from = class_name_of(model), "opened from a file"
     report.describe(seen)
     return seen
+
+
+def _is_like(type_: TensorType, tensor: torch.Tensor | Described) -> bool:
+    return (type_.dtype, type_.shape) == (tensor.dtype, tuple(tensor.shape))
 
 
 def _as(type_: TensorType | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -571,7 +574,8 @@ def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _I
             leaf = taken[index]
             found = TensorType.of(leaf) if sizes is None else sizes.type_of(index, leaf)
             if found != value.type:
-                raise FileError(f"the input {source.name} is of another type than programs take")
+                what = f"the input {source.name} is of another type"
+                raise FileError(f"{what} than programs take ({value.type})")
     return _Inputs(leaves, tree, sizes)
 
 
