@@ -86,15 +86,6 @@ def train_four_until_killed(rank: int, folder: pathlib.Path) -> None:
     train_until_ended(rank, folder)
 
 
-@pytest.mark.sweep
-def test_a_killed_rank_of_four_ends_the_others_with_errors_that_name_ranks(
-    tmp_path: pathlib.Path,
-) -> None:
-    said = said_by_survivors(tmp_path, f"{HERE}.train_four_until_killed", limit_s=60, world=4)
-    for rank, output in enumerate(said):
-        assert_stopped(output, rank)
-
-
 def train_two_until_stopped(rank: int, folder: pathlib.Path) -> None:
     # Draws are compared in the group of all ranks, whose time-out is a minute.
     options: dict[str, Any] = {"axes": {"pipeline": 2, "tensor": 1}, "timeout_s": 20.0}
@@ -102,11 +93,19 @@ def train_two_until_stopped(rank: int, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
-def test_a_rank_that_hangs_ends_the_other_after_the_time_out(tmp_path: pathlib.Path) -> None:
-    task, stop = f"{HERE}.train_two_until_stopped", signal.SIGSTOP
-    [output] = said_by_survivors(tmp_path, task, limit_s=50, ended_by=stop)
-    assert_stopped(output, 0)
+@pytest.mark.parametrize(
+    ("task", "world", "ended_by"),
+    [
+        ("train_four_until_killed", 4, signal.SIGKILL),
+        ("train_two_until_stopped", 2, signal.SIGSTOP),
+    ],
+)
+def test_a_rank_that_ends_or_hangs_ends_the_others_with_errors_that_name_ranks(
+    task: str, world: int, ended_by: signal.Signals, tmp_path: pathlib.Path
+) -> None:
+    given: dict[str, Any] = {"limit_s": 50, "world": world, "ended_by": ended_by}
+    for rank, output in enumerate(said_by_survivors(tmp_path, f"{HERE}.{task}", **given)):
+        assert_stopped(output, rank)
 
 
 MESHES: dict[str, tuple[dict[str, int], Any, dict[str, Any], dict[str, Any]]] = {

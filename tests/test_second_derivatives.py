@@ -87,9 +87,23 @@ def assert_same(
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
+def of_a_function(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Its first backward is given a cotangent that is a function of the output."""
+    x = x.requires_grad_()
+    return gradient(model(x).exp().prod(), x).square().sum()
+
+
+def of_some_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    """With frozen parameters, and an input without a gradient."""
+    model.get_submodule("0").requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    slopes = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
+    return torch.stack([s.square().sum() for s in slopes]).sum()
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("loss", [penalty, third_order])
-@pytest.mark.sweep(keep="penalty-inductor")
+@pytest.mark.parametrize("loss", [penalty, third_order, of_a_function, of_some_parameters])
+@pytest.mark.sweep(keep=["penalty-inductor", "function-eager", "some_parameters-eager"])
 def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
     kind = block(lambda self, x: x + self.linear(self.norm(x)).tanh())
     model = net(2, lambda: kind(norm=nn.LayerNorm(WIDTH)))
@@ -162,14 +176,6 @@ def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(
     assert_same(*pair(Determinant(), fallback="error"), loss, matrices)
 
 
-def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        return gradient(model(x).exp().prod(), x).square().sum()
-
-    assert_same(*pair(net()), loss, points())
-
-
 def test_gradients_that_are_constants_are_there_at_every_call() -> None:
     class Shift(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,17 +210,6 @@ def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eage
     compiled(x, shift).sum().backward()
     expected(twin, shift).sum().backward()
     torch.testing.assert_close(x.grad, twin.grad)
-
-
-def test_frozen_parameters_and_inputs_without_a_gradient() -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        slopes = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
-        return torch.stack([s.square().sum() for s in slopes]).sum()
-
-    model = net()
-    model.get_submodule("0").requires_grad_(False)
-    assert_same(*pair(model), loss, points())
 
 
 def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
