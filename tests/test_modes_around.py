@@ -103,6 +103,7 @@ def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None
     assert compiled(batch())[1].device.type == "cpu"
 
 
+@pytest.mark.sweep(keep="eager")
 def test_torch_compile_around_it_runs_a_wrapper_and_the_own_python_of_what_is_in_place(
     pair: tuple[Any, Any],
 ) -> None:
