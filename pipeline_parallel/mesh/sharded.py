@@ -487,15 +487,12 @@ class StageSharder:
     def _own(self, stage: Stage) -> list[Flow]:
         """Returns this rank's parts of the inputs that a stage does not receive from others."""
         values = stage.program.inputs[stage.num_received :]
-        return [
-            self.sharder.flow(
-                value.type,
-                self.layouts[s.name]
-                if isinstance(s, ModelTensor)
-                else TensorPlan(self.batch[s.index]),
-            )
-            for s, value in zip(stage.sources, values, strict=True)
-        ]
+        plans = (
+            self.layouts[s.name] if isinstance(s, ModelTensor) else TensorPlan(self.batch[s.index])
+            for s in stage.sources
+        )
+        pairs = zip(values, plans, strict=True)
+        return [self.sharder.flow(value.type, plan) for value, plan in pairs]
 
     def _gradient(self, flow: Flow, *, travels: bool) -> Flow:
         """Returns a tensor's gradient: placed as the tensor; if not sent, partial over replicas."""
