@@ -438,7 +438,7 @@ def test_a_compiler_that_is_not_there_is_an_error_of_its_own() -> None:
         cpp_builder.cpp_compiler_search.cache_clear()
 
 
-@contract(f"{INDUCTOR}.codecache.CppCodeCache")
+@contract(f"{INDUCTOR}.codecache.CppCodeCache.load_async")
 def test_a_cpp_library_is_built_and_its_functions_can_be_called() -> None:
     loaded = []
 
