@@ -112,6 +112,25 @@ def budget_of_ours(module: nn.Module) -> nn.Module:
     return lazyinline.compile(module, recompute=lazyinline.Budget(fraction=0.0))
 
 
+# ---- an update by indices ------------------------------------------------------------------------
+
+
+class Swapped(nn.Module):
+    """Writes the first two rows of a computed tensor in the other order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        return x.index_put((torch.tensor([1, 0]),), x[:2].clone())
+
+
+def swapped(compile: Compile) -> str:
+    """Says whether two rows were swapped, or one of them written twice."""
+    x = torch.arange(3.0).reshape(3, 1)
+    found, expected = compile(Swapped())(x), Swapped()(x)
+    verdict = "right" if torch.equal(found, expected) else "WRONG"
+    return f"rows {found[:, 0].tolist()}, eager {expected[:, 0].tolist()}: {verdict}"
+
+
 # ---- more blocks than the limit ------------------------------------------------------------------
 
 
@@ -231,6 +250,9 @@ ROWS: Mapping[str, Row] = {
         "pytorch#190758, #190717",
         lambda: dropped_alike(budget_of_torch),
         lambda: dropped_alike(budget_of_ours),
+    ),
+    "rows swapped": Row(
+        "no issue found", lambda: swapped(compile_afresh), lambda: swapped(lazyinline.compile)
     ),
     "limit per block": Row("vllm#27178, torchtitan#3737", blocks_of_torch, blocks_of_ours),
     "functions in ONNX": Row(
