@@ -20,6 +20,8 @@ Each correction of its code generation is a context manager; outside of it Induc
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.15 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
+* Sums in tiles. Where a loop stands between the two of a tile, and the inner one is summed over, a
+  kernel stores whole vectors past the end of a row, even out of bounds (pytorch/pytorch#196681).
 
 The table of decompositions has corrections, too.
 """
@@ -246,6 +248,24 @@ def offsets_added_once() -> Iterator[None]:
         CppVecKernel.store(self, name, index, value, mode)  # it adds the offset itself
 
     with mock.patch.object(CppTile2DKernel, "store", store):
+        yield
+
+
+@contextmanager
+def sums_tiled_beside() -> Iterator[None]:
+    """Makes kernels generated inside take vectors of the inner loop where a sum's tile is wrong."""
+    from torch._inductor.codegen.cpp import TilingSelect
+
+    original = TilingSelect._select_tiling_indices
+
+    def select(self: Any, bodies: Any, sizes: Sequence[Any], factor: int) -> list[int]:
+        chosen: list[int] = original(self, bodies, sizes, factor)
+        outer, summed = max(sizes, key=lambda groups: len(groups[1]))
+        # Inductor masks what it stores only where the loop after the tile's first one is summed.
+        is_wrong = len(chosen) == 2 and summed and chosen[0] + 1 < len(outer)
+        return chosen[1:] if is_wrong else chosen
+
+    with mock.patch.object(TilingSelect, "_select_tiling_indices", select):
         yield
 
 

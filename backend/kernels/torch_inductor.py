@@ -45,6 +45,7 @@ from .torch_corrections import (
     quicker_writing,
     quotients_checked,
     settings,
+    sums_tiled_beside,
     values_kept_apart,
 )
 
@@ -226,7 +227,13 @@ def _why_not(error: Exception) -> NotCompiled:
 @contextmanager
 def _corrections() -> Iterator[None]:
     """Applies the corrections for generating C++ kernels."""
-    with quicker_writing(), offsets_added_once(), drawn_in_order(), quotients_checked():
+    with (
+        quicker_writing(),
+        offsets_added_once(),
+        sums_tiled_beside(),
+        drawn_in_order(),
+        quotients_checked(),
+    ):
         yield
 
 
