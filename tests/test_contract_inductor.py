@@ -44,6 +44,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     polynomials_expanded,
     quicker_writing,
     quotients_checked,
+    sums_tiled_beside,
     values_as_traced,
     values_kept_apart,
 )
@@ -279,6 +280,26 @@ def test_a_kernel_of_tiles_stores_through_one_of_vectors() -> None:
         kernel().store("buf0", "index", "value", "atomic_add")
     assert told == [("buf0", "index", "value", "atomic_add")]
     assert tile.store is before
+
+
+@contract(f"{INDUCTOR}.codegen.cpp: TilingSelect._select_tiling_indices")
+@pytest.mark.parametrize(
+    ("chosen", "sizes", "kept"),
+    [
+        ([0, 2], ((4, 5), (6,)), [2]),
+        ([1, 2], ((4, 5), (6,)), [1, 2]),
+        ([0, 2], ((4, 5, 6), ()), [0, 2]),
+        ([0], ((4, 5), (6,)), [0]),
+    ],
+)
+def test_a_sum_has_no_tile_with_a_loop_between(
+    chosen: list[int], sizes: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.codegen.cpp import TilingSelect
+
+    monkeypatch.setattr(TilingSelect, "_select_tiling_indices", lambda *_: chosen)
+    with sums_tiled_beside():
+        assert TilingSelect()._select_tiling_indices([], [sizes], 16) == kept
 
 
 @contract(f"{INDUCTOR}.sizevars: stride_at_vec_range?", f"{INDUCTOR}.codegen.cpp")

@@ -143,6 +143,18 @@ def test_a_layout_that_no_rule_knows_is_copied_into_the_promised_one(
     assert_as_eager(Around(lambda layers, x: layers[0](x).contiguous(), net), x)
 
 
+def test_a_sum_in_tiles_with_a_loop_between_them_writes_its_own_rows_only() -> None:
+    """18 columns: the last vector is not full on any CPU (pytorch/pytorch#196681)."""
+
+    def product(x: Tensor) -> Tensor:
+        y = F.gelu(x)  # channels last, so one factor has whole rows, the other whole columns
+        rows = F.pad(y, (0, 0, 0, 0, 0, 10), value=0.5)
+        return rows @ F.pad(y.permute(3, 2, 1, 0), (0, 0, 0, 10), value=0.5)
+
+    x = torch.randn(1, 8, 18, 18).contiguous(memory_format=torch.channels_last)
+    assert_as_eager(Around(lambda _, x: product(x), nn.Identity()), x)
+
+
 def _operator(name: str, kernel: Any) -> Any:
     """An operator whose fake kernel says that the result is laid out as the operand is."""
     made = torch.library.custom_op(f"lazyinline_tests::{name}", kernel, mutates_args=())
