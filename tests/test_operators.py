@@ -155,6 +155,30 @@ def test_a_sum_in_tiles_with_a_loop_between_them_writes_its_own_rows_only() -> N
     assert_as_eager(Around(lambda _, x: product(x), nn.Identity()), x)
 
 
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a changed input": lambda x: torch.as_strided_copy(x.add_(1), (3,), (2,)),
+    "at a place in an input": lambda x: x.as_strided((2,), (1,), 1) * 1,
+    "of a slice": lambda x: (x * 2)[::2].as_strided((2,), (1,)) * 1,
+    "of a changed slice": lambda x: (x * 2)[::2].add_(1).as_strided((2,), (1,)) * 1,
+    "of what is computed": lambda x: (x * 2).as_strided((2,), (1,), 1) * 1,
+}
+
+
+@pytest.mark.parametrize("which", STRIDED)
+def test_as_strided_of_a_part_of_its_memory_runs_eagerly(which: str) -> None:
+    model = Around(lambda _, x: STRIDED[which](x), nn.Identity())
+    compiled = lazyinline.compile(model, backend="eager")
+    for given in (torch.arange(5.0), torch.arange(10.0)[3:8], torch.arange(10.0)[::2]):
+        memory = given.as_strided((10,), (1,), 0) if given.untyped_storage().nbytes() > 20 else given
+        before = memory.clone()
+        with torch.no_grad():
+            found, left = compiled(given), memory.clone()
+            memory.copy_(before)
+            assert torch.equal(found, model(given))
+        assert torch.equal(memory, left)
+    assert ("as_strided" in compiled.last_report.ran_eagerly) is (which != "of what is computed")
+
+
 def _operator(name: str, kernel: Any) -> Any:
     """An operator whose fake kernel says that the result is laid out as the operand is."""
     made = torch.library.custom_op(f"lazyinline_tests::{name}", kernel, mutates_args=())

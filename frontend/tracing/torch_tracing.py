@@ -37,7 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
-from ...reuse.ir.operators import mutated_args
+from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.torch_fake_rules import errors_unlogged, with_strides_of_kernel
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
@@ -132,6 +132,36 @@ def _refuse_unstrided(func: Any, made: torch.Tensor) -> None:
         raise CaptureError(
             f"The model's forward makes a {kind.removeprefix('torch.')} tensor at {user_line()}, "
             "and compiled programs hold strided ones only."
+        )
+
+
+_STRIDED = (
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+)
+
+
+def _refuse_strides_of_part(node: torch.fx.Node) -> None:
+    """Refuses ``as_strided`` of a tensor that is not all of its memory.
+
+    It counts elements from the start of a storage. A program has the elements of its tensors, not
+    those beside or between them, and an input may stand anywhere in the memory that is passed in.
+    """
+    source: Any = node.args[0]
+    value = source.meta["val"]
+    num_bytes = value.numel() * value.element_size()
+    is_whole = value.storage_offset() == 0 and value.untyped_storage().nbytes() == num_bytes
+    while is_view(source):
+        source = source.args[0]
+    # The offset is the last argument of all three.
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    is_placed = node.kwargs.get("storage_offset", node.args[len(arguments) - 1 :]) not in ((), None)
+    if not is_whole or (is_placed and source.op != "call_function"):
+        raise CaptureError(
+            f"The model's forward calls as_strided at {user_line()} on a part of a tensor's memory "
+            "or on a place in an input's, and a compiled program holds only the tensor. Take "
+            "slices, or as_strided of a copy: x.clone()."
         )
 
 
@@ -305,6 +335,8 @@ class Tracer:
                 current_autocast(("cpu", "cuda") if self.casts is None else ()),
                 "" if frame is None else frame_text(frame),
             )
+            if node.target in _STRIDED:
+                _refuse_strides_of_part(node)
             self._on_node(node)
             return node
 
