@@ -282,7 +282,7 @@ def test_a_kernel_of_tiles_stores_through_one_of_vectors() -> None:
     assert tile.store is before
 
 
-@contract(f"{INDUCTOR}.codegen.cpp: TilingSelect._select_tiling_indices")
+@contract(f"{INDUCTOR}.codegen.cpp: TilingSelect._select_tiling_indices", "._select_tiling_indices")
 @pytest.mark.parametrize(
     ("chosen", "sizes", "kept"),
     [
