@@ -73,10 +73,11 @@ def load(
 ) -> CompiledModule | TrainingStep | Pipeline | ParallelStep:
     """Opens a file that :func:`save` wrote. The model's source code is not needed.
 
-    Every byte is checked before it is used: each part against its digest, programs operator by
-    operator, tensors against the types that programs take. Kernels and memory plans in the file are
-    machine code and addresses. They are used if this machine's own cache has signed the file and
-    it was saved by the same PyTorch and CPU; otherwise they are made again from the programs.
+    Every byte is checked before it is used: each part against its digest (weights beside the file
+    have none), programs operator by operator, tensors against the types that programs take. Kernels
+    and memory plans in the file are machine code and addresses. They are used if this machine's own
+    cache has signed the file and it was saved by the same PyTorch and CPU; otherwise they are made
+    again from the programs.
 
     Args:
         path: the file.

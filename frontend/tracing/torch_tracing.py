@@ -143,26 +143,35 @@ _STRIDED = (
 
 
 def _refuse_strides_of_part(node: torch.fx.Node) -> None:
-    """Refuses ``as_strided`` of a tensor that is not all of its memory.
+    """Refuses ``as_strided`` that reads or writes memory beside or between a tensor's elements.
 
-    It counts elements from the start of a storage. A program has the elements of its tensors, not
-    those beside or between them, and an input may stand anywhere in the memory that is passed in.
+    It counts elements in a storage, and a program holds those of its tensors only. A storage offset
+    counts from the start of that storage: an input may stand anywhere in the one of its caller.
     """
     source: Any = node.args[0]
     value = source.meta["val"]
-    num_bytes = value.numel() * value.element_size()
-    is_whole = value.storage_offset() == 0 and value.untyped_storage().nbytes() == num_bytes
     while is_view(source):
         source = source.args[0]
-    # The offset is the last argument of all three.
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    is_placed = node.kwargs.get("storage_offset", node.args[len(arguments) - 1 :]) not in ((), None)
-    if not is_whole or (is_placed and source.op != "call_function"):
+    _, size, stride, offset = _strided_arguments(node)
+    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        is_held = offset is None or source.op == "call_function"
+    else:
+        reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        is_held = offset is None and value.is_contiguous() and reach <= value.numel()
+    if not is_held:
         raise CaptureError(
             f"The model's forward calls as_strided at {user_line()} on a part of a tensor's memory "
             "or on a place in an input's, and a compiled program holds only the tensor. Take "
             "slices, or as_strided of a copy: x.clone()."
         )
+
+
+def _strided_arguments(node: torch.fx.Node) -> list[Any]:
+    """Returns the tensor, sizes, strides and offset of an ``as_strided``, or of its scatter."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    values = [given.get(name) for name in ("self", "size", "stride", "storage_offset")]
+    return torch.fx.node.map_arg(values, lambda n: n.meta["val"])  # type: ignore[no-any-return]
 
 
 def _refuse_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
