@@ -79,7 +79,7 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What one of several devices of a program has: tensors of the model, by name, and an arena."""
+    """Holds the arena's size on one of several devices, and names the model's tensors there."""
 
     device: str
     tensors: tuple[str, ...]

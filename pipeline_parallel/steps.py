@@ -1,4 +1,4 @@
-"""What the steps of a stage need: its runner, checks of their order, and random numbers.
+"""The runner of a stage's steps, checks of their order, and their random numbers.
 
 Stages get the same random numbers as in one process. A generator only goes forward, so at the start
 of a step each rank draws and discards all numbers of all stages and micro-batches, and keeps the

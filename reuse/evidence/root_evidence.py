@@ -179,7 +179,7 @@ _ADDED_NAMES = ("__slotnames__", "__annotations__", "__annotations_cache__", MAR
 
 
 class _Fact(NamedTuple):
-    """What ``look`` found in a place, by its owner and name; ABSENT where there was nothing."""
+    """Holds what ``look`` found under a name of an owner; ABSENT where there was nothing."""
 
     look: Callable[[Any, Any], Any]
     owner: Any
