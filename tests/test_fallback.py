@@ -404,7 +404,8 @@ def straight(module: Any, x: Tensor) -> Any:
     """Applies a function that an attribute, the class and a global hold."""
     y = module.mlp(x)
     first, second = module.rounded(y), Straight.apply(y, 1)
-    return first, second, kept(y * 3), kept(y, digits=1)
+    named = {"digits": 1} if torch.__version__ >= "2.13" else {}  # before, eager refuses keywords
+    return first, second, kept(y * 3), kept(y, **named)
 
 
 def penalty(module: Any, x: Tensor) -> Tensor:

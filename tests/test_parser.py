@@ -275,7 +275,7 @@ REFUSED = {
     (
         "program @main(%x: f32[3] = input(0), «%y: f32[3]») {\n  return\n}",
         "",
-    ): "non-default argument",
+    ): " follows ",  # a default, in the words of Python's version
     ("«program @main(%x: f32[3]) -> () {»\n  return %x\n}", ""): "other result types",
 }
 

@@ -47,8 +47,9 @@ def _mark(nodes: Sequence[Any]) -> None:
 def _receivers(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Returns the autograd nodes that receive the gradients of these tensors."""
     with torch.inference_mode(False), torch.enable_grad():
-        end = _Chain.apply(None, [], *tensors).grad_fn
-    return [node for node, _ in end.next_functions if node] if end else []
+        last = _Chain.apply(None, [], *tensors)
+    # Before torch 2.13 a function's node is gone with its last result, which is held here.
+    return [node for node, _ in last.grad_fn.next_functions if node] if last.grad_fn else []
 
 
 def pass_through_autograd(

@@ -1,7 +1,8 @@
 """Adapter: rules for fake tensors where PyTorch's own differ from its kernels.
 
 One kernel takes more than its rule allows: the added rule states the layout of the result, and the
-kernel goes on checking its operands. Other rules say other strides than their kernels make.
+kernel goes on checking its operands. Other rules say other strides than their kernels make, or
+another dtype.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from torch._subclasses.fake_tensor import log as failures
 _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
 
 
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _IS_ACTIVE: ContextVar[bool] = ContextVar("lazyinline_fake_rules", default=False)
 
 
 @contextmanager
 def kernels_own_rules() -> Iterator[None]:
     """Makes fake tensors use our rule inside, unless PyTorch's table has one of its own."""
-    operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
-    if operator is not None and operator not in op_implementations_dict:
-        # Never removed: all threads share PyTorch's table, and another may be tracing. Outside of
-        # this context the rule returns NotImplemented, and PyTorch uses its own.
-        op_implementations_dict[operator] = _grouped_mm
+    for name, rule in (("_grouped_mm", _grouped_mm), (_FLASH, _flash_attention)):
+        operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
+        if operator is not None and operator not in op_implementations_dict:
+            # Never removed: all threads share PyTorch's table, and another may be tracing. Outside
+            # of this context the rule returns NotImplemented, and PyTorch uses its own.
+            op_implementations_dict[operator] = rule
     token = _IS_ACTIVE.set(True)
     try:
         yield
@@ -71,6 +74,19 @@ def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     strides = (shape[-2] * row, row, 1)[-len(shape) :]
     with fake_mode:
         return torch.empty_strided(shape, strides, dtype=a.dtype, device=a.device)
+
+
+def _flash_attention(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The rule of attention on a CPU: PyTorch's said float32 of its sums before torch 2.13."""
+    if not _IS_ACTIVE.get() or args[0].dtype is not torch.float64:
+        return NotImplemented
+    token = _IS_ACTIVE.set(False)
+    try:
+        with fake_mode:
+            result, sums = func(*args, **kwargs)
+            return result, sums.to(torch.float64)
+    finally:
+        _IS_ACTIVE.reset(token)
 
 
 def _kinds(device: torch.device) -> tuple[torch.dtype, ...]:
