@@ -49,22 +49,19 @@ def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Says how leaf closures are differentiated for a backend.
+    """Says how leaf closures are differentiated for a backend."""
 
-    Attributes:
-        decompositions: of composite operators, used after differentiation.
-        policy: how a joint graph splits into forward and backward (see ``partition``).
-        joint_pass: a backend's rewrite of the joint graph before it is split.
-        kernels: which kernels the two halves get, ``"backend"`` or ``"eager"``.
-        rewrite: a backend's rewrite of composite operators, before differentiation.
-        gradients: ``"differentiated"`` makes halves that can be differentiated again.
-    """
-
+    # Of composite operators, used after differentiation.
     decompositions: Decompositions = field(default_factory=dict)
+    # How a joint graph splits into forward and backward (see ``partition``).
     policy: PartitionPolicy = "save"
+    # A backend's rewrite of the joint graph before it is split.
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
+    # Which kernels the two halves get, ``"backend"`` or ``"eager"``.
     kernels: ir.Kernels = "backend"
+    # A backend's rewrite of composite operators, before differentiation.
     rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged
+    # ``"differentiated"`` makes halves that can be differentiated again.
     gradients: Gradients = "final"
 
 

@@ -61,23 +61,16 @@ class DerivativeMark:
 
 @dataclass(frozen=True)
 class DerivativeCall:
-    """The derivatives that a marked call requests.
+    """The derivatives that a marked call requests."""
 
-    Attributes:
-        outputs: the values that are differentiated.
-        inputs: the values that they are differentiated with respect to.
-        seeds: a cotangent of each output; for a series the directions of each input.
-        series: which coefficients; None for gradients.
-        results: pairs of the number of a derivative and the value that it replaces.
-        source: the user's line.
-    """
-
-    outputs: tuple[ir.Value, ...]
-    inputs: tuple[ir.Value, ...]
+    outputs: tuple[ir.Value, ...]  # the values that are differentiated
+    inputs: tuple[ir.Value, ...]  # the values that they are differentiated with respect to
+    # A cotangent of each output; for a series the directions of each input.
     seeds: tuple[ir.Value, ...]
-    series: Series | None
+    series: Series | None  # which coefficients; None for gradients
+    # Pairs of the number of a derivative and the value that it replaces.
     results: tuple[tuple[int, ir.Value], ...]
-    source: str
+    source: str  # the user's line
 
 
 def takes_gradients(program: ir.Program) -> bool:
@@ -288,18 +281,12 @@ def _saved_already(call: ir.Call, forward: ir.Call) -> list[ir.Call]:
 
 @dataclass(frozen=True)
 class DifferentiatedRange:
-    """The calls from the inputs of a gradient to its outputs.
+    """The calls from the inputs of a gradient to its outputs."""
 
-    Attributes:
-        program: the program of the calls.
-        asked: the gradient.
-        calls: in order.
-        originals: for some of the calls, the call that is differentiated instead.
-    """
-
-    program: ir.Program
-    asked: DerivativeCall
-    calls: Sequence[ir.Call]
+    program: ir.Program  # the program of the calls
+    asked: DerivativeCall  # the gradient
+    calls: Sequence[ir.Call]  # in order
+    # For some of the calls, the call that is differentiated instead.
     originals: dict[ir.Call, ir.Call]
 
     @property

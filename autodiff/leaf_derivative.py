@@ -45,38 +45,27 @@ Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside 
 
 @dataclass(frozen=True)
 class Request:
-    """Names a derivative: of which closure, with respect to which inputs, with what saved.
+    """Names a derivative: of which closure, with respect to which inputs, with what saved."""
 
-    Attributes:
-        closure: the primal.
-        inputs: positions of the inputs whose gradients are wanted.
-        outputs: positions of the outputs that have a cotangent.
-        choice: what is saved; None saves what the recipe says.
-    """
-
-    closure: Closure
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    choice: Choice | None = None
+    closure: Closure  # the primal
+    inputs: tuple[int, ...]  # positions of the inputs whose gradients are wanted
+    outputs: tuple[int, ...]  # positions of the outputs that have a cotangent
+    choice: Choice | None = None  # what is saved; None saves what the recipe says
 
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """Holds forward and backward of one closure, for one choice of what is differentiated.
+    """Holds forward and backward of one closure, for one choice of what is differentiated."""
 
-    Attributes:
-        forward: results are the primal's results, then the saved struct.
-        backward: operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent
-            for each of ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
-        offloaded: positions in the saved struct of what is in host memory between the two.
-    """
-
-    forward: Closure
+    forward: Closure  # results are the primal's results, then the saved struct
+    # Operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent for each of
+    # ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
     backward: Closure
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
     cotangent_outputs: tuple[int, ...]
     gradient_inputs: tuple[int, ...]
+    # Positions in the saved struct of what is in host memory between the two.
     offloaded: tuple[int, ...] = ()
 
     @property

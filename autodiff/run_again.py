@@ -24,18 +24,13 @@ from .traces.torch_partition import ancestors, extract
 
 @dataclass(frozen=True, eq=False)
 class Rerun:
-    """Holds the two runs of a closure.
+    """Holds the two runs of a closure."""
 
-    Attributes:
-        first: takes the closure's inputs; returns its leading results, then the draws.
-        again: takes the draws, then ``used_inputs``; returns the outputs asked for. None if
-            nothing has to be recomputed.
-        used_inputs: positions of the closure's inputs that ``again`` takes.
-    """
-
-    first: ir.Closure
+    first: ir.Closure  # takes the closure's inputs; returns its leading results, then the draws
+    # Takes the draws, then ``used_inputs``; returns the outputs asked for. None if nothing has to
+    # be recomputed.
     again: ir.Closure | None
-    used_inputs: tuple[int, ...]
+    used_inputs: tuple[int, ...]  # positions of the closure's inputs that ``again`` takes
 
     @property
     def draws(self) -> StructType:

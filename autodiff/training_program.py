@@ -44,59 +44,40 @@ SUMS: tuple[Sums, ...] = get_args(Sums)
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """How parameters of one group of an optimizer are updated.
+    """How parameters of one group of an optimizer are updated."""
 
-    Attributes:
-        operator: an operator of :mod:`torch_updates`.
-        flags: its flags, the last arguments.
-        settings: the type of the tensor of its settings (learning rate and others).
-        members: ``id`` of the parameters.
-        has_state: whether a parameter has state (SGD without momentum has none).
-    """
-
-    operator: Any
-    flags: tuple[Any, ...]
-    settings: TensorType
-    members: frozenset[int]
-    has_state: bool = True
+    operator: Any  # an operator of :mod:`torch_updates`
+    flags: tuple[Any, ...]  # its flags, the last arguments
+    settings: TensorType  # the type of the tensor of its settings (learning rate and others)
+    members: frozenset[int]  # ``id`` of the parameters
+    has_state: bool = True  # whether a parameter has state (SGD without momentum has none)
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The parameters and state that one step updates.
+    """The parameters and state that one step updates."""
 
-    Attributes:
-        state: (index into the step's ``model``, name) of each tensor of optimizer state, in the
-            order of the program's inputs; the settings of the groups follow.
-        parameters: which of ``model`` are updated.
-        num_results: how many of the program's last outputs are updated tensors.
-    """
-
+    # (index into the step's ``model``, name) of each tensor of optimizer state, in the order of the
+    # program's inputs; the settings of the groups follow.
     state: tuple[tuple[int, str], ...] = ()
-    parameters: tuple[int, ...] = ()
-    num_results: int = 0
+    parameters: tuple[int, ...] = ()  # which of ``model`` are updated
+    num_results: int = 0  # how many of the program's last outputs are updated tensors
 
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """A training step as one program, and where its inputs come from.
+    """A training step as one program, and where its inputs come from."""
 
-    Attributes:
-        program: inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the
-            cotangent of one micro-batch's loss); outputs are the loss of each micro-batch, the
-            gradients, then the new values of changed buffers.
-        batch: for each micro-batch, for each of its inputs, which user input it is.
-        model: the tensors of the model, in order.
-        gradients: which of ``model`` each gradient belongs to.
-        writes: which of ``model`` each new value of a buffer belongs to.
-        updates: the optimizer's updates, whose tensors are last in ``model`` and in the outputs.
-    """
-
+    # Inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the cotangent of one
+    # micro-batch's loss); outputs are the loss of each micro-batch, the gradients, then the new
+    # values of changed buffers.
     program: ir.Program
+    # For each micro-batch, for each of its inputs, which user input it is.
     batch: tuple[tuple[int, ...], ...]
-    model: tuple[ir.ModelTensor, ...]
-    gradients: tuple[int, ...]
-    writes: tuple[int, ...]
+    model: tuple[ir.ModelTensor, ...]  # the tensors of the model, in order
+    gradients: tuple[int, ...]  # which of ``model`` each gradient belongs to
+    writes: tuple[int, ...]  # which of ``model`` each new value of a buffer belongs to
+    # The optimizer's updates, whose tensors are last in ``model`` and in the outputs.
     updates: Updates = Updates()
 
 
@@ -292,18 +273,13 @@ def backward_calls(
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """A program that returns the results of another program and gradients of them.
+    """A program that returns the results of another program and gradients of them."""
 
-    Attributes:
-        program: takes the other's inputs, then a cotangent for each of ``outputs``; it does not
-            return results that are written to buffers.
-        outputs: the outputs of the other program that are differentiated.
-        inputs: the inputs of the other program whose gradients are the last results.
-    """
-
+    # Takes the other's inputs, then a cotangent for each of ``outputs``; it does not return results
+    # that are written to buffers.
     program: ir.Program
-    outputs: tuple[int, ...]
-    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # the outputs of the other program that are differentiated
+    inputs: tuple[int, ...]  # the inputs of the other program whose gradients are the last results
 
     def taken_apart(
         self, results: Sequence[torch.Tensor]

@@ -32,27 +32,16 @@ _REASONS_INDENT = 15
 
 @dataclass(frozen=True)
 class ClassAdvice:
-    """The savings of sharing one class.
+    """The savings of sharing one class."""
 
-    Attributes:
-        name: the name of the class.
-        place: file and line of the class.
-        is_marked: whether it is marked already.
-        instances: paths of its instances, in the order they run; one per call.
-        num_closures: the number of different closures that its calls need.
-        num_nodes: graph nodes of the largest of these, with calls inside expanded.
-        nodes_saved: the graph nodes that sharing saves.
-        seconds_saved: the estimated CPU-seconds of compile for these nodes.
-    """
-
-    name: str
-    place: str
-    is_marked: bool
-    instances: tuple[str, ...]
-    num_closures: int
-    num_nodes: int
-    nodes_saved: int
-    seconds_saved: float
+    name: str  # the name of the class
+    place: str  # file and line of the class
+    is_marked: bool  # whether it is marked already
+    instances: tuple[str, ...]  # paths of its instances, in the order they run; one per call
+    num_closures: int  # the number of different closures that its calls need
+    num_nodes: int  # graph nodes of the largest of these, with calls inside expanded
+    nodes_saved: int  # the graph nodes that sharing saves
+    seconds_saved: float  # the estimated CPU-seconds of compile for these nodes
 
     def __str__(self) -> str:
         first, last = self.instances[0], self.instances[-1]
@@ -67,21 +56,13 @@ class ClassAdvice:
 
 @dataclass(frozen=True)
 class KeptApart:
-    """Two blocks of one class that could not share a trace, and why.
+    """Two blocks of one class that could not share a trace, and why."""
 
-    Attributes:
-        class_name: the class of the blocks.
-        paths: the path of the block, and of the one that it was compared with.
-        num_more: the number of further blocks of the class with the same cause.
-        cause: the argument, attribute or other fact that differs, with both values.
-        change: what would let them share.
-    """
-
-    class_name: str
-    paths: tuple[str, str]
-    num_more: int
-    cause: str
-    change: str
+    class_name: str  # the class of the blocks
+    paths: tuple[str, str]  # the path of the block, and of the one that it was compared with
+    num_more: int  # the number of further blocks of the class with the same cause
+    cause: str  # the argument, attribute or other fact that differs, with both values
+    change: str  # what would let them share
 
     def __str__(self) -> str:
         more = f" (and {self.num_more} more)" if self.num_more else ""

@@ -94,111 +94,81 @@ class DeviceRecord:
 
 @dataclass
 class CompileRecord:
-    """The numbers of one compile, and its programs.
-
-    Attributes:
-        model: the class of the model.
-        passes: name, CPU-seconds (child processes included), wall seconds and nodes, in order.
-        num_nodes: graph nodes of the captured program.
-        num_nodes_if_inlined: its graph nodes without sharing.
-        num_closures: different closures of the captured program.
-        num_block_calls: calls of blocks.
-        num_kernels: closures that the backend compiled.
-        num_operators: operators in them.
-        num_launches: kernel launches of one forward (and backward, in training).
-        peak_bytes: the most bytes planned at one time; None if memory is not planned. It includes
-            gradients, whose memory activations use before (in ``compile`` without a budget; in
-            ``compile_step`` the arena contains the gradients).
-        arena_bytes: the part of ``peak_bytes`` that is kept from run to run.
-        lower_bound_bytes: the largest sum of live bytes; no plan can need less.
-        held_bytes: the predicted peak of a run: planned bytes, results that the user receives, and
-            allocations by launches; None if memory is not planned.
-        unplanned: why memory is not planned, if it is not.
-        why_no_graph: why a planned program on a GPU is not one CUDA graph, if it is not.
-        saved_bytes: in training, the bytes that one forward saves for its backward.
-        recomputed_flops: FLOPs of recompute in one backward.
-        recompute: per closure and variant, what is saved and what is recomputed.
-        recompute_chosen_for: with symbolic sizes, the input shapes that it was chosen for.
-        ran_eagerly: why the model ran eagerly, if it did.
-        parts: for a model that ran eagerly, how its modules ran.
-        num_compiles: compiles of the module so far, including this one.
-        num_links: further shapes that only needed a link.
-        num_backwards: backwards compiled so far. There is one for each set of outputs that a loss
-            used, because the cotangents of unused outputs are undefined, not zero.
-        num_gradients: programs of gradients compiled so far, for gradients that are differentiated.
-        modes: the modes chosen for derivatives in the forward, with the reasons.
-        devices: the tensors and arena on each device, if there are several. The bytes above are
-            those of the first, which is the GPU if there is one.
-        copied_bytes: bytes that one run copies between devices.
-        num_copies: the number of these copies.
-        left_out: places that the forward writes to, and a step does not.
-        update_after: why the optimizer's update runs after the step's program, if it does.
-        nested_forward: operators without a rule in Taylor mode, with the user's lines: nested
-            forward mode is used for them.
-        eager_kernels: closures for which the backend failed to make kernels, so that PyTorch's run,
-            with the errors.
-        why_static: why this shape was compiled with numbers although sizes vary.
-        closures: each different closure, callees first, with its number of calls.
-        cache: what came from the on-disk cache, and why a closure cannot be kept there.
-        fused_boundaries: the number of fused boundaries per block, or why there is none; empty if
-            fusing was not requested.
-        told_masks: the number of attention operators per closure whose constant mask was replaced
-            by ``is_causal``, or removed.
-        nothing_shared: if nothing is shared, what repeats all the same, and what to do.
-        opened_from: the file that the program was loaded from, if nothing was compiled.
-        decisions: for each block instance, whether it shares, and if not, why.
-        gpu: predictions for a GPU that is not here.
-        made: the programs, for a page. Not a dataclass field, so that a list of the fields has only
-            numbers.
-    """
+    """The numbers of one compile, and its programs."""
 
     train: bool
     backend: BackendName
     reuse: Reuse
-    model: str = ""
+    model: str = ""  # the class of the model
+    # Name, CPU-seconds (child processes included), wall seconds and nodes, in order.
     passes: list[PassRecord] = field(default_factory=list)
-    num_nodes: int = 0
-    num_nodes_if_inlined: int = 0
-    num_closures: int = 0
-    num_block_calls: int = 0
-    num_kernels: int = 0
-    num_operators: int = 0
-    num_launches: int = 0
+    num_nodes: int = 0  # graph nodes of the captured program
+    num_nodes_if_inlined: int = 0  # its graph nodes without sharing
+    num_closures: int = 0  # different closures of the captured program
+    num_block_calls: int = 0  # calls of blocks
+    num_kernels: int = 0  # closures that the backend compiled
+    num_operators: int = 0  # operators in them
+    num_launches: int = 0  # kernel launches of one forward (and backward, in training)
+    # The most bytes planned at one time; None if memory is not planned. It includes gradients,
+    # whose memory activations use before (in ``compile`` without a budget; in ``compile_step`` the
+    # arena contains the gradients).
     peak_bytes: int | None = None
-    arena_bytes: int | None = None
-    lower_bound_bytes: int | None = None
+    arena_bytes: int | None = None  # the part of ``peak_bytes`` that is kept from run to run
+    lower_bound_bytes: int | None = None  # the largest sum of live bytes; no plan can need less
+    # The predicted peak of a run: planned bytes, results that the user receives, and allocations by
+    # launches; None if memory is not planned.
     held_bytes: int | None = None
-    unplanned: str = ""
-    why_no_graph: str = ""
+    unplanned: str = ""  # why memory is not planned, if it is not
+    why_no_graph: str = ""  # why a planned program on a GPU is not one CUDA graph, if it is not
+    # The tensors and arena on each device, if there are several. The bytes above are those of the
+    # first, which is the GPU if there is one.
     devices: tuple[DeviceRecord, ...] = ()
-    copied_bytes: int = 0
-    num_copies: int = 0
-    update_after: str = ""
-    saved_bytes: int | None = None
-    recomputed_flops: int = 0
+    copied_bytes: int = 0  # bytes that one run copies between devices
+    num_copies: int = 0  # the number of these copies
+    update_after: str = ""  # why the optimizer's update runs after the step's program, if it does
+    saved_bytes: int | None = None  # in training, the bytes that one forward saves for its backward
+    recomputed_flops: int = 0  # FLOPs of recompute in one backward
+    # Per closure and variant, what is saved and what is recomputed.
     recompute: list[RecomputeRecord] = field(default_factory=list)
+    # With symbolic sizes, the input shapes that it was chosen for.
     recompute_chosen_for: tuple[tuple[int, ...], ...] = ()
-    ran_eagerly: str = ""
+    ran_eagerly: str = ""  # why the model ran eagerly, if it did
+    # For a model that ran eagerly, how its modules ran.
     parts: list[PartRecord] = field(default_factory=list)
+    # What came from the on-disk cache, and why a closure cannot be kept there.
     cache: CacheUse = field(default_factory=CacheUse)
-    num_compiles: int = 1
-    num_links: int = 0
+    num_compiles: int = 1  # compiles of the module so far, including this one
+    num_links: int = 0  # further shapes that only needed a link
+    # Backwards compiled so far. There is one for each set of outputs that a loss used, because the
+    # cotangents of unused outputs are undefined, not zero.
     num_backwards: int = 1
+    # Programs of gradients compiled so far, for gradients that are differentiated.
     num_gradients: int = 0
+    # The modes chosen for derivatives in the forward, with the reasons.
     modes: list[ModeChoice] = field(default_factory=list)
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str] = ()  # places that the forward writes to, and a step does not
+    # Operators without a rule in Taylor mode, with the user's lines: nested forward mode is used
+    # for them.
     nested_forward: list[str] = field(default_factory=list)
+    # Closures for which the backend failed to make kernels, so that PyTorch's run, with the errors.
     eager_kernels: list[str] = field(default_factory=list)
-    why_static: str = ""
+    why_static: str = ""  # why this shape was compiled with numbers although sizes vary
+    # Each different closure, callees first, with its number of calls.
     closures: list[ClosureRecord] = field(default_factory=list)
-    nothing_shared: str = ""
-    opened_from: str = ""
+    nothing_shared: str = ""  # if nothing is shared, what repeats all the same, and what to do
+    opened_from: str = ""  # the file that the program was loaded from, if nothing was compiled
+    # The number of fused boundaries per block, or why there is none; empty if fusing was not
+    # requested.
     fused_boundaries: list[str] = field(default_factory=list)
+    # The number of attention operators per closure whose constant mask was replaced by
+    # ``is_causal``, or removed.
     told_masks: list[str] = field(default_factory=list)
+    # For each block instance, whether it shares, and if not, why.
     decisions: list[SharingDecision] = field(default_factory=list)
-    gpu: GpuRecord | None = None
+    gpu: GpuRecord | None = None  # predictions for a GPU that is not here
 
     def __post_init__(self) -> None:
+        # Programs, for a page. Not a field, so that a list of the fields has only numbers.
         self.made: Made | None = None
 
     @property
@@ -293,13 +263,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """The programs of one compile, for a page to draw.
-
-    Attributes:
-        forward, backward: the decomposed programs that run; for a step, those of one micro-batch.
-        frontiers: computes the Pareto frontiers of recompute, as rows for a page; empty without
-            recompute.
-    """
+    """The programs of one compile, for a page to draw."""
 
     captured: Program  # the captured program
     forward: Program
@@ -307,6 +271,7 @@ class Made:
     micro_batches: int = 1  # how often both run in one step
     kernels: Mapping[Leaf, KernelList] | None = None  # the kernel lists of leaves, where known
     memory: Memory | RankPlan | None = None  # the memory layout; None if memory is not planned
+    # Computes the Pareto frontiers of recompute, as rows for a page; empty without recompute.
     frontiers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:

@@ -52,25 +52,18 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionTable:
-    """The compute actions of each rank, in order.
+    """The compute actions of each rank, in order."""
 
-    Attributes:
-        schedule: the name of the schedule.
-        ranks: the actions of each rank.
-        rank_of: the rank of each stage.
-        num_micro_batches: the number of micro-batches.
-        posted: for an action that receives from another rank, how many actions of its rank are done
-            when the receive may start; by default those before it.
-        num_actions_sending: the number of further actions after which PyTorch's runtime has waited
-            for a send; None if it waits at the end of the step.
-    """
-
-    schedule: str
-    ranks: tuple[tuple[Action, ...], ...]
-    rank_of: tuple[int, ...]
-    num_micro_batches: int
+    schedule: str  # the name of the schedule
+    ranks: tuple[tuple[Action, ...], ...]  # the actions of each rank
+    rank_of: tuple[int, ...]  # the rank of each stage
+    num_micro_batches: int  # the number of micro-batches
     # Not compared: a dict has no hash, and it follows from the rest.
+    # For an action that receives from another rank, how many actions of its rank are done when the
+    # receive may start; by default those before it.
     posted: Mapping[Action, int] = field(default_factory=dict, compare=False)
+    # The number of further actions after which PyTorch's runtime has waited for a send; None if it
+    # waits at the end of the step.
     num_actions_sending: int | None = None
 
     @property

@@ -25,26 +25,18 @@ Colors = tuple[Union[int, "Colors"], ...]
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage of a program.
+    """One stage of a program."""
 
-    Attributes:
-        index: its number.
-        program: takes the received values, then ``sources``; returns the values to send (on the
-            last stage the results of the whole program), then new values of buffers.
-        num_received: the number of inputs that come from the stage before.
-        num_sent: the number of outputs that go to the stage after.
-        sources: where the other inputs come from.
-        writes: pairs of an output and the position in ``sources`` that it is written to.
-        paths: the module paths of its calls.
-    """
-
-    index: int
+    index: int  # its number
+    # Takes the received values, then ``sources``; returns the values to send (on the last stage the
+    # results of the whole program), then new values of buffers.
     program: ir.Program
-    num_received: int
-    num_sent: int
-    sources: tuple[ir.Source, ...]
+    num_received: int  # the number of inputs that come from the stage before
+    num_sent: int  # the number of outputs that go to the stage after
+    sources: tuple[ir.Source, ...]  # where the other inputs come from
+    # Pairs of an output and the position in ``sources`` that it is written to.
     writes: tuple[tuple[int, int], ...]
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # the module paths of its calls
 
     @property
     def received_types(self) -> tuple[TensorType, ...]:

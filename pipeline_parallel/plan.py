@@ -121,35 +121,21 @@ def _needs(action: Action, table: ActionTable) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The predicted bytes and costs of one stage; some are per micro-batch.
+    """The predicted bytes and costs of one stage; some are per micro-batch."""
 
-    Attributes:
-        index: its number.
-        rank: the rank that runs it.
-        num_blocks: the number of calls in it.
-        first, last: the module paths of its first and its last call.
-        forward_s, backward_s: the seconds of its forward and its backward, per micro-batch.
-        flops: the operations of both, per micro-batch.
-        parameter_bytes: the bytes of the model's tensors that it uses.
-        gradient_bytes: the bytes of its parameters' gradients.
-        saved_bytes: the bytes that a micro-batch in flight keeps from forward to backward.
-        received_bytes: the bytes that it receives for a forward, per micro-batch.
-        in_flight: the most micro-batches between forward and backward.
-    """
-
-    index: int
-    rank: int
-    num_blocks: int
-    first: str
-    last: str
-    forward_s: float
-    backward_s: float
-    flops: int
-    parameter_bytes: int
-    gradient_bytes: int
-    saved_bytes: int
-    received_bytes: int
-    in_flight: int
+    index: int  # its number
+    rank: int  # the rank that runs it
+    num_blocks: int  # the number of calls in it
+    first: str  # the module path of its first call
+    last: str  # that of its last call
+    forward_s: float  # the seconds of its forward, per micro-batch
+    backward_s: float  # those of its backward
+    flops: int  # the operations of both, per micro-batch
+    parameter_bytes: int  # the bytes of the model's tensors that it uses
+    gradient_bytes: int  # the bytes of its parameters' gradients
+    saved_bytes: int  # the bytes that a micro-batch in flight keeps from forward to backward
+    received_bytes: int  # the bytes that it receives for a forward, per micro-batch
+    in_flight: int  # the most micro-batches between forward and backward
 
     @property
     def flight_bytes(self) -> int:
@@ -343,18 +329,15 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The actions of one rank, and when what it receives and sends is on its way.
+    """The actions of one rank, and when what it receives and sends is on its way."""
 
-    Attributes:
-        actions: in order; if any backward is split, all are, into two actions each.
-        posted: for an action that receives from another rank, the number of the first action that
-            the receive may overlap with.
-        delivered: for an action that sends to another rank, the number of the first action at which
-            the value has certainly arrived; ``len(actions)`` if that is the end of the step.
-    """
-
+    # In order; if any backward is split, all are, into two actions each.
     actions: tuple[Action, ...]
+    # For an action that receives from another rank, the number of the first action that the receive
+    # may overlap with.
     posted: Mapping[Action, int]
+    # For an action that sends to another rank, the number of the first action at which the value
+    # has certainly arrived; ``len(actions)`` if that is the end of the step.
     delivered: Mapping[Action, int]
 
 

@@ -57,25 +57,17 @@ DATA_DIM = "data"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place in its pipeline, and its process groups.
+    """This rank's place in its pipeline, and its process groups."""
 
-    Attributes:
-        rows: the global ranks of each pipeline, in the order of their stages.
-        group: the ranks of this pipeline.
-        data_group: the ranks that hold the same stages in other pipelines; None if there are none.
-        rank: this rank's number in its pipeline.
-        device: the device that it computes on.
-        timeout: how long it waits for another rank.
-        num_batches: how many pipelines have batches of their own, over which gradients are
-            averaged.
-    """
-
+    # The global ranks of each pipeline, in the order of their stages.
     rows: tuple[tuple[int, ...], ...]
-    group: Any
+    group: Any  # the ranks of this pipeline
+    # The ranks that hold the same stages in other pipelines; None if there are none.
     data_group: Any
-    rank: int
-    device: torch.device
-    timeout: datetime.timedelta
+    rank: int  # this rank's number in its pipeline
+    device: torch.device  # the device that it computes on
+    timeout: datetime.timedelta  # how long it waits for another rank
+    # How many pipelines have batches of their own, over which gradients are averaged.
     num_batches: int = 1
 
     @property

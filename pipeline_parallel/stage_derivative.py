@@ -31,16 +31,13 @@ Positions = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A closure split by its outputs.
+    """A closure split by its outputs."""
 
-    Attributes:
-        early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then a
-            struct of values for the late half. None if no output is early.
-        late: takes that struct, if there is an early half, then the inputs ``late_inputs`` of the
-            whole; returns its other outputs. None if every output is early.
-    """
-
+    # Takes the inputs ``early_inputs`` of the whole; returns its early outputs, then a struct of
+    # values for the late half. None if no output is early.
     early: ir.Closure | None
+    # Takes that struct, if there is an early half, then the inputs ``late_inputs`` of the whole;
+    # returns its other outputs. None if every output is early.
     late: ir.Closure | None
     early_inputs: Positions
     late_inputs: Positions
@@ -204,22 +201,15 @@ Chosen = Callable[[Stage, Request], Request]
 
 @dataclass(frozen=True, eq=False)
 class StageDerivative:
-    """A stage and its backward.
+    """A stage and its backward."""
 
-    Attributes:
-        stage: the stage.
-        derivative: its derivative; None if no gradient flows through it.
-        request: the request that the derivative is of, which says what is saved.
-        halves: the halves of the backward; None unless it is split.
-        gradients_sent: the positions of received values whose gradients it sends back.
-        gradients_received: the positions of sent values (or results) whose gradients come back.
-    """
-
-    stage: Stage
-    derivative: Derivative | None
-    request: Request
-    halves: Halves | None
+    stage: Stage  # the stage
+    derivative: Derivative | None  # its derivative; None if no gradient flows through it
+    request: Request  # the request that the derivative is of, which says what is saved
+    halves: Halves | None  # the halves of the backward; None unless it is split
+    # The positions of received values whose gradients it sends back.
     gradients_sent: tuple[int, ...]
+    # The positions of sent values (or results) whose gradients come back.
     gradients_received: tuple[int, ...]
 
     @property

@@ -138,11 +138,6 @@ class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
     The ``tensors`` are those of the model, in the order of ``stage.model_tensors``.
-
-    Attributes:
-        doing: the last action, for errors.
-        counts: for each kind of action, how often it ran, and its seconds.
-        seeds: the gradient of the loss, with which backwards begin, on the last stage.
     """
 
     def __init__(
@@ -160,13 +155,15 @@ class ClosureStage(PipelineStage):
         super().__init__(
             nn.Module(), stage.index, table.num_stages, ranks.device, group=ranks.group
         )
-        self.doing = ""
+        self.doing = ""  # the last action, for errors
+        # For each kind of action, how often it ran, and its seconds.
         self.counts: dict[str, tuple[int, float]] = {}
         self._runs, self._progress, self._draws = runner, progress, draws
         self._tensors, self._targets = tensors, stage.written_tensors
         self._splits = table.splits_backward
         self._users = [s.index for s in stage.sources if not isinstance(s, ModelTensor)]
         self._given: list[list[Tensor]] = []
+        # The gradient of the loss, with which backwards begin, on the last stage.
         self.seeds: list[Tensor] = []
         if stage.num_sent == 0:
             type_, seed = derived.cotangent_types[0], 1.0 / table.num_micro_batches

@@ -27,14 +27,10 @@ _ALLOWANCE = 0.04  # of the budget, by which the first guess may be too low
 
 @dataclass(frozen=True)
 class ProgramPeaks:
-    """Two functions from a requested derivative to the bytes that the program holds at its peak.
+    """Two functions from a requested derivative to the bytes that the program holds at its peak."""
 
-    Attributes:
-        linked: compiles and links the program.
-        guessed: links it without kernels; exact except for scratch inside closures.
-    """
-
-    linked: Callable[[Request], int]
+    linked: Callable[[Request], int]  # compiles and links the program
+    # Links it without kernels; exact except for scratch inside closures.
     guessed: Callable[[Request], int]
 
 

@@ -94,19 +94,12 @@ _NUM_INNER_POINTS = 8  # and per composite
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to differentiate a closure.
+    """One way to differentiate a closure."""
 
-    Attributes:
-        choice: what is saved; None is what the backend's recipe saves.
-        num_bytes: bytes that one call saves on the device (values handed over not counted).
-        extra_s: estimated seconds of recompute and copies in one call.
-        extra_flops: FLOPs of the recompute.
-    """
-
-    choice: Choice | None
-    num_bytes: int
-    extra_s: float
-    extra_flops: int
+    choice: Choice | None  # what is saved; None is what the backend's recipe saves
+    num_bytes: int  # bytes that one call saves on the device (values handed over not counted)
+    extra_s: float  # estimated seconds of recompute and copies in one call
+    extra_flops: int  # FLOPs of the recompute
 
 
 @dataclass(frozen=True)
@@ -329,27 +322,18 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class RecomputeRecord:
-    """One closure under one choice.
+    """One closure under one choice."""
 
-    Attributes:
-        closure: its name.
-        choice: ``"as the backend saves"``, ``"cut"``, ``"called again"``.
-        num_calls: calls with this choice.
-        saved: the tensors that one call saves (those handed over are not among them).
-        saved_bytes: their bytes.
-        recomputed: operators that the backward runs again, with how often.
-        recomputed_flops: FLOPs of the matrix products and attentions among them.
-        offloaded_bytes: those of the saved bytes that are in host memory meanwhile.
-    """
-
-    closure: str
-    choice: str
-    num_calls: int
+    closure: str  # its name
+    choice: str  # ``"as the backend saves"``, ``"cut"``, ``"called again"``
+    num_calls: int  # calls with this choice
+    # The tensors that one call saves (those handed over are not among them).
     saved: tuple[SavedTensor, ...]
-    saved_bytes: int
+    saved_bytes: int  # their bytes
+    # Operators that the backward runs again, with how often.
     recomputed: tuple[tuple[str, int], ...]
-    recomputed_flops: int
-    offloaded_bytes: int = 0
+    recomputed_flops: int  # FLOPs of the matrix products and attentions among them
+    offloaded_bytes: int = 0  # those of the saved bytes that are in host memory meanwhile
 
     def __str__(self) -> str:
         saved = ", ".join(map(str, self.saved)) or "nothing"

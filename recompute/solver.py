@@ -28,55 +28,36 @@ from ..reuse.torch_names import operator_schema
 
 @dataclass(frozen=True, slots=True)
 class ForwardValue:
-    """One forward value that the backward needs, itself or to recompute another.
+    """One forward value that the backward needs, itself or to recompute another."""
 
-    Attributes:
-        name: of its node in the joint graph.
-        num_bytes: bytes that saving it takes.
-        redo_s: seconds to recompute it from its parents.
-        redo_flops: FLOPs of that.
-        save_s: seconds that saving it costs.
-        parents: positions of the values that it is computed from (inputs of the leaf left out).
-        can_save: whether it is a dense tensor with memory of its own.
-        can_redo: whether it may be recomputed; a random draw may not.
-        is_heavy: whether it is a matrix product, a convolution or attention.
-        is_wanted: whether the backward reads the value itself.
-        changes: positions of values that its operator changes in place (running statistics). If
-            saved, they would hold the changed values, so they are recomputed with it. (The backward
-            of a batch norm reads them, too, but does not use them.)
-        offload_s: seconds to copy it to the host and back; infinite if that is not possible.
-    """
-
-    name: str
-    num_bytes: int
-    redo_s: float
-    redo_flops: int
-    save_s: float
+    name: str  # of its node in the joint graph
+    num_bytes: int  # bytes that saving it takes
+    redo_s: float  # seconds to recompute it from its parents
+    redo_flops: int  # FLOPs of that
+    save_s: float  # seconds that saving it costs
+    # Positions of the values that it is computed from (inputs of the leaf left out).
     parents: tuple[int, ...]
-    can_save: bool
-    can_redo: bool
-    is_heavy: bool
-    is_wanted: bool
+    can_save: bool  # whether it is a dense tensor with memory of its own
+    can_redo: bool  # whether it may be recomputed; a random draw may not
+    is_heavy: bool  # whether it is a matrix product, a convolution or attention
+    is_wanted: bool  # whether the backward reads the value itself
+    # Positions of values that its operator changes in place (running statistics). If saved, they
+    # would hold the changed values, so they are recomputed with it. (The backward of a batch norm
+    # reads them, too, but does not use them.).
     changes: tuple[int, ...] = ()
+    # Seconds to copy it to the host and back; infinite if that is not possible.
     offload_s: float = math.inf
 
 
 @dataclass(frozen=True)
 class CutPoint:
-    """One way to cut, evaluated.
+    """One way to cut, evaluated."""
 
-    Attributes:
-        saved: names of the values saved.
-        num_bytes: bytes they hold on the device.
-        extra_s: seconds of recompute, of saving and of copies to the host and back.
-        extra_flops: FLOPs of the recompute.
-        offloaded: which of the saved values are in host memory meanwhile.
-    """
-
-    saved: frozenset[str]
-    num_bytes: int
-    extra_s: float
-    extra_flops: int
+    saved: frozenset[str]  # names of the values saved
+    num_bytes: int  # bytes they hold on the device
+    extra_s: float  # seconds of recompute, of saving and of copies to the host and back
+    extra_flops: int  # FLOPs of the recompute
+    # Which of the saved values are in host memory meanwhile.
     offloaded: frozenset[str] = frozenset()
 
 
@@ -324,21 +305,14 @@ class _CutModel:
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of one closure, and the variants each may take.
+    """Calls of one closure, and the variants each may take."""
 
-    Attributes:
-        num_calls: how many.
-        num_bytes: per variant, what one call saves; growing.
-        extra_s: per variant, the seconds one call computes again; falling.
-        compiled: positions of variants that are compiled whether used or not.
-        max_variants: how many may be compiled.
-    """
-
-    num_calls: int
-    num_bytes: tuple[int, ...]
-    extra_s: tuple[float, ...]
+    num_calls: int  # how many
+    num_bytes: tuple[int, ...]  # per variant, what one call saves; growing
+    extra_s: tuple[float, ...]  # per variant, the seconds one call computes again; falling
+    # Positions of variants that are compiled whether used or not.
     compiled: frozenset[int] = frozenset()
-    max_variants: int = 3
+    max_variants: int = 3  # how many may be compiled
 
 
 def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:

@@ -286,24 +286,20 @@ class Snapshot:
     Args:
         functions: how functions are read: ``FUNCTION`` (their attributes) or ``WHOLE_FUNCTION``.
         on_holder: called with each class and module when it is met.
-
-    Attributes:
-        holders: the classes and modules met, and the classes of the objects met: what they hold
-            is read by name.
-        classes: the classes of the objects met, whose operators may be used.
-        functions: the functions met.
-        unreadable: reads that no snapshot can compare: an iterator, raw memory, ``id()``.
-        lasting: what was changed and could not be put back, or an empty text.
     """
 
     def __init__(
         self, functions: Kind = FUNCTION, on_holder: Callable[[Any], None] | None = None
     ) -> None:
+        # The classes and modules met, and the classes of the objects met: what they hold is read by
+        # name.
         self.holders: dict[int, Any] = {}
+        # The classes of the objects met, whose operators may be used.
         self.classes: dict[int, type] = {}
-        self.functions: dict[int, types.FunctionType] = {}
+        self.functions: dict[int, types.FunctionType] = {}  # the functions met
+        # Reads that no snapshot can compare: an iterator, raw memory, ``id()``.
         self.unreadable: list[str] = []
-        self.lasting = ""
+        self.lasting = ""  # what was changed and could not be put back, or an empty text
         self._function = functions
         self._on_holder = on_holder
         self._seen: dict[int, Any] = {}

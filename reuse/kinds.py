@@ -190,23 +190,17 @@ _PURE_MODULES = frozenset(
 
 @dataclass(frozen=True)
 class Kind:
-    """How objects of some classes are read and put back.
+    """How objects of some classes are read and put back."""
 
-    Attributes:
-        classes: the classes; their subclasses are of this kind, too.
-        read: returns an object's items now; they are compared by identity, or by value if plain.
-        ways: returns the way to each item, for :func:`follow`; None if no item has one.
-        put: puts items back into an object, as far as possible.
-        is_fixed: whether an object's items never change.
-        is_whole: whether objects of exactly these classes have no further state.
-    """
-
-    classes: tuple[type, ...]
+    classes: tuple[type, ...]  # the classes; their subclasses are of this kind, too
+    # Returns an object's items now; they are compared by identity, or by value if plain.
     read: Callable[[Any], Sequence[Any]]
+    # Returns the way to each item, for :func:`follow`; None if no item has one.
     ways: Callable[[Any], Sequence[Any]] | None = None
+    # Puts items back into an object, as far as possible.
     put: Callable[[Any, Sequence[Any]], None] | None = None
-    is_fixed: bool = False
-    is_whole: bool = False
+    is_fixed: bool = False  # whether an object's items never change
+    is_whole: bool = False  # whether objects of exactly these classes have no further state
 
 
 def kinds_of(value: Any) -> Sequence[Kind]:

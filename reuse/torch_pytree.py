@@ -98,18 +98,12 @@ class _FormlessError(Exception):
 
 
 class Container(NamedTuple):
-    """The form of one container. A tuple, as one is made and compared for each at every call.
+    """The form of one container. A tuple, as one is made and compared for each at every call."""
 
-    Attributes:
-        kind: its class.
-        names: of its attributes, or its keys; of a list nothing.
-        parts: what it holds, in that order.
-        known: the number of the container that it is, among those that a call was given.
-    """
-
-    kind: type
-    names: tuple[Any, ...]
-    parts: tuple[Part, ...]
+    kind: type  # its class
+    names: tuple[Any, ...]  # of its attributes, or its keys; of a list nothing
+    parts: tuple[Part, ...]  # what it holds, in that order
+    # The number of the container that it is, among those that a call was given.
     known: int | None = None
 
 
@@ -314,17 +308,12 @@ _UNNESTED = frozenset({*_TENSORS, bool, int, float, str, type(None)})
 
 
 class Nested(NamedTuple):
-    """The shape of a structure with containers in it. A tuple, as one is made at every call.
+    """The shape of a structure with containers in it. A tuple, as one is made at every call."""
 
-    Attributes:
-        outer: the structure down to them.
-        containers: for each leaf of that the number of the container that it is, or -1.
-        forms: of all containers.
-    """
-
-    outer: _pytree.TreeSpec
+    outer: _pytree.TreeSpec  # the structure down to them
+    # For each leaf of that the number of the container that it is, or -1.
     containers: tuple[int, ...]
-    forms: tuple[Container, ...]
+    forms: tuple[Container, ...]  # of all containers
 
 
 TreeSpec: TypeAlias = _pytree.TreeSpec | Nested

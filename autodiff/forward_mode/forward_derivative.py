@@ -219,35 +219,22 @@ class JetInterpreter(SizedInterpreter):
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """Names a forward derivative: of which closure, for which inputs, with which series.
+    """Names a forward derivative: of which closure, for which inputs, with which series."""
 
-    Attributes:
-        closure: the primal, without structs, captured for training: tangents stop where grad mode
-            is off.
-        inputs: the orders whose coefficients each input has.
-        series: which coefficients active values have.
-    """
-
+    # The primal, without structs, captured for training: tangents stop where grad mode is off.
     closure: Closure
-    inputs: tuple[Orders, ...]
-    series: Series
+    inputs: tuple[Orders, ...]  # the orders whose coefficients each input has
+    series: Series  # which coefficients active values have
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardDerivative:
-    """A closure that also computes the coefficients of its results.
+    """A closure that also computes the coefficients of its results."""
 
-    Attributes:
-        closure: takes and returns the primal's values, then the nonzero coefficients.
-        inputs: the orders that it takes for each input of the primal.
-        outputs: the orders that it returns for each result; the others are zero.
-        fallbacks: operators without a rule.
-    """
-
-    closure: Closure
-    inputs: tuple[Orders, ...]
-    outputs: tuple[Orders, ...]
-    fallbacks: tuple[Fallback, ...] = ()
+    closure: Closure  # takes and returns the primal's values, then the nonzero coefficients
+    inputs: tuple[Orders, ...]  # the orders that it takes for each input of the primal
+    outputs: tuple[Orders, ...]  # the orders that it returns for each result; the others are zero
+    fallbacks: tuple[Fallback, ...] = ()  # operators without a rule
 
 
 class ForwardDerivatives:

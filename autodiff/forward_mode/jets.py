@@ -33,16 +33,11 @@ Orders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Series:
-    """Says which coefficients each active value has.
+    """Says which coefficients each active value has."""
 
-    Attributes:
-        order: of the highest derivative; 1 is a tangent, as of ``jvp``.
-        directions: how many directions there are at once.
-        collapsed: whether the top coefficient is kept only as its sum over the directions.
-    """
-
-    order: int
-    directions: int
+    order: int  # of the highest derivative; 1 is a tangent, as of ``jvp``
+    directions: int  # how many directions there are at once
+    # Whether the top coefficient is kept only as its sum over the directions.
     collapsed: bool = False
 
     def __post_init__(self) -> None:

@@ -49,21 +49,13 @@ SPANS = 24
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """A problem split by length of life.
+    """A problem split by length of life."""
 
-    Attributes:
-        short: the short-lived buffers, ordered by block, then by birth, death and size.
-        block: the block of each of them.
-        first: position in ``short`` at which each block begins.
-        blocks: the blocks as buffers; the size is the most that is live at one time inside.
-        long: the other buffers.
-    """
-
-    short: IntArray
-    block: IntArray
-    first: IntArray
-    blocks: Buffers
-    long: IntArray
+    short: IntArray  # the short-lived buffers, ordered by block, then by birth, death and size
+    block: IntArray  # the block of each of them
+    first: IntArray  # position in ``short`` at which each block begins
+    blocks: Buffers  # the blocks as buffers; the size is the most that is live at one time inside
+    long: IntArray  # the other buffers
 
     @property
     def num_short(self) -> IntArray:
@@ -73,15 +65,11 @@ class Layers:
 
 @dataclass(frozen=True, eq=False)
 class Patterns:
-    """Which blocks are equal up to a shift in time.
+    """Which blocks are equal up to a shift in time."""
 
-    Attributes:
-        examples: for each pattern the buffers of its first block, in the order of ``Layers.short``.
-        of_block: the pattern of each block.
-    """
-
+    # For each pattern the buffers of its first block, in the order of ``Layers.short``.
     examples: tuple[IntArray, ...]
-    of_block: IntArray
+    of_block: IntArray  # the pattern of each block
 
 
 def splits(buffers: Buffers, *, largest_block: int) -> Iterator[Layers]:
@@ -170,17 +158,11 @@ def stack(items: Buffers, num_blocks: int) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A smaller problem whose plan is a plan of the whole.
+    """A smaller problem whose plan is a plan of the whole."""
 
-    Attributes:
-        problem: the items to be placed.
-        member: for each buffer of the whole, the item that holds it.
-        shift: for each buffer of the whole, its offset in that item.
-    """
-
-    problem: Buffers
-    member: IntArray
-    shift: IntArray
+    problem: Buffers  # the items to be placed
+    member: IntArray  # for each buffer of the whole, the item that holds it
+    shift: IntArray  # for each buffer of the whole, its offset in that item
 
     def expand(self, offsets: IntArray) -> IntArray:
         """Returns the whole's offsets from the items' offsets."""
@@ -286,20 +268,13 @@ MAX_PASSES = 400
 
 @dataclass(frozen=True, eq=False)
 class ArenaPlan:
-    """Holds the place of each buffer.
+    """Holds the place of each buffer."""
 
-    Attributes:
-        offsets: bytes from the start of the arena, in the order of the buffers.
-        peak_bytes: size of the arena.
-        lower_bound_bytes: the largest sum of live bytes, sizes rounded up to the alignment. No plan
-            needs less.
-        method: the name of the method that found this plan.
-    """
-
-    offsets: IntArray
-    peak_bytes: int
+    offsets: IntArray  # bytes from the start of the arena, in the order of the buffers
+    peak_bytes: int  # size of the arena
+    # The largest sum of live bytes, sizes rounded up to the alignment. No plan needs less.
     lower_bound_bytes: int
-    method: str
+    method: str  # the name of the method that found this plan
 
     @property
     def ratio(self) -> float:

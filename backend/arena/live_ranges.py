@@ -26,19 +26,15 @@ MAX_TOTAL_BYTES = 2**62
 class Buffers:
     """Buffers that need an address, as read-only columns of equal length.
 
-    Attributes:
-        birth: first time at which a buffer is live.
-        death: first time at which it is no longer live: it lives in ``[birth, death)``. Times are
-            any integers that grow along the program, such as launch numbers.
-        size: bytes, zero or more.
-
     Raises:
         PlanError: columns of different lengths, an empty live range or a negative size.
     """
 
-    birth: IntArray
+    birth: IntArray  # first time at which a buffer is live
+    # First time at which it is no longer live: it lives in ``[birth, death)``. Times are any
+    # integers that grow along the program, such as launch numbers.
     death: IntArray
-    size: IntArray
+    size: IntArray  # bytes, zero or more
 
     def __post_init__(self) -> None:
         for name in ("birth", "death", "size"):

@@ -57,19 +57,12 @@ _BAD_ENTRY = (
 
 @dataclass
 class CacheUse:
-    """Counts the results that one compile took from the cache.
+    """Counts the results that one compile took from the cache."""
 
-    Attributes:
-        directory: of the cache; empty if there is none.
-        num_loaded: results of passes (derivatives, kernel lists, plans) taken from the cache.
-        num_made: results that were not there, and were made.
-        not_kept: the reasons why closures could not be kept.
-    """
-
-    directory: str = ""
-    num_loaded: int = 0
-    num_made: int = 0
-    not_kept: list[str] = field(default_factory=list)
+    directory: str = ""  # of the cache; empty if there is none
+    num_loaded: int = 0  # results of passes (derivatives, kernel lists, plans) taken from the cache
+    num_made: int = 0  # results that were not there, and were made
+    not_kept: list[str] = field(default_factory=list)  # the reasons why closures could not be kept
 
     def __str__(self) -> str:
         if not self.directory:

@@ -62,21 +62,13 @@ _LOG = logging.getLogger("lazyinline")
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """Counts the contents of a cache directory.
+    """Counts the contents of a cache directory."""
 
-    Attributes:
-        directory: where it is.
-        num_entries: results of passes: derivatives, kernel lists, memory plans.
-        num_objects: compiled shared objects.
-        num_bytes: size of all files.
-        max_bytes: size at which the least recently used ones go.
-    """
-
-    directory: pathlib.Path
-    num_entries: int
-    num_objects: int
-    num_bytes: int
-    max_bytes: int
+    directory: pathlib.Path  # where it is
+    num_entries: int  # results of passes: derivatives, kernel lists, memory plans
+    num_objects: int  # compiled shared objects
+    num_bytes: int  # size of all files
+    max_bytes: int  # size at which the least recently used ones go
 
     def __str__(self) -> str:
         return (

@@ -32,19 +32,12 @@ _PRODUCTS: Mapping[Any, Any] = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least that the launches of a program will take.
+    """The least that the launches of a program will take."""
 
-    Attributes:
-        cost: of all launches, one after the other.
-        expected_s: the expected seconds of all, by the shares of the peak that kernels reach.
-        num_launches: of the program.
-        num_triton: those that are Inductor's kernels; the rest are PyTorch's.
-    """
-
-    cost: Cost
-    expected_s: float
-    num_launches: int
-    num_triton: int
+    cost: Cost  # of all launches, one after the other
+    expected_s: float  # the expected seconds of all, by the shares of the peak that kernels reach
+    num_launches: int  # of the program
+    num_triton: int  # those that are Inductor's kernels; the rest are PyTorch's
 
 
 def is_product(launch: Launch) -> bool:

@@ -28,34 +28,21 @@ PyTorch's own allocator aligns to no less."""
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU that programs are compiled for.
+    """A GPU that programs are compiled for."""
 
-    Attributes:
-        name: the name that users pass.
-        board: the board that the numbers are for.
-        capability: its compute capability, major and minor.
-        num_multiprocessors: streaming multiprocessors.
-        memory_bytes: its memory as PyTorch reports it, which is less than the board's name says.
-        rates: peak rates of memory and of matrix products.
-        shared_memory_bytes: the most that one block may request.
-        l2_bytes: its second-level cache.
-        workspace_bytes: cuBLAS's workspace in PyTorch, for each stream that runs products.
-        flash, efficient: the shares of the peak that these attention kernels usually reach.
-        source: where the numbers are from. Memory sizes are from PyTorch's out-of-memory messages;
-            shares are approximate, from published measurements.
-    """
-
-    name: str
-    board: str
-    capability: tuple[int, int]
-    num_multiprocessors: int
-    memory_bytes: int
-    rates: Rates
-    shared_memory_bytes: int
-    l2_bytes: int
-    workspace_bytes: int
-    flash: float
-    efficient: float
+    name: str  # the name that users pass
+    board: str  # the board that the numbers are for
+    capability: tuple[int, int]  # its compute capability, major and minor
+    num_multiprocessors: int  # streaming multiprocessors
+    memory_bytes: int  # its memory as PyTorch reports it, which is less than the board's name says
+    rates: Rates  # peak rates of memory and of matrix products
+    shared_memory_bytes: int  # the most that one block may request
+    l2_bytes: int  # its second-level cache
+    workspace_bytes: int  # cuBLAS's workspace in PyTorch, for each stream that runs products
+    flash: float  # the share of the peak that this attention kernel usually reaches
+    efficient: float  # the share that this one reaches
+    # Where the numbers are from. Memory sizes are from PyTorch's out-of-memory messages; shares are
+    # approximate, from published measurements.
     source: str
 
     @property

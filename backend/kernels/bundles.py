@@ -74,19 +74,12 @@ _CATCH = f"""catch (...) {{
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        symbol: the function's name, by a digest of its content.
-        argument_types: C++ types of the parameters.
-        text: the function, under that name.
-        original: Inductor's whole source, under Inductor's name.
-    """
-
-    symbol: str
-    argument_types: tuple[str, ...]
-    text: str
-    original: str
+    symbol: str  # the function's name, by a digest of its content
+    argument_types: tuple[str, ...]  # C++ types of the parameters
+    text: str  # the function, under that name
+    original: str  # Inductor's whole source, under Inductor's name
 
 
 def kernel_source(argument_types: Sequence[str], source: str) -> KernelSource | None:

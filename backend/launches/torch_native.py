@@ -104,16 +104,12 @@ class BuiltKernel:
 
     Its call takes tensors and numbers, as its parameters say, and writes into the tensors. The GIL
     is held meanwhile, as in Inductor's own bindings.
-
-    Attributes:
-        path: the shared object.
-        symbol: name of the function in it. ``<symbol>_checked`` catches what the function throws.
-        argument_types: C++ types of its parameters.
     """
 
-    path: Path
+    path: Path  # the shared object
+    # Name of the function in it. ``<symbol>_checked`` catches what the function throws.
     symbol: str
-    argument_types: tuple[str, ...]
+    argument_types: tuple[str, ...]  # C++ types of its parameters
 
     @property
     def address(self) -> int:
@@ -191,20 +187,15 @@ Move = Callable[[int, int, int], object]
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The native loop, and the other native functions.
+    """The native loop, and the other native functions."""
 
-    Attributes:
-        run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
-        hold: ``hold(entries, absent, values, attributes, own_attributes, classes)`` tells whether
-            Python's objects hold what they held; None where Python's headers are missing.
-        move: ``move(to, start, num_bytes)`` copies memory.
-        functions: those of the library that are called by ctypes.
-    """
-
+    # ``run(program, count, table)``, three addresses or counts, runs so many operations.
     run: Callable[[int, int, int], int]
+    # ``hold(entries, absent, values, attributes, own_attributes, classes)`` tells whether Python's
+    # objects hold what they held; None where Python's headers are missing.
     hold: Hold | None
-    move: Move
-    functions: ctypes.CDLL
+    move: Move  # ``move(to, start, num_bytes)`` copies memory
+    functions: ctypes.CDLL  # those of the library that are called by ctypes
 
 
 class NotBuiltError(PlanError):

@@ -35,17 +35,13 @@ from .torch_generated import ARENA_SLOT
 
 @dataclass(frozen=True)
 class _Linked:
-    """A linked body: words of the native loop, and the slots of its operands and results.
-
-    Attributes:
-        words: None if a launch in it has no native form.
-        slots: of its operands, then of the buffers for its results; -1 for an unused operand.
-    """
+    """A linked body: words of the native loop, and the slots of its operands and results."""
 
     num_bytes: int
-    words: list[int] | None
+    words: list[int] | None  # None if a launch in it has no native form
     num_operations: int
     num_slots: int
+    # Of its operands, then of the buffers for its results; -1 for an unused operand.
     slots: list[int]
 
 

@@ -46,14 +46,10 @@ WIDEST_LOAD_BYTES = 16
 
 @dataclass(frozen=True)
 class Overlay:
-    """Which gradients are hosts, and where their guests are.
+    """Which gradients are hosts, and where their guests are."""
 
-    Attributes:
-        hosts: instances of gradients, in order.
-        guests: arena instance -> its host, and the offset in it in bytes.
-    """
-
-    hosts: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()  # instances of gradients, in order
+    # Arena instance -> its host, and the offset in it in bytes.
     guests: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -63,25 +59,20 @@ Loader: TypeAlias = Callable[[TritonKernel], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """The device that a program runs on, and who launches its kernels.
+    """The device that a program runs on, and who launches its kernels."""
 
-    Attributes:
-        device: the device of the arena.
-        load: loads GPU kernels.
-        graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
-        first_launches: ``"apart"`` if a kernel's first launch tunes it: that takes memory, so it
-            runs on operands of its own, before the arena is allocated.
-        missing: the device that a program is compiled for but that is not here; else "".
-        target: the facts of the GPU; None on a CPU, and on a GPU that the table does not have.
-        others: further devices of the program, each with an arena of its own.
-    """
-
+    # The device of the arena.
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    load: Loader = lambda kernel: kernel
+    load: Loader = lambda kernel: kernel  # loads GPU kernels
+    # Whether a step is captured as one CUDA graph, or its launches run one by one.
     graphs: Literal["captured", "none"] = "none"
+    # ``"apart"`` if a kernel's first launch tunes it: that takes memory, so it runs on operands of
+    # its own, before the arena is allocated.
     first_launches: Literal["apart", "within"] = "within"
-    missing: str = ""
+    missing: str = ""  # the device that a program is compiled for but that is not here; else ""
+    # The facts of the GPU; None on a CPU, and on a GPU that the table does not have.
     target: Target | None = None
+    # Further devices of the program, each with an arena of its own.
     others: tuple[torch.device, ...] = ()
 
     @property
@@ -104,21 +95,16 @@ HERE = Place()
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that make a planned program, which a cache can replace.
+    """The functions that make a planned program, which a cache can replace."""
 
-    Attributes:
-        plan: places buffers, or returns the cached plan of an equal request.
-        native: builds the native loop, or returns the cached one.
-        alignment: what every offset is a multiple of, in bytes.
-        place: where programs run.
-    """
-
+    # Places buffers, or returns the cached plan of an equal request.
     plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
         lambda _, asked, make: make()
     )
+    # Builds the native loop, or returns the cached one.
     native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library
-    alignment: int = ALIGNMENT
-    place: Place = HERE
+    alignment: int = ALIGNMENT  # what every offset is a multiple of, in bytes
+    place: Place = HERE  # where programs run
 
     def answered_by(self, plans: Iterable[ArenaPlan]) -> Tools:
         """Returns the same tools with known plans, in the order of the requests for them."""
@@ -236,12 +222,7 @@ def plan_overlaid(buffers: Buffers, can_move: Sequence[bool], tools: Tools) -> A
 
 
 class _Hosts:
-    """The gradients of a problem, while guests are placed in them.
-
-    Attributes:
-        of: for each buffer its host; -1 for none.
-        place: for each buffer its offset in the host.
-    """
+    """The gradients of a problem, while guests are placed in them."""
 
     def __init__(self, padded: Buffers, sizes: IntArray, num_placed: int, fit: FirstFit) -> None:
         self._padded, self._fit = padded, fit
@@ -250,8 +231,8 @@ class _Hosts:
         hosts = num_placed + np.flatnonzero(self._room[num_placed:] >= _MIN_HOST_BYTES)
         # The gradient that is written last can hold guests for the longest time.
         self._hosts = hosts[np.argsort(-padded.birth[hosts], kind="stable")]
-        self.of = np.full(num_placed, -1, np.int64)
-        self.place = np.zeros(num_placed, np.int64)
+        self.of = np.full(num_placed, -1, np.int64)  # for each buffer its host; -1 for none
+        self.place = np.zeros(num_placed, np.int64)  # for each buffer its offset in the host
 
     def fill(self, waiting: IntArray) -> None:
         """Packs one host after the other by first fit, the buffers that die last first."""
@@ -297,14 +278,11 @@ def copy_of_host(host: torch.Tensor) -> torch.Tensor:
 
 
 class UnalignedError(PlanError):
-    """Kernels get views with another alignment than they were compiled for.
-
-    Attributes:
-        inputs: for each leaf, its unaligned inputs: kernels can be compiled that allow them.
-    """
+    """Kernels get views with another alignment than they were compiled for."""
 
     def __init__(self, message: str, inputs: Mapping[Leaf, frozenset[int]]) -> None:
         super().__init__(message)
+        # For each leaf, its unaligned inputs: kernels can be compiled that allow them.
         self.inputs = inputs
 
 

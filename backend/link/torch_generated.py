@@ -39,32 +39,27 @@ Runner: TypeAlias = Callable[[list[Any]], list[Any]]
 
 @dataclass
 class GeneratedCode:
-    """Source of one part, and what must be bound before it runs.
-
-    Attributes:
-        inputs: which of the part's inputs a run takes, in order; foreign buffers follow.
-        constants: name -> kernel or constant, the same for every binding.
-        arena_views: name -> place in the arena.
-        model_views: name -> view of a model tensor.
-        words: the operations of the native loop.
-        sizes: positions of words that depend on sizes, each with its size.
-        slots: instance -> slot of the native address table, for tensors that are bound beforehand.
-        regions: region of the arena -> slot, for a program that is bound region by region.
-        arenas: further device -> slot of its arena.
-        num_slots: size of the table; slots of addresses that are known only in a run come last.
-    """
+    """Source of one part, and what must be bound before it runs."""
 
     source: str = ""
+    # Which of the part's inputs a run takes, in order; foreign buffers follow.
     inputs: list[int] = field(default_factory=list)
+    # Name -> kernel or constant, the same for every binding.
     constants: dict[str, Any] = field(default_factory=dict)
-    arena_views: dict[str, Placed] = field(default_factory=dict)
-    model_views: dict[str, Placed] = field(default_factory=dict)
+    arena_views: dict[str, Placed] = field(default_factory=dict)  # name -> place in the arena
+    model_views: dict[str, Placed] = field(default_factory=dict)  # name -> view of a model tensor
     num_made_per_run: int = 0
+    # The operations of the native loop.
     words: array[int] = field(default_factory=lambda: array("q"))
+    # Positions of words that depend on sizes, each with its size.
     sizes: list[tuple[int, Size]] = field(default_factory=list)
+    # Instance -> slot of the native address table, for tensors that are bound beforehand.
     slots: dict[int, int] = field(default_factory=dict)
+    # Region of the arena -> slot, for a program that is bound region by region.
     regions: dict[int, int] = field(default_factory=dict)
+    # Further device -> slot of its arena.
     arenas: dict[torch.device, int] = field(default_factory=dict)
+    # Size of the table; slots of addresses that are known only in a run come last.
     num_slots: int = 1
 
     @cached_property
@@ -120,24 +115,18 @@ class GeneratedCode:
 
 @dataclass(frozen=True)
 class Memory:
-    """Binds generated functions to an arena and to the model's tensors.
+    """Binds generated functions to an arena and to the model's tensors."""
 
-    Attributes:
-        arena: the bytes of the arena.
-        offsets: the offset of each instance that a function has a view of.
-        tensors: the model's, by instance.
-        tools: load kernels and the native loop.
-        region_starts: where regions of the arena start, for a program that is bound by regions.
-        others: arenas on further devices.
-        device_of: the further device of each instance that is on one.
-    """
-
-    arena: torch.Tensor
+    arena: torch.Tensor  # the bytes of the arena
+    # The offset of each instance that a function has a view of.
     offsets: Sequence[int] | Mapping[int, int]
-    tensors: Mapping[int, torch.Tensor]
-    tools: Tools
+    tensors: Mapping[int, torch.Tensor]  # the model's, by instance
+    tools: Tools  # load kernels and the native loop
+    # Where regions of the arena start, for a program that is bound by regions.
     region_starts: Mapping[int, int] = field(default_factory=dict)
+    # Arenas on further devices.
     others: Mapping[torch.device, torch.Tensor] = field(default_factory=dict)
+    # The further device of each instance that is on one.
     device_of: Mapping[int, torch.device] = field(default_factory=dict)
 
     def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:

@@ -51,48 +51,31 @@ class Source:
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One part of a unit.
+    """One part of a unit."""
 
-    Attributes:
-        name: of the part.
-        way: which inboxes and outboxes are its own, such as ``"F"``.
-        flat: its program.
-        sources: where each input comes from.
-        inboxes: values received from another unit, for it or for a later part.
-        outboxes: outputs that are sent to another unit.
-        returned: outputs that the caller gets.
-        sums: output -> number of the tensor it is added to, counted after the model's.
-        written: numbers of the model's tensors that the caller writes to after the part.
-    """
-
-    name: str
-    way: str
-    flat: FlatProgram
-    sources: Sequence[Source]
-    inboxes: Sequence[Wire] = ()
-    outboxes: Sequence[tuple[int, Wire]] = ()
-    returned: Sequence[int] = ()
+    name: str  # of the part
+    way: str  # which inboxes and outboxes are its own, such as ``"F"``
+    flat: FlatProgram  # its program
+    sources: Sequence[Source]  # where each input comes from
+    inboxes: Sequence[Wire] = ()  # values received from another unit, for it or for a later part
+    outboxes: Sequence[tuple[int, Wire]] = ()  # outputs that are sent to another unit
+    returned: Sequence[int] = ()  # outputs that the caller gets
+    # Output -> number of the tensor it is added to, counted after the model's.
     sums: Mapping[int, int] = field(default_factory=dict)
+    # Numbers of the model's tensors that the caller writes to after the part.
     written: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Region:
-    """A range of bytes that is placed as a whole.
-
-    Attributes:
-        num_bytes: how many.
-        first, last: number of the first and the last part that uses it.
-        first_phase, last_phase: phases of these parts, each part's counted from 0.
-        is_box: whether it is an inbox or outbox.
-    """
+    """A range of bytes that is placed as a whole."""
 
     num_bytes: int
-    first: int
-    last: int
-    first_phase: int
-    last_phase: int
-    is_box: bool
+    first: int  # number of the first part that uses it
+    last: int  # number of the last one
+    first_phase: int  # phase of the first part; each part's are counted from 0
+    last_phase: int  # phase of the last one
+    is_box: bool  # whether it is an inbox or outbox
 
     @property
     def is_kept(self) -> bool:
@@ -110,39 +93,25 @@ class Box:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Lists the tensors outside the arena that a run of a part takes and passes on.
+    """Lists the tensors outside the arena that a run of a part takes and passes on."""
 
-    Attributes:
-        given: which of the caller's tensors its code takes, in order.
-        taken: buffers outside the arena that an earlier part allocated and this one uses.
-        left: buffers outside the arena that it allocates for later parts.
-        done: those of ``taken`` that no later part uses.
-    """
-
-    given: Sequence[int]
+    given: Sequence[int]  # which of the caller's tensors its code takes, in order
+    # Buffers outside the arena that an earlier part allocated and this one uses.
     taken: Sequence[int]
-    left: Sequence[int]
-    done: Sequence[int]
+    left: Sequence[int]  # buffers outside the arena that it allocates for later parts
+    done: Sequence[int]  # those of ``taken`` that no later part uses
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBuffer:
-    """A buffer that a part makes.
+    """A buffer that a part makes."""
 
-    Attributes:
-        birth: counted from the start of the part that makes it.
-        death: counted from the start of the last part that uses it.
-        last: number of that part.
-        region, offset: its region, and the byte in it at which it starts.
-        num_bytes: its size.
-    """
-
-    birth: int
-    death: int
-    last: int
+    birth: int  # counted from the start of the part that makes it
+    death: int  # counted from the start of the last part that uses it
+    last: int  # number of that part
     region: int
-    offset: int
-    num_bytes: int
+    offset: int  # the byte in its region at which it starts
+    num_bytes: int  # its size
 
 
 class UnitLayout:

@@ -150,19 +150,13 @@ Bundle = tuple[ir.Value, ...]
 
 @dataclass(frozen=True)
 class Naming:
-    """Names that the outside sees.
+    """Names that the outside sees."""
 
-    Attributes:
-        inputs: name of each program input.
-        outputs: name of each program output; None leaves the output out.
-        sizes: names of symbolic sizes, such as ``{"s0": "batch"}``.
-        graph: name of the main graph.
-    """
-
-    inputs: Sequence[str]
-    outputs: Sequence[str | None]
+    inputs: Sequence[str]  # name of each program input
+    outputs: Sequence[str | None]  # name of each program output; None leaves the output out
+    # Names of symbolic sizes, such as ``{"s0": "batch"}``.
     sizes: Mapping[str, str] = field(default_factory=dict)
-    graph: str = "main"
+    graph: str = "main"  # name of the main graph
 
 
 def build_model(program: Program, opset: int, naming: Naming) -> ir.Model:

@@ -200,17 +200,11 @@ _METADATA_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Operators:
-    """Operators that torch.onnx can translate.
+    """Operators that torch.onnx can translate."""
 
-    Attributes:
-        registry: its translations for one operator set.
-        implemented: the operators among them.
-        decompositions: how the other operators are taken apart.
-    """
-
-    registry: Any
-    implemented: frozenset[Any]
-    decompositions: Decompositions
+    registry: Any  # its translations for one operator set
+    implemented: frozenset[Any]  # the operators among them
+    decompositions: Decompositions  # how the other operators are taken apart
 
 
 @functools.cache
@@ -353,17 +347,12 @@ def prepare(module: torch.fx.GraphModule) -> None:
 
 
 class UntranslatedError(Exception):
-    """A translation gave up.
-
-    Attributes:
-        node: the node, if torch.onnx's message names it.
-        reason: the message of the innermost cause.
-    """
+    """A translation gave up."""
 
     def __init__(self, node: torch.fx.Node | None, reason: str) -> None:
         super().__init__(reason)
-        self.node = node
-        self.reason = reason
+        self.node = node  # the node, if torch.onnx's message names it
+        self.reason = reason  # the message of the innermost cause
 
 
 def translate(module: torch.fx.GraphModule, opset: int) -> ir.Model:

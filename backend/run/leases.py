@@ -70,19 +70,13 @@ class Arena:
 
 
 class Arenas:
-    """The arenas of a program, shared by all shapes that it runs with.
-
-    Attributes:
-        addresses: of the tensors that are bound in idle arenas.
-        idle: the arenas that no lease uses.
-        use: how many are in use.
-        lock: reentrant, since a garbage collection while it is held may release a lease.
-    """
+    """The arenas of a program, shared by all shapes that it runs with."""
 
     def __init__(self) -> None:
-        self.addresses: list[int] = []
-        self.idle: list[Arena] = []
-        self.use = Use()
+        self.addresses: list[int] = []  # of the tensors that are bound in idle arenas
+        self.idle: list[Arena] = []  # the arenas that no lease uses
+        self.use = Use()  # how many are in use
+        # Reentrant, since a garbage collection while it is held may release a lease.
         self.lock = ProcessLock()
         self._pinned: tuple[Callable[[], torch.Tensor | None], int, object] | None = None
 

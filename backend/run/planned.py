@@ -75,9 +75,6 @@ class PlannedProgram:
             forward begins, and their memory holds activations until they are written.
         names: the user's names of the first of ``model_inputs``.
         roots: for each result of the forward what it is a view of; equal ones share memory.
-
-    Attributes:
-        plans: the memory plans that the tools returned, in order.
     """
 
     def __init__(
@@ -110,7 +107,7 @@ class PlannedProgram:
             add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
-        self.plans: list[ArenaPlan] = []
+        self.plans: list[ArenaPlan] = []  # the memory plans that the tools returned, in order
         noting = replace(tools, plan=partial(self._noted, tools.plan))
         found = planned_overlaid(self.layout, noting) if gradients == "overlaid" else None
         found = found or planned(self.layout, noting)

@@ -38,22 +38,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rank's runs in order, and when values are received and sent values have arrived.
+    """A rank's runs in order, and when values are received and sent values have arrived."""
 
-    Attributes:
-        runs: in order. A run of a part that its unit does not have does nothing.
-        posted: (unit, way, flight) -> number of the run before which a receive may start.
-        arriving: (unit, way, flight) -> number of the run that waits for the receive.
-        delivered: (unit, way, flight) -> number of the run by which a sent value has arrived.
-        handed: (unit, way, unit): the outbox of one is the inbox of the other, on the same rank.
-        due: the runs of ``runs`` that start by themselves after a run, before the next one.
-    """
-
-    runs: Sequence[Run]
+    runs: Sequence[Run]  # in order. A run of a part that its unit does not have does nothing.
+    # (unit, way, flight) -> number of the run before which a receive may start.
     posted: Mapping[tuple[int, str, int], int]
+    # (unit, way, flight) -> number of the run that waits for the receive.
     arriving: Mapping[tuple[int, str, int], int]
+    # (unit, way, flight) -> number of the run by which a sent value has arrived.
     delivered: Mapping[tuple[int, str, int], int]
+    # (unit, way, unit): the outbox of one is the inbox of the other, on the same rank.
     handed: Sequence[tuple[int, str, int]]
+    # The runs of ``runs`` that start by themselves after a run, before the next one.
     due: Mapping[Run, Sequence[Run]] = field(default_factory=dict)
 
 

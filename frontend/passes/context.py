@@ -44,16 +44,7 @@ from .recompute_choice import Recompute
 
 
 class Context:
-    """The state that all compiles of one compiler share.
-
-    Attributes:
-        cache: the results that are kept on disk.
-        differentiator: makes derivatives with the backend's decompositions, each once.
-        recompute: chooses what a derivative saves.
-        gradient_programs: makes programs of gradients, which can be differentiated again.
-        derive: replaces gradients that a forward takes itself by calls of derivatives.
-        recorded: the kernel list of each leaf whose launches were recorded.
-    """
+    """The state that all compiles of one compiler share."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -69,10 +60,11 @@ class Context:
         self.differentiator = Differentiator(self.backend.recipe, self.cache.derivative)
         costs = OperatorCosts(gpu.rates if gpu else CPU, fused=options.backend != "eager")
         self.recompute = Recompute(self.differentiator, options.recompute, costs)
-        self.gradient_programs, self.derive = GradientPrograms(), InnerGradients()
+        self.gradient_programs = GradientPrograms()  # gradients that can be differentiated again
+        self.derive = InnerGradients()  # makes gradients that a forward takes calls of derivatives
         self.reducer = Reducer()  # reduces programs to primitives, for inspection
         self.kernels: dict[Leaf, Kernel] = {}  # the kernel of each leaf that was lowered
-        self.recorded: dict[Leaf, KernelList] = {}
+        self.recorded: dict[Leaf, KernelList] = {}  # of each leaf whose launches were recorded
         self.progress = Progress()  # the progress bar
         self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}

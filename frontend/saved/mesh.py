@@ -78,19 +78,12 @@ def _text(layout: Placements) -> str:
 
 @dataclass(frozen=True)
 class SavedMesh:
-    """The mesh of a file, and the placements of tensors on it.
+    """The mesh of a file, and the placements of tensors on it."""
 
-    Attributes:
-        plan: the placements, on the dimensions other than the pipeline's.
-        axes: all dimensions, including the pipeline's.
-        row: the ranks, in the order of the mesh.
-        given: the mesh that the user passed, if any.
-    """
-
-    plan: MeshPlan
-    axes: Sequence[tuple[str, int]]
-    row: Sequence[int]
-    given: DeviceMesh | None
+    plan: MeshPlan  # the placements, on the dimensions other than the pipeline's
+    axes: Sequence[tuple[str, int]]  # all dimensions, including the pipeline's
+    row: Sequence[int]  # the ranks, in the order of the mesh
+    given: DeviceMesh | None  # the mesh that the user passed, if any
 
     @classmethod
     def read(cls, said: Any, given: DeviceMesh | None, *, has_stages: bool) -> SavedMesh:

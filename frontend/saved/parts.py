@@ -63,21 +63,14 @@ _OURS = "lazyinline."
 
 @dataclass(frozen=True)
 class KeptProgram:
-    """A program of a compiled model, to be saved.
+    """A program of a compiled model, to be saved."""
 
-    Attributes:
-        guard: the guard of the call that it was compiled for.
-        lowered: the state of its compile before link.
-        plans: its memory plans, if it is linked.
-        facts: facts and watched inputs of a module; None for a step.
-        own: operators of lazyinline that it may contain.
-    """
-
-    guard: Guard
-    lowered: Compilation
-    plans: Sequence[ArenaPlan] = ()
+    guard: Guard  # the guard of the call that it was compiled for
+    lowered: Compilation  # the state of its compile before link
+    plans: Sequence[ArenaPlan] = ()  # its memory plans, if it is linked
+    # Facts and watched inputs of a module; None for a step.
     facts: tuple[Facts, tuple[int, ...]] | None = None
-    own: Container[Any] = ()
+    own: Container[Any] = ()  # operators of lazyinline that it may contain
 
     @classmethod
     def of(cls, guard: Guard, compiled: Compiled) -> KeptProgram:

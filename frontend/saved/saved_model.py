@@ -17,20 +17,13 @@ from ..guards.guard import Guard, Inputs, shown
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The names of a model's tensors, the first one if a tensor has several.
+    """The names of a model's tensors, the first one if a tensor has several."""
 
-    Attributes:
-        parameters: the parameters, in the model's order.
-        buffers: the persistent buffers.
-        unsaved: the non-persistent buffers.
-        frozen: the parameters that do not require grad.
-        ties: pairs of a further name and the first name of the same tensor.
-    """
-
-    parameters: list[str] = field(default_factory=list)
-    buffers: list[str] = field(default_factory=list)
-    unsaved: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)  # the parameters, in the model's order
+    buffers: list[str] = field(default_factory=list)  # the persistent buffers
+    unsaved: list[str] = field(default_factory=list)  # the non-persistent buffers
+    frozen: list[str] = field(default_factory=list)  # the parameters that do not require grad
+    # Pairs of a further name and the first name of the same tensor.
     ties: list[list[str]] = field(default_factory=list)
 
     @classmethod

@@ -32,25 +32,15 @@ from .torch_sharding_rules import Rules, Way
 
 @dataclass(eq=False)
 class Item:
-    """An operator of a leaf, or a slot.
+    """An operator of a leaf, or a slot."""
 
-    Attributes:
-        leaf: position of the leaf in :class:`Folded`; -1 for a slot.
-        node: the operator; None for a slot.
-        slot: the slot; None for an operator.
-        inputs: the operands; None for one that is not a tensor.
-        outputs: the results that are tensors.
-        ways: for each axis, the ways to compute it.
-        group: the group that it belongs to.
-    """
-
-    leaf: int
-    node: torch.fx.Node | None
-    slot: Slot | None
-    inputs: list[torch.Tensor | None]
-    outputs: list[torch.Tensor]
-    ways: list[list[Way]]
-    group: Group = field(init=False)
+    leaf: int  # position of the leaf in :class:`Folded`; -1 for a slot
+    node: torch.fx.Node | None  # the operator; None for a slot
+    slot: Slot | None  # the slot; None for an operator
+    inputs: list[torch.Tensor | None]  # the operands; None for one that is not a tensor
+    outputs: list[torch.Tensor]  # the results that are tensors
+    ways: list[list[Way]]  # for each axis, the ways to compute it
+    group: Group = field(init=False)  # the group that it belongs to
 
     @property
     def is_view(self) -> bool:

@@ -39,23 +39,14 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Tensors that have the same layout.
+    """Tensors that have the same layout."""
 
-    Attributes:
-        type: the type of each tensor.
-        kind: where they come from or go to.
-        ports: the inputs and outputs of leaves where they occur.
-        held: how many of them are live at once.
-        names: the names of parameters among them.
-        inputs: their positions among the step's inputs.
-    """
-
-    type: TensorType
-    kind: Kind
-    ports: tuple[Port, ...]
-    held: int
-    names: tuple[str, ...]
-    inputs: tuple[int, ...]
+    type: TensorType  # the type of each tensor
+    kind: Kind  # where they come from or go to
+    ports: tuple[Port, ...]  # the inputs and outputs of leaves where they occur
+    held: int  # how many of them are live at once
+    names: tuple[str, ...]  # the names of parameters among them
+    inputs: tuple[int, ...]  # their positions among the step's inputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,18 +14,14 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor on one axis of a mesh.
+    """The layout of a tensor on one axis of a mesh."""
 
-    Attributes:
-        kind: ``"whole"`` (replicated), ``"split"`` (sharded), ``"sum"`` or ``"max"`` (partial), or
-            ``"masked"``: a partial sum to which each rank contributes other elements.
-        dim: the sharded dimension.
-        factor: how many equal parts the dimension consists of, each of which is sharded by itself,
-            such as the three projections in one weight.
-    """
-
+    # ``"whole"`` (replicated), ``"split"`` (sharded), ``"sum"`` or ``"max"`` (partial), or
+    # ``"masked"``: a partial sum to which each rank contributes other elements.
     kind: str
-    dim: int = -1
+    dim: int = -1  # the sharded dimension
+    # How many equal parts the dimension consists of, each of which is sharded by itself, such as
+    # the three projections in one weight.
     factor: int = 1
 
     @property
@@ -89,19 +85,15 @@ class Axis:
 
 
 class Step(NamedTuple):
-    """A step of a redistribution.
+    """A step of a redistribution."""
 
-    Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, or
-            ``"slice"``, which needs no communication: a rank takes its shard, or a fraction of a
-            value that becomes a partial sum.
-        axis: the position of the axis.
-        num_bytes: the bytes of a rank's tensor before the step or after it, whichever is larger; of
-            a slice, after it.
-    """
-
+    # ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, or ``"slice"``,
+    # which needs no communication: a rank takes its shard, or a fraction of a value that becomes a
+    # partial sum.
     kind: str
-    axis: int
+    axis: int  # the position of the axis
+    # The bytes of a rank's tensor before the step or after it, whichever is larger; of a slice,
+    # after it.
     num_bytes: int
 
     @property

@@ -53,34 +53,28 @@ class LeafPlan:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The placements of a step's tensors. The last four attributes are set by the planner alone.
+    """The placements of a step's tensors. The last four attributes are set by the planner alone."""
 
-    Attributes:
-        axes: the name and size of each dimension of the mesh.
-        parameters: the placements of each parameter and buffer between steps, by name.
-        batch: the placements of each tensor of the batch, in the order of the flattened arguments.
-        results: the placements that the user fixed for modules' results, by path of the module.
-        gathered: the dimensions along which parameters are sharded only to save memory (FSDP): they
-            are all-gathered before a leaf uses them.
-        leaves: the plans of leaves of the decomposed step; other leaves follow their operands.
-        whole: the operators that every rank runs on whole tensors, noted when leaves were sharded.
-        table: the choice for each operator, as text.
-        moved_bytes: the predicted bytes of a step's collectives.
-        held_bytes: the predicted bytes on a rank: parameters, gradients, optimizer state, tensors
-            saved for backward.
-        recompute: the recompute policy of each block with which the plan fits memory.
-    """
-
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # the name and size of each dimension of the mesh
+    # The placements of each parameter and buffer between steps, by name.
     parameters: Mapping[str, Placements] = field(default_factory=dict)
+    # The placements of each tensor of the batch, in the order of the flattened arguments.
     batch: tuple[Placements, ...] = ()
+    # The placements that the user fixed for modules' results, by path of the module.
     results: Mapping[str, Placements] = field(default_factory=dict)
+    # The dimensions along which parameters are sharded only to save memory (FSDP): they are
+    # all-gathered before a leaf uses them.
     gathered: frozenset[int] = frozenset()
+    # The plans of leaves of the decomposed step; other leaves follow their operands.
     leaves: Mapping[Closure, LeafPlan] = field(default_factory=dict)
+    # The operators that every rank runs on whole tensors, noted when leaves were sharded.
     whole: tuple[str, ...] = ()
-    table: str = field(default="", repr=False)
-    moved_bytes: int | None = None
+    table: str = field(default="", repr=False)  # the choice for each operator, as text
+    moved_bytes: int | None = None  # the predicted bytes of a step's collectives
+    # The predicted bytes on a rank: parameters, gradients, optimizer state, tensors saved for
+    # backward.
     held_bytes: int = 0
+    # The recompute policy of each block with which the plan fits memory.
     recompute: RecomputeMark = ""
 
     def used(self, held: Placements) -> Placements | None:

@@ -46,21 +46,13 @@ class OverMemoryError(PlanError):
 
 @dataclass(frozen=True)
 class Solution:
-    """The option that is chosen for each group, and what a step then takes.
+    """The option that is chosen for each group, and what a step then takes."""
 
-    Attributes:
-        options: the options.
-        seconds: the predicted seconds of a step.
-        held_bytes: the bytes on a rank of parameters, gradients, optimizer state, saved tensors.
-        bound_s: a lower bound for the seconds of any plan.
-        is_scarce: whether a plan that holds more would take less time.
-    """
-
-    options: Mapping[Group, int]
-    seconds: float
-    held_bytes: int
-    bound_s: float = 0.0
-    is_scarce: bool = False
+    options: Mapping[Group, int]  # the options
+    seconds: float  # the predicted seconds of a step
+    held_bytes: int  # the bytes on a rank of parameters, gradients, optimizer state, saved tensors
+    bound_s: float = 0.0  # a lower bound for the seconds of any plan
+    is_scarce: bool = False  # whether a plan that holds more would take less time
 
 
 class Problem:

@@ -61,19 +61,14 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The placements of one tensor, at rest and where it is used.
+    """The placements of one tensor, at rest and where it is used."""
 
-    Attributes:
-        held: the placements in which it is stored.
-        used: what it is redistributed to before a leaf computes with it; None for no change.
-        result: for a weight, the placements that its module's result must have.
-        given: whether it exists before the step begins, as parameters do.
-    """
-
-    held: Placements
+    held: Placements  # the placements in which it is stored
+    # What it is redistributed to before a leaf computes with it; None for no change.
     used: Placements | None = None
+    # For a weight, the placements that its module's result must have.
     result: Placements | None = None
-    given: bool = False
+    given: bool = False  # whether it exists before the step begins, as parameters do
 
 
 TensorPlans = tuple[TensorPlan, ...]
@@ -128,11 +123,6 @@ class Sharder:
         decompositions: returns the decompositions of the operators of a leaf.
         plans: the plans of leaves.
         ends: leaves that ranks share, if ranks are compiled for one after another.
-
-    Attributes:
-        whole: the operators that every rank runs on whole tensors, because no rule splits them.
-        is_even: whether all ranks have shards of equal sizes.
-        made: the closures, by what they depend on.
     """
 
     mesh: DeviceMesh
@@ -140,9 +130,10 @@ class Sharder:
     decompositions: Callable[[Leaf], Decompositions]
     plans: Mapping[Closure, LeafPlan] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
+    # The operators that every rank runs on whole tensors, because no rule splits them.
     whole: dict[str, None] = field(default_factory=dict)
-    is_even: bool = True
-    made: dict[Any, Sharded] = field(default_factory=dict)
+    is_even: bool = True  # whether all ranks have shards of equal sizes
+    made: dict[Any, Sharded] = field(default_factory=dict)  # the closures, by what they depend on
 
     def step(
         self, program: Program, inputs: Sequence[TensorPlan], outputs: Sequence[Placements]

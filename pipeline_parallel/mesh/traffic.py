@@ -21,23 +21,16 @@ from .torch_collectives import COLLECTIVES, INTO, WAIT
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step.
+    """One collective of a step."""
 
-    Attributes:
-        path: the module path of the call that it belongs to, such as ``micro_batch_0.blocks.1``.
-        part: the name of the called closure, such as ``Block.forward``.
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, or
-            ``"send"`` from a stage to its neighbour.
-        axis: the dimension of the mesh.
-        num_bytes: the bytes of this rank's input or output, whichever is larger.
-        num_beside: the number of launches that overlap with it; None if it is not linked.
-    """
-
-    path: str
-    part: str
+    path: str  # the module path of the call that it belongs to, such as ``micro_batch_0.blocks.1``
+    part: str  # the name of the called closure, such as ``Block.forward``
+    # ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, or ``"send"`` from
+    # a stage to its neighbour.
     kind: str
-    axis: str
-    num_bytes: int
+    axis: str  # the dimension of the mesh
+    num_bytes: int  # the bytes of this rank's input or output, whichever is larger
+    # The number of launches that overlap with it; None if it is not linked.
     num_beside: int | None = None
 
 
@@ -101,25 +94,15 @@ class MeshCosts(OperatorCosts):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank while a step runs, by purpose.
+    """The bytes of one rank while a step runs, by purpose."""
 
-    Attributes:
-        parameters: shards of parameters and buffers.
-        gradients: shards of gradients, which stay in the arena until the next step.
-        batch: rows of the batch.
-        arena: the rest of the arena: activations, results of collectives, scratch.
-        launches: the most bytes that launches allocate at one time.
-        optimizer: the optimizer's tensors, if known.
-        outside: memory that PyTorch does not count, if known.
-    """
-
-    parameters: int
-    gradients: int
-    batch: int
-    arena: int
-    launches: int
-    optimizer: int = 0
-    outside: int = 0
+    parameters: int  # shards of parameters and buffers
+    gradients: int  # shards of gradients, which stay in the arena until the next step
+    batch: int  # rows of the batch
+    arena: int  # the rest of the arena: activations, results of collectives, scratch
+    launches: int  # the most bytes that launches allocate at one time
+    optimizer: int = 0  # the optimizer's tensors, if known
+    outside: int = 0  # memory that PyTorch does not count, if known
 
     @property
     def num_bytes(self) -> int:
@@ -133,17 +116,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """The plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it.
+    """The plan and the collectives of a step over a mesh. ``print(parallel.plan)`` shows it."""
 
-    Attributes:
-        layouts: the layouts of its tensors.
-        collectives: its collectives, in the order in which they start.
-        memory: the memory of one rank.
-    """
-
-    layouts: MeshPlan
-    collectives: tuple[Collective, ...]
-    memory: RankMemory | None = None
+    layouts: MeshPlan  # the layouts of its tensors
+    collectives: tuple[Collective, ...]  # its collectives, in the order in which they start
+    memory: RankMemory | None = None  # the memory of one rank
 
     @property
     def num_bytes(self) -> int:
@@ -162,24 +139,15 @@ class ShardedStep:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """The collectives of one kind in a part of a program, which is called several times.
+    """The collectives of one kind in a part of a program, which is called several times."""
 
-    Attributes:
-        part: the part, such as ``Block.forward``.
-        num_calls: how often a step calls it.
-        kind: the kind of the collectives.
-        axis: the dimension of the mesh.
-        count: their number in one call.
-        num_bytes: their bytes in one call.
-        beside: the fewest and the most launches that overlap with one; empty if not linked.
-    """
-
-    part: str
-    num_calls: int
-    kind: str
-    axis: str
-    count: float
-    num_bytes: float
+    part: str  # the part, such as ``Block.forward``
+    num_calls: int  # how often a step calls it
+    kind: str  # the kind of the collectives
+    axis: str  # the dimension of the mesh
+    count: float  # their number in one call
+    num_bytes: float  # their bytes in one call
+    # The fewest and the most launches that overlap with one; empty if not linked.
     beside: tuple[int, ...]
 
     def __str__(self) -> str:

@@ -64,19 +64,12 @@ _Seen = dict[int, tuple[int, Any]]  # the least depth at which a walk met an obj
 
 
 class AttributeRead(NamedTuple):
-    """An attribute of a module when it was first read.
+    """An attribute of a module when it was first read."""
 
-    Attributes:
-        module: the module.
-        table: the module's dictionary that holds it, or would.
-        value: what the dictionary held, or ABSENT.
-        frozen: the frozen value, of the module or its class, to compare another instance with.
-    """
-
-    module: nn.Module
-    table: dict[str, Any]
-    value: Any
-    frozen: Any
+    module: nn.Module  # the module
+    table: dict[str, Any]  # the module's dictionary that holds it, or would
+    value: Any  # what the dictionary held, or ABSENT
+    frozen: Any  # the frozen value, of the module or its class, to compare another instance with
 
 
 class _BlockEvidence(Protocol):
@@ -91,29 +84,26 @@ class _BlockEvidence(Protocol):
 
 @dataclass
 class Reads:
-    """Holds what the Python of an instance, or of the whole model, reads while it runs.
+    """Holds what the Python of an instance, or of the whole model, reads while it runs."""
 
-    Attributes:
-        contents: a snapshot of what the modules' attributes held, in the whole run.
-        seen: called once with each value that is read outside the model.
-        functions: the code and scope of the functions that ran.
-        owners: ``id`` of each object outside whose attribute was read, in the whole run.
-        walked: the modules whose children or tensors were looked through.
-        slots: what was read and written of objects among the arguments, if there are any.
-        indexes: attributes of modules that were read as an :class:`OpenIndex`.
-        is_root: whether these are the whole model's, which no other instance is compared with.
-    """
-
+    # A snapshot of what the modules' attributes held, in the whole run.
     contents: Snapshot = field(default_factory=Snapshot)
+    # Called once with each value that is read outside the model.
     seen: Callable[[Any, str, Any], None] | None = None
+    # ``id`` of each object outside whose attribute was read, in the whole run.
     owners: set[int] = field(default_factory=set)
+    # Whether these are the whole model's, which no other instance is compared with.
     is_root: bool = False
+    # What was read and written of objects among the arguments, if there are any.
     slots: SlotReads | None = None
+    # Attributes of modules that were read as an :class:`OpenIndex`.
     indexes: dict[tuple[int, str], OpenIndex] = field(default_factory=dict)
     attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
+    # The code and scope of the functions that ran.
     functions: set[tuple[types.CodeType, int]] = field(default_factory=set)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, _BlockEvidence]] = field(default_factory=list)
+    # The modules whose children or tensors were looked through.
     walked: dict[int, nn.Module] = field(default_factory=dict)
     closures: Closures = field(default_factory=Closures)
     _held: Snapshot = field(default_factory=Snapshot)  # what a block's attributes hold

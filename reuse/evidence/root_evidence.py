@@ -205,14 +205,10 @@ class RootEvidence:
         reads: of the whole run.
         modules: ``id`` of the modules whose class, mode, children and hooks the guard compares.
         placed: ``id`` of each tensor whose place the guard looks up itself.
-
-    Attributes:
-        contents: what the objects found there held.
-        tensors: the other tensors that code reached: it may ask for their shapes.
     """
 
     def __init__(self, reads: Reads, modules: Collection[int], placed: Collection[int]) -> None:
-        self.contents = reads.contents
+        self.contents = reads.contents  # what the objects found there held
         self._facts: dict[Any, _Fact] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         for (number, name), read in reads.attributes.items():
@@ -231,6 +227,7 @@ class RootEvidence:
         self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
         found += self.contents.tensors()
+        # The other tensors that code reached: it may ask for their shapes.
         self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
         for tensor in self.tensors:
             if not names.isdisjoint(vars(tensor)):

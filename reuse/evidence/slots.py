@@ -139,20 +139,17 @@ class SlotReads:
     Args:
         given: the objects, by their numbers among the flat arguments.
         holders: these objects, and every mutable object in them.
-
-    Attributes:
-        found: what was read at each place, before anything was written there.
-        tensors: the tensors that were read, with their layouts at that time.
-        written: places in the order in which they were first written.
-        unseen: why the record is incomplete; empty if it is complete.
     """
 
     given: Mapping[int, Any]
     holders: Sequence[Any]
+    # What was read at each place, before anything was written there.
     found: dict[Way, Any] = field(default_factory=dict)
+    # The tensors that were read, with their layouts at that time.
     tensors: dict[Way, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    # Places in the order in which they were first written.
     written: dict[tuple[int, Any], tuple[Any, Step]] = field(default_factory=dict)
-    unseen: str = ""
+    unseen: str = ""  # why the record is incomplete; empty if it is complete
 
     def __post_init__(self) -> None:
         self.objects: dict[Way, Any] = {}

@@ -117,17 +117,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shared:
-    """The closure that replaces others which differ in numbers only.
+    """The closure that replaces others which differ in numbers only."""
 
-    Attributes:
-        closure: the closure to call instead.
-        numbers: further operands, after the original ones.
-        num_members: how many different closures it replaces.
-    """
-
-    closure: Closure
-    numbers: tuple[Number, ...] = ()
-    num_members: int = 1
+    closure: Closure  # the closure to call instead
+    numbers: tuple[Number, ...] = ()  # further operands, after the original ones
+    num_members: int = 1  # how many different closures it replaces
 
 
 def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]]:
@@ -183,15 +177,11 @@ def _groups(items: Iterable[Item], key_of: Callable[[Item], Any]) -> list[list[I
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which numbers become inputs: one row per member of a group, one column per place.
+    """Which numbers become inputs: one row per member of a group, one column per place."""
 
-    Attributes:
-        input_of: for each place the position of its input, or None to leave the number in.
-        first: for each input the first place that has it.
-    """
-
+    # For each place the position of its input, or None to leave the number in.
     input_of: tuple[int | None, ...]
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # for each input the first place that has it
 
     def numbers(self, row: Sequence[Number]) -> tuple[Number, ...]:
         """Returns the numbers that one member passes."""

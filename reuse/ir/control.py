@@ -70,20 +70,14 @@ class Repeat(_Operator):
     operands that are the same in each step. The body takes the carried values, the rows of its step
     and the operands that stay the same; it returns the next carried values, then rows of results.
     Results are the last carried values, then the rows, stacked.
-
-    Attributes:
-        num_steps: at least one.
-        num_carried: leading operands that are carried.
-        num_scanned: operands after them with a row for each step.
-        is_reversed: 1 if the steps go from the last row to the first, else 0.
     """
 
     word = "repeat"
 
-    num_steps: int = 1
-    num_carried: int = 0
-    num_scanned: int = 0
-    is_reversed: int = 0
+    num_steps: int = 1  # at least one
+    num_carried: int = 0  # leading operands that are carried
+    num_scanned: int = 0  # operands after them with a row for each step
+    is_reversed: int = 0  # 1 if the steps go from the last row to the first, else 0
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Splits a list like the operands: carried, scanned, and the same in each step."""
@@ -106,13 +100,10 @@ class RepeatWhile(_Operator):
     """Runs the second body as long as the first returns true, as ``while_loop`` does.
 
     Both bodies take all operands; the second returns the next carried values.
-
-    Attributes:
-        num_carried: leading operands that are carried.
     """
 
     word = "repeat_while"
-    num_carried: int = 0
+    num_carried: int = 0  # leading operands that are carried
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the bodies in turn."""

@@ -28,24 +28,15 @@ from .types import TensorType
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a device sustains: one row for each device.
+    """Rates that a device sustains: one row for each device."""
 
-    Attributes:
-        flops_per_s: of matrix products.
-        bytes_per_s: of memory traffic.
-        half_flops_per_s: of matrix products in half precision, if they are faster.
-        tf32_flops_per_s: of matrix products in float32, if the user allows TF32.
-        transfer_bytes_per_s: between two ranks.
-        transfer_latency_s: of one transfer.
-        host_bytes_per_s: between the device and pinned memory of its host, one way; 0 without one.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    half_flops_per_s: float = 0.0
-    tf32_flops_per_s: float = 0.0
-    transfer_bytes_per_s: float = 5e10
-    transfer_latency_s: float = 1e-5
+    flops_per_s: float  # of matrix products
+    bytes_per_s: float  # of memory traffic
+    half_flops_per_s: float = 0.0  # of matrix products in half precision, if they are faster
+    tf32_flops_per_s: float = 0.0  # of matrix products in float32, if the user allows TF32
+    transfer_bytes_per_s: float = 5e10  # between two ranks
+    transfer_latency_s: float = 1e-5  # of one transfer
+    # Between the device and pinned memory of its host, one way; 0 without one.
     host_bytes_per_s: float = 0.0
 
     def seconds(self, flops: int, num_bytes: int, dtype: torch.dtype = torch.float32) -> float:

@@ -162,23 +162,15 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block's closure in pieces.
+    """A block's closure in pieces."""
 
-    Attributes:
-        entries: its inputs.
-        outputs: what it returns.
-        head: what comes before its first product.
-        body: from its first product to its last.
-        tail: what comes after.
-        period: a body and the seam after it; ``own`` and ``following`` are the nodes whose values
-            it takes, of its own block and of the next one.
-    """
-
-    entries: Sequence[Node]
-    outputs: Sequence[Node]
-    head: _Piece
-    body: _Piece
-    tail: _Piece
+    entries: Sequence[Node]  # its inputs
+    outputs: Sequence[Node]  # what it returns
+    head: _Piece  # what comes before its first product
+    body: _Piece  # from its first product to its last
+    tail: _Piece  # what comes after
+    # A body and the seam after it; ``own`` and ``following`` are the nodes whose values it takes,
+    # of its own block and of the next one.
     period: Composite
     own: Sequence[Node]
     following: Sequence[Node]
