@@ -72,9 +72,8 @@ class Habit:
 class Facts:
     """Facts about a program that hold for all its shapes; each is computed on first use.
 
-    Args:
-        program: the captured program, because autograd's rules apply to what the user wrote.
-        derivative: the derivative with a cotangent for every output, if there is one.
+    The program is the captured one, because autograd's rules apply to what the user wrote; the
+    derivative has a cotangent for every output.
     """
 
     def __init__(self, program: Program, derivative: Derivative | None) -> None:

@@ -31,12 +31,6 @@ class ParallelElsewhere:
     """A step over a mesh that is compiled for ranks on other machines, for ``save`` to write.
 
     Made by :func:`.parallel.parallelize`. The model's parameters are not changed.
-
-    Attributes:
-        model: holds the parameters.
-        plan: the placements of tensors.
-        last_report: the report of the compile.
-        kept_on_mesh: the parts of each rank that a file holds, in the order of ranks.
     """
 
     def __init__(self, kept: Sequence[KeptOnMesh]) -> None:

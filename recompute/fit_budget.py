@@ -64,13 +64,7 @@ Counts = list[tuple[int, ...]]
 
 
 class BudgetFit:
-    """Searches for the choice that fits a budget.
-
-    Args:
-        planner: finds the variants.
-        request: for the program, a composite closure.
-        peaks: return the program's peak under a choice.
-    """
+    """Searches for the choice that fits a budget, for a program: a composite closure."""
 
     def __init__(self, planner: Planner, request: Request, peaks: ProgramPeaks) -> None:
         assert isinstance(request.closure, Composite)

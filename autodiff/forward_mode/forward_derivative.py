@@ -154,10 +154,8 @@ class Fallback:
 class JetInterpreter(SizedInterpreter):
     """Runs a graph of plain operators; uses their rules if an operand has a series.
 
-    Args:
-        module: has no in-place operators; each ``detach`` in it stops a derivative.
-        lanes: compute the series.
-        stop: detaches, and marks the detach in the trace, so that it stays.
+    The module has no in-place operators, and each ``detach`` in it stops a derivative. ``lanes``
+    compute the series; ``stop`` detaches, and marks the detach in the trace, so that it stays.
     """
 
     def __init__(

@@ -209,10 +209,7 @@ class Lanes:
     def in_one_product(self, function: Callable[[Tensor], Tensor], jet: Jet, dim: int) -> Jet:
         """Applies a linear function to a value and all its coefficients, laid end to end.
 
-        Args:
-            function: treats each place along ``dim`` by itself, and keeps their order.
-            jet: what it is applied to.
-            dim: -1 or -2.
+        It treats each place along ``dim`` (-1 or -2) by itself, and keeps their order.
         """
         # One product of a tall matrix in place of several: it reads the constant operand once.
         rows, many = [jet.primal], []
@@ -288,12 +285,9 @@ class Operands:
     def call(
         self, target: Any, tensors: Sequence[Any] | None = None, zeros_at: Sequence[int] = ()
     ) -> Any:
-        """Calls an operator.
+        """Calls an operator; ``tensors`` replace the jets, in order, instead of their values.
 
-        Args:
-            target: the operator.
-            tensors: replace the jets, in order; None takes their values.
-            zeros_at: places where a constant counts as zero.
+        ``zeros_at`` are places where a constant counts as zero.
         """
         rest = iter([jet.primal for jet in self.jets] if tensors is None else tensors)
         args = [

@@ -253,8 +253,7 @@ def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
 def linear_in_first(*constants: int) -> Rule:
     """Returns the rule of an operator that is linear in its first operand, the others constant.
 
-    Args:
-        constants: places of constants that are added to it, and are zero for a coefficient.
+    ``constants`` are places of those that are added to it; they are zero for a coefficient.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -271,8 +270,7 @@ def linear_in_first(*constants: int) -> Rule:
 def jointly_linear(*places: int) -> Rule:
     """Returns the rule of an operator that is linear in some operands at once (``cat``, ``where``).
 
-    Args:
-        places: positions of these operands; a coefficient that only some have is zero in others.
+    A coefficient that only some have is zero in others.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:

@@ -116,17 +116,13 @@ class Parts:
 
 
 class _Stored:
-    """Reads a part from the file straight into its destination: zipfile would hold it twice.
-
-    Attributes:
-        left: bytes that are still to be read.
-        digest: of those that were read.
-    """
+    """Reads a part from the file straight into its destination: zipfile would hold it twice."""
 
     def __init__(self, file: BinaryIO, entry: zipfile.ZipInfo) -> None:
         file.seek(entry.header_offset + _LENGTHS_AT)
         file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
-        self._file, self.left, self.digest = file, entry.file_size, hashlib.sha256()
+        self._file = file
+        self.left, self.digest = entry.file_size, hashlib.sha256()  # bytes to read; of those read
 
     def readinto(self, memory: memoryview) -> int:
         """Fills a tensor with the next bytes of the part; returns how many there were."""

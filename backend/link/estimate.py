@@ -32,8 +32,7 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", 
 class Estimates:
     """Kernel lists of leaves that are not compiled yet, each made once.
 
-    Args:
-        fuses: whether the backend computes elementwise values where they are read.
+    Where the backend ``fuses``, elementwise values are computed where they are read.
     """
 
     def __init__(self, *, fuses: bool) -> None:

@@ -51,12 +51,9 @@ Make = Callable[[Type, str], ir.Value]
 
 @dataclass(frozen=True)
 class ControlNodes:
-    """Writes one control-flow operator.
+    """Writes one control-flow operator, given the functions of its bodies.
 
-    Args:
-        functions: of its bodies.
-        make: makes the inputs of graphs and the results of nodes.
-        names: taken in the graph around.
+    ``make`` makes the inputs of graphs and the results of nodes; ``names`` are taken around it.
     """
 
     functions: Mapping[Closure, ir.Function]

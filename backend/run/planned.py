@@ -474,10 +474,8 @@ def closures_run(flat: FlatProgram, kernel_lists: Mapping[Leaf, KernelList]) -> 
 class Runtime:
     """Runs a forward, and the backward of a *flight*: what a forward keeps for its backward.
 
-    Args:
-        program: the planned forward, or forward and backward.
-        num_results: how many leading outputs of the forward the user receives.
-        num_saved: how many outputs of the forward the arena keeps for the backward.
+    Of the forward's outputs the user receives the leading ``num_results``, and the arena keeps
+    ``num_saved`` for the backward.
     """
 
     def __init__(self, program: PlannedProgram, num_results: int, num_saved: int) -> None:

@@ -316,10 +316,6 @@ class RankProgram:
     """Runs the parts of a rank's units in one planned arena.
 
     A run binds the code of its part to the offsets of its regions, once per different set of them.
-
-    Args:
-        plan: the memory plan.
-        tools: load kernels and the native loop.
     """
 
     def __init__(self, plan: RankPlan, tools: Tools) -> None:

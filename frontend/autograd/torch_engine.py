@@ -210,9 +210,8 @@ class GeneratorStates:
 class Aliases:
     """Which tensors of a program share memory, learnt from the first run: it is always the same.
 
-    Args:
-        roots: the base of each output, see :func:`flows.view_roots`.
-        differentiable: the outputs that have a gradient.
+    ``roots`` are the bases of outputs, see :func:`flows.view_roots`; ``differentiable`` are the
+    outputs that have a gradient.
     """
 
     def __init__(self, roots: Sequence[object], differentiable: Sequence[int]) -> None:

@@ -22,9 +22,6 @@ class Arrivals:
     Not a collective: a rank that cannot read its file does not know whether the file is for one
     process or for all ranks. So it leaves a note under the path and the number of its try. Ranks
     that wait at the same try of the same path find it. All ranks count the same number of meetings.
-
-    Args:
-        path: the path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,11 +50,7 @@ class Arrivals:
                 self._store.set(self._note, f"rank {dist.get_rank()} says: {error}")
 
     def meet(self) -> None:
-        """Waits until all ranks have opened a file.
-
-        Raises:
-            FileError: if another rank cannot open it, or does not arrive in time.
-        """
+        """Waits until all ranks have opened a file; FileError if one cannot, or not in time."""
         store, self._store = self._store, None  # later errors show in collectives
         if store is None:
             return

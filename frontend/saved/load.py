@@ -122,10 +122,7 @@ def load(
 class Opened:
     """A file that is being read: first its programs, which have the layouts of tensors.
 
-    Args:
-        parts: the parts of the file.
-        store: the cache for its objects, if they are trusted.
-        meet: waits for all ranks, if the file is for several.
+    ``store`` is the cache for its objects, if they are trusted; ``meet`` waits for all ranks.
     """
 
     def __init__(
@@ -183,11 +180,7 @@ class Opened:
     def module(
         self, path: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor] | None
     ) -> SavedModel:
-        """Returns the model, with its tensors.
-
-        Raises:
-            FileError: if there are none, or their types differ from those that programs take.
-        """
+        """Returns the model, with its tensors; FileError if programs take others."""
         self._constants = found = self._read(CONSTANTS)
         where = self._told["weights"]
         if state_dict is not None:
@@ -545,11 +538,7 @@ class _Inputs:
 
 
 def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _Inputs:
-    """Returns inputs with the layouts that a program was compiled for.
-
-    Raises:
-        FileError: if the program takes other types.
-    """
+    """Returns inputs with a program's layouts; FileError if it takes other types."""
     rows, tree = tree_of(told["inputs"])
     leaves: list[Any] = []
     for kind, *said in rows:

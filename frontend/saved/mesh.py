@@ -87,11 +87,7 @@ class SavedMesh:
 
     @classmethod
     def read(cls, said: Any, given: DeviceMesh | None, *, has_stages: bool) -> SavedMesh:
-        """Reads the result of :func:`mesh_data`.
-
-        Raises:
-            FileError: if it is not a valid mesh, or differs from the given one.
-        """
+        """Reads the result of :func:`mesh_data`; FileError if it is not a mesh, or not as given."""
         axes, row, lies, batch, whole, table = said
         names, sizes = [name for name, _ in axes], [size for _, size in axes]
         sound = all(type(n) is str and n for n in names) and len(set(names)) == len(names)
@@ -145,8 +141,7 @@ class SavedMesh:
     def localized(self, program: Program) -> Program:
         """Returns a program whose inputs have the types of this rank's parts.
 
-        Raises:
-            FileError: if a tensor cannot be split by its placements.
+        Raises FileError if a tensor cannot be split by its placements.
         """
         inputs, whole = [], replicated(self.mesh)
         for source, value in zip(program.sources, program.inputs, strict=True):
@@ -208,8 +203,7 @@ class SavedMesh:
     ) -> Program:
         """Returns a stage in local types; those received and sent are as its forward has them.
 
-        Raises:
-            FileError: if its own inputs or outputs differ in type from the captured program's.
+        Raises FileError if its own inputs or outputs differ in type from the captured program's.
         """
         if not trusted:
             _check_collectives(programs, self.plan)
@@ -263,8 +257,7 @@ def read_step(
 ) -> ReadProgram:
     """Reads this rank's step, and checks it against the captured program in local types.
 
-    Raises:
-        FileError: if it is not a valid step, or has a collective that its mesh cannot run.
+    Raises FileError for one that is not valid, or has a collective that its mesh cannot run.
     """
     programs = read_texts(parts, place, [STEP], own=OWN, trusted=trusted)
     # A file that this machine signed was written by a compile, so its collectives are valid.

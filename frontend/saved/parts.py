@@ -107,14 +107,8 @@ def program_parts(
 ) -> Iterator[tuple[str, Content]]:
     """Yields the parts of a compiled program: texts, then kernels and memory plans.
 
-    Args:
-        kept: the program.
-        texts: the captured program, with tensor names as in the file, and the programs that run.
-        launches: the kernel lists of its leaves; None if unknown.
-        sizes: its symbolic sizes, as in the file.
-
-    Raises:
-        FileError: if a part of it is not plain data.
+    ``texts`` are the captured program, with tensor names as in the file, and the programs that run;
+    ``launches`` are None if unknown. Raises FileError if a part is not plain data.
     """
     # A symbolic program was compiled without the cache, which is needed here to pack kernels.
     options = kept.lowered.context.options
@@ -154,8 +148,7 @@ def program_parts(
 def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
     """Returns the text of a program, checked to parse to the same program.
 
-    Raises:
-        FileError: if it does not, or an operator is a custom one.
+    Raises FileError if it does not, or an operator is a custom one.
     """
     refuse_foreign(program, own)
     text = text_to_compare(program)
@@ -228,11 +221,7 @@ def backward_texts(backwards: Iterable[Program]) -> dict[str, Program]:
 
 
 def output_data(tree: OutputTree) -> Any:
-    """Returns the tree structure of a result, as JSON data.
-
-    Raises:
-        FileError: if a call also changes objects of the user.
-    """
+    """Returns a result's structure, as JSON data; FileError if calls change the user's objects."""
     if tree.updates or tree.kept:
         raise FileError(
             "A call of this program changes dictionaries, caches or attributes besides returning "
@@ -270,17 +259,10 @@ def read_program(
     *,
     trusted: bool,
 ) -> ReadProgram:
-    """Reads a program.
+    """Reads a program; FileError if it is not valid, or its texts do not fit together.
 
-    Args:
-        parts: the parts of the file.
-        place: the folder of the program's parts.
-        told: the file's JSON data of the program.
-        settings: for a training step, the types of the optimizer's numbers.
-        trusted: reads operators only on demand, without checks, because this machine wrote them.
-
-    Raises:
-        FileError: if there is no valid program, or its texts do not fit together.
+    ``told`` is the file's JSON data of it, ``settings`` are the types of the numbers of a step's
+    optimizer. If ``trusted``, operators are read on demand, unchecked: this machine wrote them.
     """
     boundary = told["boundary"]
     sizes = None if told["sizes"] is None else read_sizes(told["sizes"])
@@ -375,11 +357,7 @@ def read_texts(
 
 
 def read_sizes(told: Any) -> ReadSizes:
-    """Reads the symbols of a program, and their conditions.
-
-    Raises:
-        FileError: if the examples of symbols are no sizes, or break a condition.
-    """
+    """Reads the symbols of a program, and their conditions, which their examples must keep."""
     _, examples, conditions = told
     for name, number in examples.items():
         if type(number) is not int or not 2 <= number <= _MAX_EXAMPLE:
@@ -497,8 +475,7 @@ def step_of(
 def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> State:
     """Adds the kernels and memory plans of a file to the state: trusted code.
 
-    Returns:
-        The new state; unchanged if the file is from another PyTorch or machine.
+    The state stays as it is if the file is from another PyTorch or machine.
     """
     name, context = f"{place}made.json", state.context
     if name not in parts.names:

@@ -38,11 +38,7 @@ _MAX_ACTIONS = 2**17  # of each kind: a schedule is laid out in full
 def together(
     ranks: Ranks, make: Callable[[], Made], why: Callable[[Exception], str] = reason_of
 ) -> Made:
-    """Runs a function on each rank; a collective, so that all ranks fail together.
-
-    Raises:
-        FileError: on all ranks, if the function raises on one.
-    """
+    """Runs a function on each rank; a collective: if it fails on one, FileError on all."""
     made, cause, said = None, None, ""
     try:
         made = make()
@@ -124,13 +120,8 @@ def check_number(number: int, what: str) -> None:
 def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[Ranks, ActionTable]:
     """Returns the ranks of the pipeline, and the table of their actions; a collective.
 
-    Args:
-        said: the result of :func:`ranks_data`.
-        meet: waits for all ranks.
-        mesh: the mesh that stages are sharded over, with its pipeline dimension.
-
-    Raises:
-        FileError: if the number of ranks differs from the file's.
+    ``said`` is the result of :func:`ranks_data`; ``mesh`` is what stages are sharded over, with its
+    pipeline dimension. Raises FileError if the number of ranks differs from the file's.
     """
     _, (_, ranks, _, replicas), timeout_s, _ = said
     table = read_table(said)
@@ -154,11 +145,7 @@ def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[R
 
 
 def read_table(said: Any) -> ActionTable:
-    """Returns the table of the actions of each rank, by PyTorch's schedule.
-
-    Raises:
-        FileError: if the sizes are invalid.
-    """
+    """Returns the table of actions, by PyTorch's schedule; FileError for invalid sizes."""
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ...pipeline_parallel.torch_pipelining import action_table
 
@@ -172,11 +159,7 @@ def read_table(said: Any) -> ActionTable:
 
 
 def read_colors(said: Any, num_stages: int) -> Colors:
-    """Returns the stage of each call.
-
-    Raises:
-        FileError: if there is no such stage.
-    """
+    """Returns the stage of each call; FileError if there is no such stage."""
     if any(type(one) is int and not 0 <= one < num_stages for one in said):
         raise FileError(f"a call is on none of its {num_stages} stages")
     return tuple(one if type(one) is int else read_colors(one, num_stages) for one in said)
@@ -189,15 +172,10 @@ def read_stages(
     *,
     trusted: bool,
 ) -> list[StageDerivative]:
-    """Reads and checks the derivatives of all stages of a pipeline.
+    """Reads and checks the derivatives of all stages of a pipeline, after the pass ``split``.
 
     The operators of other ranks' stages are not checked, only the types that they send and sum.
-
-    Args:
-        state: the state of this rank's compile, after the pass ``split``.
-        parts: the parts of the file.
-        local: over a mesh, returns a stage's folder and arguments of ``read_runs``.
-        trusted: reads operators only on demand, without checks.
+    Over a mesh, ``local`` returns a stage's folder and arguments of ``read_runs``.
     """
     found: list[StageDerivative] = []
     splitter = Splitter() if state.table.splits_backward else None

@@ -381,11 +381,7 @@ class _Saved:
 
 
 def _input_data(guard: Guard, count: int) -> Any:
-    """Returns the inputs of ``count`` micro-batches together, as JSON data.
-
-    Raises:
-        FileError: if an input is not plain data.
-    """
+    """Returns the inputs of ``count`` micro-batches together, as JSON data, or raises FileError."""
     first = iter(guard.repeated or range(len(guard.layouts)))
     rows: list[Any] = []
     for layout in guard.layouts:

@@ -61,13 +61,7 @@ class TensorNames:
 
 
 class SavedModel(nn.Module):
-    """A module tree with the tensors of a saved model, under arbitrary names.
-
-    Args:
-        class_name: the class of the saved model.
-        names: the names of its tensors.
-        tensors: the tensors by name.
-    """
+    """A module tree with the tensors of a saved model, under arbitrary names."""
 
     def __init__(
         self, class_name: str, names: TensorNames, tensors: Mapping[str, torch.Tensor]
@@ -85,11 +79,7 @@ class SavedModel(nn.Module):
             _put(self, name, tensor_of(self, first))
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises an error, because there is no Python to run.
-
-        Raises:
-            FileError: always.
-        """
+        """Raises FileError, because there is no Python to run."""
         raise FileError(
             f"This {class_name_of(self)} was loaded from a file, which has programs and no Python: "
             "none of them is for a call like this (its sizes, dtypes, structure, train or eval "
@@ -138,22 +128,13 @@ def class_name_of(model: nn.Module) -> str:
 
 
 class Refusing:
-    """Refuses a call that no program of a file fits.
-
-    Args:
-        calls: has the programs.
-        class_name: the class of the model.
-    """
+    """Refuses a call that no program of a file fits."""
 
     def __init__(self, calls: Dispatcher[Any], class_name: str) -> None:
         self._calls, self._class_name = calls, class_name
 
     def __call__(self, inputs: Inputs) -> NoReturn:
-        """Raises an error that lists the programs.
-
-        Raises:
-            NoProgramError: always.
-        """
+        """Raises a NoProgramError that lists the programs."""
         rows = [_row(guard, inputs, linker) for guard, linker in self._calls.symbolic_programs]
         numbers = [x for x in self._calls.entries if x.compiled.linker is None]
         rows += [_row(entry.guard, inputs) for entry in numbers]

@@ -21,9 +21,7 @@ from ...reuse.ir.torch_symbols import SIZE_TYPES, ReadSizes, SizeLiteral, expres
 class Record(dict[str, Any]):
     """An object loaded from a file: a dict of its fields, which are attributes as well.
 
-    Args:
-        class_name: the class of the saved object.
-        fields: the fields by name. As attributes, they take precedence over methods of dict.
+    As attributes, they take precedence over methods of dict.
     """
 
     def __init__(self, class_name: str, fields: Mapping[str, Any]) -> None:
@@ -55,15 +53,7 @@ class _Place:
 
 
 def tree_data(leaves: Sequence[Any], spec: torch_pytree.TreeSpec) -> Any:
-    """Returns a tree as JSON data.
-
-    Args:
-        leaves: a description of each leaf.
-        spec: their tree structure.
-
-    Raises:
-        NotCacheableError: if a description is not plain data.
-    """
+    """Returns a tree as JSON data; NotCacheableError if a leaf's description is not plain."""
     return encode_value(torch_pytree.unflatten(list(map(_Place, leaves)), spec), _own)
 
 
@@ -105,9 +95,7 @@ def tree_of(
 ) -> tuple[list[Any], torch_pytree.TreeSpec]:
     """Returns the leaves and the tree structure that :func:`tree_data` wrote.
 
-    Args:
-        data: the JSON data.
-        size_of: parses a symbolic size, if leaves may be such.
+    ``size_of`` parses a symbolic size, if leaves may be such.
     """
     places, spec = torch_pytree.flatten(decode_value(data, partial(_read, size_of)))
     if not all(isinstance(place, _Place) for place in places):

@@ -117,12 +117,8 @@ class Ends:
 class Sharder:
     """Makes the local closures of a program, each different one once.
 
-    Args:
-        mesh: the mesh that it runs on.
-        axes: the dimensions of the mesh, by the names of their process groups.
-        decompositions: returns the decompositions of the operators of a leaf.
-        plans: the plans of leaves.
-        ends: leaves that ranks share, if ranks are compiled for one after another.
+    ``axes`` are the dimensions of the mesh, by the names of their process groups; ``ends`` has
+    leaves that ranks share, if ranks are compiled for one after another.
     """
 
     mesh: DeviceMesh

@@ -136,9 +136,8 @@ Way = tuple[Any, ...]
 class SlotReads:
     """Records what a traced block reads and writes of objects among its arguments.
 
-    Args:
-        given: the objects, by their numbers among the flat arguments.
-        holders: these objects, and every mutable object in them.
+    ``given`` are the objects, by their numbers among the flat arguments; ``holders`` are these, and
+    every mutable object in them.
     """
 
     given: Mapping[int, Any]

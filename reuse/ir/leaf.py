@@ -90,11 +90,7 @@ class ModalInterpreter(SizedInterpreter):
     """Runs a leaf body node by node under the modes in the nodes' stamps.
 
     Consecutive nodes with equal modes share one autocast context. A stamp can only switch grad mode
-    off (``grad_enabled=False``), never on.
-
-    Args:
-        module: the body.
-        relayout: called with each result and its node; None keeps the layout of the result.
+    off (``grad_enabled=False``), never on. ``relayout`` is called with each result and its node.
     """
 
     def __init__(self, module: torch.fx.GraphModule, relayout: Relayout | None = None) -> None:
