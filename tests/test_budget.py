@@ -45,12 +45,12 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_988, 106),
-    "reuse": (9_771, 34),
-    "autodiff": (6_220, 21),
-    "recompute": (1_132, 4),
-    "pipeline_parallel": (7_361, 25),
-    "backend": (12_476, 45),
+    "frontend": (28_792, 106),
+    "reuse": (9_693, 34),
+    "autodiff": (6_136, 21),
+    "recompute": (1_080, 4),
+    "pipeline_parallel": (7_222, 25),
+    "backend": (12_284, 45),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
