@@ -22,13 +22,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import ModalInterpreter, Relayout, stamp_of, without_autocast
 from ...reuse.ir.program import outputs_of
 from ...reuse.ir.types import TensorType
-from .torch_make_fx import (
-    Decompositions,
-    fake_tensor,
-    growing_graph,
-    new_fake_mode,
-    sizes_kept_open,
-)
+from . import torch_make_fx
 from .torch_user_rules import DATA_DEPENDENT_ERRORS, dense_as
 
 
@@ -155,7 +149,7 @@ def stopped(result: Any, graph: torch.fx.Graph) -> Any:
 
 def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
     """Detaches a tensor in a trace, by a marked detach that is never removed."""
-    detached: torch.Tensor = stopped(tensor, growing_graph())
+    detached: torch.Tensor = stopped(tensor, torch_make_fx.growing_graph())
     return detached
 
 
@@ -191,11 +185,14 @@ def _with_gradients(
 
     Some inputs cannot require one (a norm's running statistics): PyTorch raises an error then.
     """
-    mode = new_fake_mode(module)
+    mode = torch_make_fx.new_fake_mode(module)
 
     def run(wanting: Collection[int]) -> list[bool]:
-        inputs = [fake_tensor(mode, t).requires_grad_(i in wanting) for i, t in enumerate(types)]
-        with mode, sizes_kept_open(mode), torch.enable_grad():
+        inputs = [
+            torch_make_fx.fake_tensor(mode, t).requires_grad_(i in wanting)
+            for i, t in enumerate(types)
+        ]
+        with mode, torch_make_fx.sizes_kept_open(mode), torch.enable_grad():
             results = ModalInterpreter(module).run_flat(inputs)
         return [not isinstance(x, torch.Tensor) or x.requires_grad for x in results]
 
@@ -222,7 +219,7 @@ def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return dense_as(source.to(target.dtype).expand(target.shape), target.stride())
 
 
-DIFFERENTIABLE: Decompositions = {torch.ops.aten.copy.default: copied}
+DIFFERENTIABLE: torch_make_fx.Decompositions = {torch.ops.aten.copy.default: copied}
 """Decompositions of operators without a derivative into operators that have one."""
 
 

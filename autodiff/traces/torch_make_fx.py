@@ -27,22 +27,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_aggregate
 
 from ...reuse.errors import CaptureError
+from ...reuse.ir import torch_symbols
 from ...reuse.ir.operators import changed_operand, is_view, may_draw, mutated_args
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import (
-    SIZE_TYPES,
-    SizeLiteral,
-    Values,
-    environment_of,
-    expression_of,
-    module_at,
-    size_in,
-    sizes_as_literals,
-    symbols_of,
-    tensor_type_at,
-    type_at,
-    value_of,
-)
 from ...reuse.ir.types import HOST, TensorType, Type, flatten_type
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import module_of, modules_left, schema_of
@@ -137,7 +124,7 @@ def compute_anew(module: torch.fx.GraphModule, but: Container[Any]) -> None:
 def _value(argument: Any) -> Any:
     if isinstance(argument, torch.fx.Node):
         return argument.meta["val"]
-    return argument.size if isinstance(argument, SizeLiteral) else argument
+    return argument.size if isinstance(argument, torch_symbols.SizeLiteral) else argument
 
 
 def _out_of_place(target: Any) -> Any:
@@ -195,7 +182,7 @@ def traced(
     with modules_left():
         module = run(*inputs, list(sizes))
     if sizes:
-        sizes_as_literals(module.graph)
+        torch_symbols.sizes_as_literals(module.graph)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
     return module
@@ -219,7 +206,7 @@ def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
 
     Its tensors may have the symbolic sizes of the module's shape environment.
     """
-    environment = None if module is None else environment_of(module)
+    environment = None if module is None else torch_symbols.environment_of(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
     if environment is not None:
         # With symbolic sizes the mode's cache has hardly any hits.
@@ -288,7 +275,9 @@ def _without_draw_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
     """Returns a fake tensor of a type."""
-    shape, stride = ([size_in(mode.shape_env, n) for n in ns] for ns in (type_.shape, type_.stride))
+    shape, stride = (
+        [torch_symbols.size_in(mode.shape_env, n) for n in ns] for ns in (type_.shape, type_.stride)
+    )
     with mode:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
@@ -325,7 +314,7 @@ def traced_operator(
 class SizesAt:
     """A value for each symbolic size; empty if no size is symbolic."""
 
-    values: Values = field(default_factory=Values)
+    values: torch_symbols.Values = field(default_factory=torch_symbols.Values)
 
     def num_bytes(self, type_: Type) -> int:
         """Returns the bytes of a value of a type."""
@@ -338,7 +327,7 @@ class SizesAt:
 
     def type(self, type_: Type) -> Type:
         """Returns a type with integer sizes."""
-        return type_at(type_, self.values)
+        return torch_symbols.type_at(type_, self.values)
 
     def leaf(self, leaf: Leaf) -> Leaf:
         """Returns a leaf with integer sizes, in its types and its graph."""
@@ -353,17 +342,19 @@ class SizesAt:
 
         A graph without symbols is returned itself.
         """
-        if not symbols_of(module):  # the same object, so that results cached by it stay valid
+        if not torch_symbols.symbols_of(
+            module
+        ):  # the same object, so that results cached by it stay valid
             return module
-        made, mode = module_at(module, self.values), new_fake_mode()
+        made, mode = torch_symbols.module_at(module, self.values), new_fake_mode()
 
         def number(value: Any) -> Any:
-            if isinstance(value, SIZE_TYPES):
-                return value_of(expression_of(value), self.values)
+            if isinstance(value, torch_symbols.SIZE_TYPES):
+                return torch_symbols.value_of(torch_symbols.expression_of(value), self.values)
             if not isinstance(value, torch.Tensor):
                 return value
             type_ = TensorType.of(value)
-            return fake_tensor(mode, tensor_type_at(type_, self.values))
+            return fake_tensor(mode, torch_symbols.tensor_type_at(type_, self.values))
 
         for node in made.graph.nodes:
             if "val" in node.meta:

@@ -22,18 +22,9 @@ from ...autodiff.derivative import Recipe
 from ...autodiff.traces.joint_trace import trace_forward
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import PlanError
+from ...reuse.ir import torch_symbols
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_symbols import (
-    SizeTrace,
-    SymbolTrace,
-    Values,
-    as_literal,
-    module_at,
-    symbols_of,
-    type_at,
-    value_of,
-)
 from ...reuse.ir.torch_updates import is_update
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
@@ -334,29 +325,29 @@ def closure_list(leaf: Leaf, kernel: Kernel | None = None) -> KernelList:
 def has_sizes(leaf: Leaf) -> bool:
     """Whether a leaf has symbolic sizes."""
     types_ = flat_types(leaf.input_types)
-    return bool(symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
+    return bool(torch_symbols.symbols_of(leaf.module)) or any(t.is_symbolic for t in types_)
 
 
-def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:
+def kernel_at(leaf: Leaf, kernel: Kernel, values: torch_symbols.Values) -> tuple[Leaf, Kernel]:
     """Returns a leaf and its kernel at given values of its symbolic sizes."""
     if not has_sizes(leaf):
         return leaf, kernel
     made = _leaf_at(leaf, values)
     if kernel.convention == "boxed":
-        symbols = symbols_of(leaf.module)
+        symbols = torch_symbols.symbols_of(leaf.module)
         return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
-    made = replace(made, module=module_at(_of_any_layout(leaf.module), values))
+    made = replace(made, module=torch_symbols.module_at(_of_any_layout(leaf.module), values))
     return made, _eager_kernel(made)
 
 
-def _leaf_at(leaf: Leaf, values: Values) -> Leaf:
+def _leaf_at(leaf: Leaf, values: torch_symbols.Values) -> Leaf:
     types_ = (leaf.input_types, leaf.output_types)
-    inputs, outputs = (tuple(type_at(t, values) for t in one) for one in types_)
+    inputs, outputs = (tuple(torch_symbols.type_at(t, values) for t in one) for one in types_)
     return leaf.retyped(inputs, outputs)
 
 
 def launches_at(
-    leaf: Leaf, kernel: Kernel, values: Values, trace: SizeTrace
+    leaf: Leaf, kernel: Kernel, values: torch_symbols.Values, trace: torch_symbols.SizeTrace
 ) -> tuple[Leaf, KernelList]:
     """Returns a leaf and its launches, whose numbers record how they depend on sizes.
 
@@ -367,23 +358,27 @@ def launches_at(
     return made, _traced_launches(made, leaf, kernel, trace)
 
 
-def _traced_launches(made: Leaf, leaf: Leaf, kernel: Kernel, trace: SizeTrace) -> KernelList:
+def _traced_launches(
+    made: Leaf, leaf: Leaf, kernel: Kernel, trace: torch_symbols.SizeTrace
+) -> KernelList:
     traced = Traced(_leaf_at(leaf, trace.values), trace)
     if kernel.convention == "boxed":
-        sizes = [trace.values[s] for s in symbols_of(leaf.module)]
+        sizes = [trace.values[s] for s in torch_symbols.symbols_of(leaf.module)]
         return record_wrapper(made, kernel.written or kernel.function, sizes, traced)
     return record_graph(made, traced)
 
 
-def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: SymbolTrace) -> SymbolicList:
+def symbolic_launches(leaf: Leaf, kernel: Kernel, trace: torch_symbols.SymbolTrace) -> SymbolicList:
     """Returns the launches of a leaf with expressions of its symbols for numbers."""
     found = _traced_launches(leaf, leaf, kernel, trace)
     return SymbolicList(*(getattr(found, field.name) for field in fields(found)))
 
 
-def numbered(leaf: Leaf, kernels: SymbolicList, values: Values) -> tuple[Leaf, KernelList]:
+def numbered(
+    leaf: Leaf, kernels: SymbolicList, values: torch_symbols.Values
+) -> tuple[Leaf, KernelList]:
     """Returns a leaf and its launches at given values of its symbolic sizes."""
-    return _leaf_at(leaf, values), kernels.at(lambda size: value_of(size, values))
+    return _leaf_at(leaf, values), kernels.at(lambda size: torch_symbols.value_of(size, values))
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:
@@ -414,7 +409,7 @@ def _of_any_layout(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         elif node.target in _STRIDED:
             base = node.args[0]
             if isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor):
-                stride = tuple(map(as_literal, base.meta["val"].stride()))
+                stride = tuple(map(torch_symbols.as_literal, base.meta["val"].stride()))
                 with copied.inserting_before(node):
                     placed = copied.call_function(_in_layout, (base, stride))
                 node.args = (placed, *node.args[1:])

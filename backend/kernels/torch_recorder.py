@@ -31,16 +31,7 @@ from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
 from ..gpu.torch_gpu import no_stream
 from ..gpu.torch_triton import TritonKernel
-from ..launches.kernel_list import (
-    BufferInfo,
-    ClosureBuffer,
-    KernelList,
-    Launch,
-    OperandForm,
-    Returned,
-    View,
-    with_native,
-)
+from ..launches import kernel_list
 from .bundles import kept
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
@@ -68,7 +59,7 @@ _NATIVE_PLACES = tuple(_NATIVE_OUT_FORMS.values())
 
 def record_wrapper(
     leaf: Leaf, wrapper: Callable[..., Any], sizes: Sequence[int] = (), traced: Traced | None = None
-) -> KernelList:
+) -> kernel_list.KernelList:
     """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
 
     ``sizes`` are the values of symbolic sizes, which the wrapper takes before its tensors.
@@ -98,7 +89,7 @@ def record_wrapper(
     return recorder.finish(outputs)
 
 
-def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
+def record_graph(leaf: Leaf, traced: Traced | None = None) -> kernel_list.KernelList:
     """Records an ATen graph that runs on PyTorch's own kernels."""
     if is_update(leaf):
         return _record_update(leaf)
@@ -110,20 +101,20 @@ def record_graph(leaf: Leaf, traced: Traced | None = None) -> KernelList:
     return recorder.finish(outputs)
 
 
-def _record_update(leaf: Leaf) -> KernelList:
+def _record_update(leaf: Leaf) -> kernel_list.KernelList:
     """Records an optimizer update: one launch, whose results are operands changed in place."""
     node, types_ = leaf.nodes[0], flat_types(leaf.input_types)
     buffers = {entry: i for i, entry in enumerate(leaf.entries)}
-    views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
+    views = [kernel_list.View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
     args: Any = map_arg(node.args, lambda entry: views[buffers[entry]])  # type: ignore[arg-type, return-value]
     places = results_in_place(leaf)
-    infos = [BufferInfo("input", t.num_bytes, 0, 0) for t in types_]
+    infos = [kernel_list.BufferInfo("input", t.num_bytes, 0, 0) for t in types_]
     function = IN_PLACE[node.target]
-    launch = Launch(
+    launch = kernel_list.Launch(
         leaf.name, function, tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args), ()
     )
     results = tuple(views[i] for i in places)
-    return KernelList(
+    return kernel_list.KernelList(
         leaf.name,
         len(types_),
         tuple(infos),
@@ -208,10 +199,10 @@ class _Recorder(TorchDispatchMode):
         environment = traced.sizes.environment if traced else None
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
         self._buffers: dict[int, int] = {}
-        self._kinds: list[ClosureBuffer] = []
+        self._kinds: list[kernel_list.ClosureBuffer] = []
         self._bytes: list[int] = []
         self._keep: list[torch.Tensor] = []
-        self._launches: list[Launch] = []
+        self._launches: list[kernel_list.Launch] = []
         made = flat_types(leaf.output_types)
         self._device = next((t.device for t in (*self._types, *made)), torch.device("cpu"))
         self._is_native = all(t.device.type == "cpu" for t in (*self._types, *made))
@@ -227,7 +218,7 @@ class _Recorder(TorchDispatchMode):
         with self.mode, python:
             yield
 
-    def _add_buffer(self, tensor: torch.Tensor, kind: ClosureBuffer) -> None:
+    def _add_buffer(self, tensor: torch.Tensor, kind: kernel_list.ClosureBuffer) -> None:
         self._buffers[memory_id(tensor)] = len(self._kinds)
         self._kinds.append(kind)
         self._bytes.append(self._number(tensor.untyped_storage().nbytes()))
@@ -258,7 +249,7 @@ class _Recorder(TorchDispatchMode):
         return FakeTensor(self.mode, memory, device)
 
     def launching(
-        self, name: str, function: Callable[..., Any], operands: OperandForm = "tensors"
+        self, name: str, function: Callable[..., Any], operands: kernel_list.OperandForm = "tensors"
     ) -> Callable[..., Any]:
         """Returns a function that records a launch of ``function`` instead of running it."""
 
@@ -275,16 +266,16 @@ class _Recorder(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         results: tuple[Any, ...] = (),
-        returns: Returned = "nothing",
-        operands: OperandForm = "tensors",
+        returns: kernel_list.Returned = "nothing",
+        operands: kernel_list.OperandForm = "tensors",
     ) -> None:
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
-        launch = Launch(name, function, given, named, results, returns, operands)
+        launch = kernel_list.Launch(name, function, given, named, results, returns, operands)
         # Words of the native loop are integers, so symbolic launches get none yet. But whether an
         # out= form exists in the native loop must be known now.
         words = self._is_native and (not self._has_symbols or function in _NATIVE_PLACES)
-        self._launches.append(with_native(launch) if words else launch)
+        self._launches.append(kernel_list.with_native(launch) if words else launch)
 
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
@@ -302,10 +293,10 @@ class _Recorder(TorchDispatchMode):
     def _operand(self, value: Any) -> Any:
         return self._view(value) if isinstance(value, torch.Tensor) else self._number(value)
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _view(self, tensor: torch.Tensor) -> kernel_list.View:
         if is_lazy(tensor):  # a View does not show the lazy bit: kernels would read other values
             raise VerifyError(f"@{self._leaf.name} holds a lazily conjugated or negated tensor.")
-        return View(
+        return kernel_list.View(
             self._buffers[memory_id(tensor)],
             tensor.dtype,
             tuple(map(self._number, tensor.shape)),
@@ -313,7 +304,9 @@ class _Recorder(TorchDispatchMode):
             self._number(tensor.storage_offset()) * tensor.element_size(),
         )
 
-    def _as_promised(self, tensor: torch.Tensor, promised: TensorType, traced: TensorType) -> View:
+    def _as_promised(
+        self, tensor: torch.Tensor, promised: TensorType, traced: TensorType
+    ) -> kernel_list.View:
         """Returns a result in the layout of its type, which its readers were compiled for."""
         view = self._view(tensor)
         if (view.dtype, view.shape) != (promised.dtype, promised.shape):
@@ -338,7 +331,9 @@ class _Recorder(TorchDispatchMode):
         made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
         if new or func._schema.is_mutable or _is_collective(func):
-            returns: Returned = "tensor" if isinstance(result, torch.Tensor) else "tuple"
+            returns: kernel_list.Returned = (
+                "tensor" if isinstance(result, torch.Tensor) else "tuple"
+            )
             self._note_operator(func, args, kwargs, (leaves, returns), new)
         return result
 
@@ -347,7 +342,7 @@ class _Recorder(TorchDispatchMode):
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        result: tuple[list[Any], Returned],
+        result: tuple[list[Any], kernel_list.Returned],
         new: list[torch.Tensor],
     ) -> None:
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -397,7 +392,7 @@ class _Recorder(TorchDispatchMode):
         before = 0 if start is None else start - tensor.storage_offset()
         return self.reinterpret(tensor, size, stride, before)
 
-    def finish(self, outputs: Sequence[Any]) -> KernelList:
+    def finish(self, outputs: Sequence[Any]) -> kernel_list.KernelList:
         """Returns the kernel list."""
         types_ = tuple(flat_types(self._leaf.output_types))
         traced = flat_types(self._traced.output_types)
@@ -409,14 +404,14 @@ class _Recorder(TorchDispatchMode):
                 first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
                 last[view.buffer] = index
         buffers = tuple(
-            BufferInfo(kind, size, first[i], last[i], tensor.device)
+            kernel_list.BufferInfo(kind, size, first[i], last[i], tensor.device)
             for i, (kind, size, tensor) in enumerate(
                 zip(self._kinds, self._bytes, self._keep, strict=True)
             )
         )
         launches = tuple(self._launches)
         in_place = _in_place(self._leaf, launches)
-        return KernelList(
+        return kernel_list.KernelList(
             self._leaf.name, len(self.inputs), buffers, launches, views, types_, in_place
         )
 
@@ -425,7 +420,7 @@ def _is_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") == "lazyinline"
 
 
-def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
+def _in_place(leaf: Leaf, launches: Sequence[kernel_list.Launch]) -> tuple[tuple[int, int], ...]:
     """Pairs the result of a sum, also over ranks, with the first operand, to reuse its memory."""
     if len(launches) != 1 or launches[0].name not in ("add.Tensor", "lazyinline.all_reduce"):
         return ()

@@ -29,15 +29,7 @@ from ..gpu.torch_triton import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory
-from ..link.layout import (
-    Instance,
-    Results,
-    add_workspaces,
-    handed_on,
-    layout_of,
-    most_bytes,
-    outside,
-)
+from ..link import layout
 from ..link.link import FlatProgram
 from ..link.placement import (
     TOOLS,
@@ -84,7 +76,7 @@ class PlannedProgram:
         model_inputs: Sequence[int],
         num_results: Sequence[int],
         backward_inputs: Sequence[tuple[str, Any]] = (),
-        results: Results = "owned",
+        results: layout.Results = "owned",
         tools: Tools = TOOLS,
         gradients: Literal["apart", "overlaid"] = "apart",
         names: Sequence[str] = (),
@@ -92,7 +84,7 @@ class PlannedProgram:
     ) -> None:
         self._names = names
         target = tools.place.target
-        self.layout = layout_of(
+        self.layout = layout.layout_of(
             flats,
             kernel_lists,
             num_results,
@@ -104,7 +96,7 @@ class PlannedProgram:
         )
         check_aligned(self.layout, kernel_lists)
         if target is not None:
-            add_workspaces(self.layout, target)
+            layout.add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
         self.plans: list[ArenaPlan] = []  # the memory plans that the tools returned, in order
@@ -161,7 +153,7 @@ class PlannedProgram:
 
     def _writers_of(self, num_results: Sequence[int]) -> list[partial[CodeWriter]]:
         """Returns the writer of each part's function."""
-        handed = (*handed_on(self.layout), *self.overlay.hosts)
+        handed = (*layout.handed_on(self.layout), *self.overlay.hosts)
         return [
             partial(
                 CodeWriter,
@@ -209,11 +201,11 @@ class PlannedProgram:
     @property
     def outside_bytes(self) -> int:
         """Most bytes at one time that launches allocate: results, scratch, cuBLAS's workspace."""
-        return most_bytes(self._outside, self._numbers)
+        return layout.most_bytes(self._outside, self._numbers)
 
     @functools.cached_property
-    def _outside(self) -> list[Instance]:
-        return outside(self.layout)
+    def _outside(self) -> list[layout.Instance]:
+        return layout.outside(self.layout)
 
     @property
     def workspace_bytes(self) -> int:

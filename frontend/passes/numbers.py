@@ -17,17 +17,9 @@ from ...backend.kernels.lower import kernel_at, numbered
 from ...backend.launches.kernel_list import SymbolicList
 from ...backend.link.link import FlatProgram, Launch
 from ...reuse.errors import PlanError
+from ...reuse.ir import torch_symbols
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value
-from ...reuse.ir.torch_symbols import (
-    SIZE_TYPES,
-    SizeLiteral,
-    Values,
-    expression_of,
-    tensor_type_at,
-    type_at,
-    value_of,
-)
 from .context import Context
 from .state import State
 
@@ -51,7 +43,7 @@ class _Refreshing(ModalInterpreter):
         return result
 
 
-def results_at(program: Program, values: Values) -> Program:
+def results_at(program: Program, values: torch_symbols.Values) -> Program:
     """Returns the program with numbers for the symbolic sizes that it returns."""
     tree = program.output_tree
     if tree is None:  # a program of gradients
@@ -62,13 +54,15 @@ def results_at(program: Program, values: Values) -> Program:
     return replace(program, output_tree=replace(tree, leaves=leaves))
 
 
-def _at(values: Values, held: Any) -> Any:
-    size = held.size if isinstance(held, SizeLiteral) else held  # a literal comes from a file
-    is_size = held is not size or isinstance(held, SIZE_TYPES)
-    return value_of(expression_of(size), values) if is_size else held
+def _at(values: torch_symbols.Values, held: Any) -> Any:
+    size = (
+        held.size if isinstance(held, torch_symbols.SizeLiteral) else held
+    )  # a literal comes from a file
+    is_size = held is not size or isinstance(held, torch_symbols.SIZE_TYPES)
+    return torch_symbols.value_of(torch_symbols.expression_of(size), values) if is_size else held
 
 
-def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:
+def kernel_at_numbers(context: Context, leaf: Leaf, values: torch_symbols.Values) -> Leaf:
     """Makes the kernel of a symbolic leaf for numbers; returns the leaf that has it."""
     known = context.recorded.get(leaf)
     if isinstance(known, SymbolicList):
@@ -88,7 +82,7 @@ def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
             context.forget(leaf)
 
 
-def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
+def with_numbers(state: State, values: torch_symbols.Values, leaves: Mapping[Leaf, Leaf]) -> State:
     """Returns a linked state with numbers for symbols; ``leaves`` maps symbolic to plain leaves."""
     flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
     derivative = state.derivative
@@ -99,8 +93,10 @@ def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> S
     return replace(state, flats=flats, derivative=derivative)
 
 
-def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> FlatProgram:
-    types = {t: tensor_type_at(t, values) for t in set(flat.slot_types)}
+def _flat_at(
+    flat: FlatProgram, values: torch_symbols.Values, leaves: Mapping[Leaf, Leaf]
+) -> FlatProgram:
+    types = {t: torch_symbols.tensor_type_at(t, values) for t in set(flat.slot_types)}
     launches = tuple(
         Launch(leaves[one.leaf], one.operands, one.results, one.frees, one.path)
         for one in flat.launches
@@ -118,13 +114,13 @@ def check_layouts(kernels: Any) -> None:
             raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
 
 
-def signature_at(closure: Closure, values: Values, num_open: int = 0) -> Composite:
+def signature_at(closure: Closure, values: torch_symbols.Values, num_open: int = 0) -> Composite:
     """Returns an empty closure with the types of another one, with the numbers of a shape.
 
     The first ``num_open`` inputs keep their symbols.
     """
     given = closure.input_types
-    inputs = (*given[:num_open], *(type_at(t, values) for t in given[num_open:]))
-    outputs = (type_at(t, values) for t in closure.output_types)
+    inputs = (*given[:num_open], *(torch_symbols.type_at(t, values) for t in given[num_open:]))
+    outputs = (torch_symbols.type_at(t, values) for t in closure.output_types)
     program = Program(tuple(map(Value, inputs)), (), tuple(map(Value, outputs)))
     return Composite(closure.name, program)

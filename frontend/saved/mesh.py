@@ -24,15 +24,7 @@ from ...pipeline_parallel.mesh.torch_sharding import local_type, replicated
 from ...pipeline_parallel.mesh.torch_sharding_rules import layout_of, placement
 from ...pipeline_parallel.process_groups import Ranks
 from ...reuse.errors import FileError
-from ...reuse.ir.program import (
-    Leaf,
-    ModelTensor,
-    Program,
-    UserInput,
-    Value,
-    tensor_type,
-    walk_closures,
-)
+from ...reuse.ir import program as ir
 from ...reuse.ir.types import TensorType, Type, contiguous_stride
 from ..mesh_parameters import KeptOnMesh
 from ..mesh_planner import AskedPlan, without_stages
@@ -138,7 +130,7 @@ class SavedMesh:
         costs = AskedPlan(self.mesh, None, None, options).costs()
         return OnMesh(self.mesh, lambda *_: self.plan, None, costs, self.whole)
 
-    def localized(self, program: Program) -> Program:
+    def localized(self, program: ir.Program) -> ir.Program:
         """Returns a program whose inputs have the types of this rank's parts.
 
         Raises FileError if a tensor cannot be split by its placements.
@@ -147,15 +139,15 @@ class SavedMesh:
         for source, value in zip(program.sources, program.inputs, strict=True):
             # A tensor that the plan does not name is whole on each rank.
             layout = whole
-            if isinstance(source, ModelTensor):
+            if isinstance(source, ir.ModelTensor):
                 layout = self.plan.parameters.get(source.name, whole)
-            elif isinstance(source, UserInput):
+            elif isinstance(source, ir.UserInput):
                 if source.index >= len(self.plan.batch):
                     raise FileError(f"nothing says how {source.name} of the batch lies")
                 layout = self.plan.batch[source.index]
-            type_ = tensor_type(value)
+            type_ = ir.tensor_type(value)
             _check_split(layout, self.mesh.mesh.shape, type_.shape)
-            inputs.append(Value(local_type(type_, self.mesh, layout)))
+            inputs.append(ir.Value(local_type(type_, self.mesh, layout)))
         return replace(program, inputs=tuple(inputs))
 
     def parameters(
@@ -177,12 +169,12 @@ class SavedMesh:
         return distributed(local, self.mesh, layout, whole)
 
     def stages(
-        self, captured: Program, ranks: Ranks, table: ActionTable, *, trusted: bool
+        self, captured: ir.Program, ranks: Ranks, table: ActionTable, *, trusted: bool
     ) -> Callable[[Stage], tuple[str, dict[str, Any]]]:
         """Returns a function from a stage to its folder and arguments of ``read_runs``."""
         local = self.localized(captured)
         types = {
-            s.name if isinstance(s, ModelTensor) else s.index: v.type
+            s.name if isinstance(s, ir.ModelTensor) else s.index: v.type
             for s, v in zip(local.sources, local.inputs, strict=True)
         }
         line = next(row for row in ranks.rows if dist.get_rank() in row)
@@ -197,10 +189,10 @@ class SavedMesh:
         self,
         types: Mapping[Any, Type],
         stage: Stage,
-        programs: Mapping[str, Program],
+        programs: Mapping[str, ir.Program],
         *,
         trusted: bool,
-    ) -> Program:
+    ) -> ir.Program:
         """Returns a stage in local types; those received and sent are as its forward has them.
 
         Raises FileError if its own inputs or outputs differ in type from the captured program's.
@@ -209,7 +201,7 @@ class SavedMesh:
             _check_collectives(programs, self.plan)
         forward, first, sent = programs[PARTS[0]], stage.num_received, stage.num_sent
         own = [
-            types[tensor_name(s.name) if isinstance(s, ModelTensor) else s.index]
+            types[tensor_name(s.name) if isinstance(s, ir.ModelTensor) else s.index]
             for s in stage.sources
         ]
         results = [value.type for value in stage.program.outputs]
@@ -249,7 +241,7 @@ def _check_split(layout: Placements, sizes: Iterable[int], shape: Sequence[int])
 def read_step(
     parts: Parts,
     place: str,
-    captured: Program,
+    captured: ir.Program,
     plan: MeshPlan,
     batching: Batching,
     *,
@@ -269,9 +261,9 @@ def read_step(
     return ReadProgram(captured, programs, step=step)
 
 
-def _check_collectives(programs: Mapping[str, Program], plan: MeshPlan) -> None:
+def _check_collectives(programs: Mapping[str, ir.Program], plan: MeshPlan) -> None:
     """Raises FileError for a collective that the mesh of a plan cannot run."""
-    for closure in (one for program in programs.values() for one in walk_closures(program)):
-        for node in closure.nodes if isinstance(closure, Leaf) else ():
+    for closure in (one for program in programs.values() for one in ir.walk_closures(program)):
+        for node in closure.nodes if isinstance(closure, ir.Leaf) else ():
             if node.target in COLLECTIVES:
                 check_collective(node, dict(plan.axes))

@@ -24,20 +24,9 @@ from ...backend.files.container import Content, Parts, to_json
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_facts import function_name
 from ...reuse.errors import FileError, ParseError, VerifyError
+from ...reuse.ir import program as ir
 from ...reuse.ir.parser import parse_program, parse_size
 from ...reuse.ir.printer import closure_names, text_to_compare
-from ...reuse.ir.program import (
-    Call,
-    Composite,
-    Control,
-    Leaf,
-    ModelTensor,
-    Program,
-    UserInput,
-    Value,
-    tensor_type,
-    walk_closures,
-)
 from ...reuse.ir.torch_symbols import ReadSizes
 from ...reuse.ir.torch_updates import IN_PLACE, STATE
 from ...reuse.ir.types import StructType, TensorType
@@ -101,7 +90,7 @@ class KeptProgram:
 
 def program_parts(
     kept: KeptProgram,
-    texts: Mapping[str, Program],
+    texts: Mapping[str, ir.Program],
     launches: Mapping[Any, KernelList] | None,
     sizes: Any,
 ) -> Iterator[tuple[str, Content]]:
@@ -145,7 +134,7 @@ def program_parts(
     yield from ((f"objects/{digest}", [content]) for digest, content in objects.items())
 
 
-def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
+def _text(program: ir.Program, told: Any, own: Container[Any]) -> bytes:
     """Returns the text of a program, checked to parse to the same program.
 
     Raises FileError if it does not, or an operator is a custom one.
@@ -164,11 +153,11 @@ def _text(program: Program, told: Any, own: Container[Any]) -> bytes:
     raise FileError("This program has no text that says all of it.")
 
 
-def refuse_foreign(program: Program, own: Container[Any]) -> None:
+def refuse_foreign(program: ir.Program, own: Container[Any]) -> None:
     """Raises FileError for an operator that is not PyTorch's own, because it is user code."""
-    for closure in walk_closures(program):
-        for node in closure.nodes if isinstance(closure, Leaf) else ():
-            is_ours = isinstance(node.target, Control) or node.target in IN_PLACE
+    for closure in ir.walk_closures(program):
+        for node in closure.nodes if isinstance(closure, ir.Leaf) else ():
+            is_ours = isinstance(node.target, ir.Control) or node.target in IN_PLACE
             name = function_name(node.target) or _OURS
             if name.startswith(_OURS) and not is_ours and node.target not in own:
                 raise FileError(
@@ -177,17 +166,17 @@ def refuse_foreign(program: Program, own: Container[Any]) -> None:
                 )
 
 
-def _plainly_named(program: Program) -> Program:
+def _plainly_named(program: ir.Program) -> ir.Program:
     """Returns the program with short names; readable names are in the captured program."""
-    named = {v: Value(v.type) for v in program.inputs}
+    named = {v: ir.Value(v.type) for v in program.inputs}
     calls = []
     for call in program.calls:
-        results = tuple(Value(v.type) for v in call.results)
+        results = tuple(ir.Value(v.type) for v in call.results)
         args = tuple(named[v] for v in call.args)
         named.update(zip(call.results, results, strict=True))
-        calls.append(Call(call.closure, args, results, call.path, call.recompute))
+        calls.append(ir.Call(call.closure, args, results, call.path, call.recompute))
     outputs = tuple(named[v] for v in program.outputs)
-    return Program(tuple(named[v] for v in program.inputs), tuple(calls), outputs)
+    return ir.Program(tuple(named[v] for v in program.inputs), tuple(calls), outputs)
 
 
 def boundary_data(state: Compilation) -> Any:
@@ -215,7 +204,7 @@ def derivative_data(derivative: Derivative | None) -> Any:
     return [list(getattr(derivative, name)) for name in _INDICES]
 
 
-def backward_texts(backwards: Iterable[Program]) -> dict[str, Program]:
+def backward_texts(backwards: Iterable[ir.Program]) -> dict[str, ir.Program]:
     """Returns backwards for losses that leave outputs unused, by their names in a file."""
     return {f"{PARTS[1]}.{number}": one for number, one in enumerate(backwards, 1)}
 
@@ -243,8 +232,8 @@ class ReadProgram:
     ``backwards`` are for losses that leave outputs unused.
     """
 
-    captured: Program
-    runs: Mapping[str, Program]
+    captured: ir.Program
+    runs: Mapping[str, ir.Program]
     sizes: ReadSizes | None = None
     derivative: Derivative | None = None
     step: StepProgram | None = None
@@ -284,9 +273,9 @@ def read_program(
     return replace(read, backwards=[_backward_of(read, told, one) for told, one in pairs])
 
 
-def _backward_of(read: ReadProgram, told: Any, program: Program) -> Derivative:
+def _backward_of(read: ReadProgram, told: Any, program: ir.Program) -> Derivative:
     """Returns the derivative for a backward without some cotangents, checked by the full one."""
-    full, backward = read.derivative, Composite(f"main.{PARTS[1]}", program)
+    full, backward = read.derivative, ir.Composite(f"main.{PARTS[1]}", program)
     taken, given = told
     rows = _positions(taken), _positions(given)
     if full is None or rows[0] == full.cotangent_outputs:
@@ -302,10 +291,10 @@ def _backward_of(read: ReadProgram, told: Any, program: Program) -> Derivative:
 def read_runs(
     parts: Parts,
     place: str,
-    captured: Program,
+    captured: ir.Program,
     boundary: Any,
     sizes: ReadSizes | None = None,
-    local: Callable[[Mapping[str, Program]], Program] | None = None,
+    local: Callable[[Mapping[str, ir.Program]], ir.Program] | None = None,
     own: Container[Any] = (),
     *,
     trusted: bool,
@@ -320,7 +309,7 @@ def read_runs(
     if boundary is None:
         _check_types("the forward", _types(programs[PARTS[0]]), _types(captured))
         return ReadProgram(captured, programs, sizes)
-    forward, backward = (Composite(f"main.{n}", p) for n, p in programs.items())
+    forward, backward = (ir.Composite(f"main.{n}", p) for n, p in programs.items())
     found = Derivative(forward, backward, *map(_positions, boundary))
     _check_derivative(captured, found)
     return ReadProgram(captured, programs, sizes, found)
@@ -334,7 +323,7 @@ def read_texts(
     own: Container[Any] = (),
     *,
     trusted: bool,
-) -> dict[str, Program]:
+) -> dict[str, ir.Program]:
     """Reads programs by name, and verifies them unless this machine wrote them.
 
     They may contain PyTorch's operators and those in ``own``.
@@ -374,7 +363,7 @@ def _index(number: Any) -> int:
     return number
 
 
-def _check_leaves(captured: Program) -> None:
+def _check_leaves(captured: ir.Program) -> None:
     tree = captured.output_tree
     for kind, value in tree.leaves:
         if kind not in ("output", "constant"):
@@ -385,7 +374,7 @@ def _check_leaves(captured: Program) -> None:
         raise FileError("the captured program has inputs without a source")
 
 
-def _types(program: Program) -> tuple[list[Any], list[Any]]:
+def _types(program: ir.Program) -> tuple[list[Any], list[Any]]:
     return [v.type for v in program.inputs], [v.type for v in program.outputs]
 
 
@@ -399,7 +388,7 @@ def _positions(row: Any) -> tuple[int, ...]:
     return tuple(map(_index, row))
 
 
-def _check_derivative(captured: Program, found: Derivative) -> None:
+def _check_derivative(captured: ir.Program, found: Derivative) -> None:
     """Checks that the types of forward and backward fit together and fit the captured program."""
     inputs, outputs = _types(captured)
     saved = found.forward.output_types[-1:]
@@ -425,20 +414,20 @@ def _check_derivative(captured: Program, found: Derivative) -> None:
             raise FileError("a gradient is of another type than what it belongs to")
 
 
-def _halves(step: Program) -> Derivative:
+def _halves(step: ir.Program) -> Derivative:
     """Returns the forward that a step calls first, as a derivative without positions."""
     one = step.calls[0].closure
-    if not isinstance(one, Composite) or not isinstance(one.output_types[-1], StructType):
+    if not isinstance(one, ir.Composite) or not isinstance(one.output_types[-1], StructType):
         raise FileError("the first call of a step is not its forward")
     return Derivative(one, one, (), (), (), ())
 
 
 def step_of(
-    captured: Program, program: Program, settings: Sequence[TensorType], boundary: Any
+    captured: ir.Program, program: ir.Program, settings: Sequence[TensorType], boundary: Any
 ) -> StepProgram:
     """Returns a step, after checking the types of its inputs and outputs."""
     batch, gradients, writes, (state, parameters, num_results) = boundary
-    model = tuple(s for s in captured.sources if isinstance(s, ModelTensor))
+    model = tuple(s for s in captured.sources if isinstance(s, ir.ModelTensor))
     updates = Updates(
         tuple((_index(i), str(name)) for i, name in state),
         _positions(parameters),
@@ -457,7 +446,7 @@ def step_of(
     given = {
         s.index: v.type
         for s, v in zip(captured.sources, captured.inputs, strict=True)
-        if isinstance(s, UserInput)
+        if isinstance(s, ir.UserInput)
     }
     expected = [*(given[i] for row in batch for i in row), *own]
     count = TensorType(torch.float32, (), (), torch.device("cpu"))
@@ -487,7 +476,7 @@ def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> S
     backwards = [programs_of(one)[PARTS[1]] for one in program.backwards]
     for part, one in {**program.runs, **backward_texts(backwards)}.items():
         for leaf, leaf_name in closure_names(one).items():
-            if isinstance(leaf, Leaf) and leaf_name in lists[part]:
+            if isinstance(leaf, ir.Leaf) and leaf_name in lists[part]:
                 data = lists[part][leaf_name]
                 context.recorded[leaf] = context.cache.unpacked(data, leaf.name, size_of)
     first, *others = [tuple(map(plan_of, found)) for found in (plans, *more)]
@@ -506,13 +495,13 @@ def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> S
     return replace(state, known=told)
 
 
-def used_parameters(programs: Iterable[Program]) -> list[str]:
+def used_parameters(programs: Iterable[ir.Program]) -> list[str]:
     """Returns the names of the parameters that programs use, in order."""
     found = (source for program in programs for _, source, _ in model_inputs(program))
     return list(dict.fromkeys(source.name for source in found if source.kind == "parameter"))
 
 
-def model_inputs(program: Program) -> list[tuple[int, ModelTensor, TensorType]]:
+def model_inputs(program: ir.Program) -> list[tuple[int, ir.ModelTensor, TensorType]]:
     """Returns the inputs that are tensors of the model, with their positions and types."""
     pairs = enumerate(zip(program.sources, program.inputs, strict=True))
-    return [(i, s, tensor_type(v)) for i, (s, v) in pairs if isinstance(s, ModelTensor)]
+    return [(i, s, ir.tensor_type(v)) for i, (s, v) in pairs if isinstance(s, ir.ModelTensor)]

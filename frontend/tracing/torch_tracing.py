@@ -35,19 +35,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.traces.torch_user_rules import rules_above_autograd
+from ...reuse import torch_names
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.torch_fake_rules import errors_unlogged, with_strides_of_kernel
 from ...reuse.ir.torch_symbols import SIZE_TYPES, size_in
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import (
-    lazy_modules,
-    modules_left,
-    operator_named,
-    own_device_type,
-    wrapped_globals_left,
-)
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
 from .torch_patches import replaced
@@ -272,11 +266,11 @@ class Tracer:
 
         with (
             self.fake_mode,
-            lazy_modules(),
-            modules_left(),
+            torch_names.lazy_modules(),
+            torch_names.modules_left(),
             suppress(_Finished),
             errors_unlogged(),
-            wrapped_globals_left() as started,
+            torch_names.wrapped_globals_left() as started,
         ):
             readers = {operator_: self._refusing_real(operator_) for operator_ in _READERS}
             table = {**refused_operators(), **rules_above_autograd(), **readers}
@@ -334,10 +328,11 @@ class Tracer:
                     f"What torch.func does at {'' if frame is None else frame_text(frame)} cannot "
                     "be followed to operators. Write it as operators on the whole batch."
                 )
-            if torch.is_autocast_enabled(own_device_type()):
+            own_device = torch_names.own_device_type()
+            if torch.is_autocast_enabled(own_device):
                 raise CaptureError(
-                    f"Autocast of {own_device_type()!r} is on, and casts of that device are not "
-                    "known. Cast by .to(dtype), or run the model without it."
+                    f"Autocast of {own_device!r} is on, and casts of that device are not known. "
+                    "Cast by .to(dtype), or run the model without it."
                 )
             node.meta["stamp"] = Stamp(
                 torch.is_grad_enabled(),
@@ -574,7 +569,7 @@ _PYTORCHS = tuple(f"{name}::" for name in _PYTORCHS_NAMESPACES.split())
 def refused_operators() -> dict[Any, Callable[..., Any]]:
     """Returns, for each custom operator that changes operands, a function that refuses it."""
     names = torch._C._dispatch_get_all_op_names()
-    found = [operator_named(name) for name in names if not name.startswith(_PYTORCHS)]
+    found = [torch_names.operator_named(name) for name in names if not name.startswith(_PYTORCHS)]
     return {o: _refusing(o) for o in found if o is not None and o._schema.is_mutable}
 
 

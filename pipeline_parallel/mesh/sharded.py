@@ -24,20 +24,9 @@ from torch.distributed.tensor import Partial
 from ...autodiff.flows import in_closure, inlined
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.errors import PlanError
+from ...reuse.ir import program as ir
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.printer import closure_to_compare
-from ...reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    ModelTensor,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-    tensor_type,
-)
 from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import RESHAPES, module_of
@@ -86,7 +75,7 @@ class Flow:
 class Sharded:
     """A closure of local shapes, the part that each of its calls is, and its results' layouts."""
 
-    closure: Closure
+    closure: ir.Closure
     parts: tuple[Part, ...]
     layouts: TensorPlans
 
@@ -123,8 +112,8 @@ class Sharder:
 
     mesh: DeviceMesh
     axes: Mapping[str, str]
-    decompositions: Callable[[Leaf], Decompositions]
-    plans: Mapping[Closure, LeafPlan] = field(default_factory=dict)
+    decompositions: Callable[[ir.Leaf], Decompositions]
+    plans: Mapping[ir.Closure, LeafPlan] = field(default_factory=dict)
     ends: Ends = field(default_factory=Ends)
     # The operators that every rank runs on whole tensors, because no rule splits them.
     whole: dict[str, None] = field(default_factory=dict)
@@ -132,11 +121,11 @@ class Sharder:
     made: dict[Any, Sharded] = field(default_factory=dict)  # the closures, by what they depend on
 
     def step(
-        self, program: Program, inputs: Sequence[TensorPlan], outputs: Sequence[Placements]
-    ) -> Program:
+        self, program: ir.Program, inputs: Sequence[TensorPlan], outputs: Sequence[Placements]
+    ) -> ir.Program:
         """Returns the local program of a step, whose results get the placements ``outputs``."""
         types = [
-            local_type(tensor_type(v), self.mesh, layout.held)
+            local_type(ir.tensor_type(v), self.mesh, layout.held)
             for v, layout in zip(program.inputs, inputs, strict=True)
         ]
         everything = frozenset(range(len(program.outputs)))
@@ -153,8 +142,8 @@ class Sharder:
         return Flow(local_type(type_, self.mesh, layout.held), (layout,))
 
     def part(
-        self, program: Program, inputs: Sequence[Flow], outputs: Sequence[Placements | None]
-    ) -> tuple[Program, list[Flow]]:
+        self, program: ir.Program, inputs: Sequence[Flow], outputs: Sequence[Placements | None]
+    ) -> tuple[ir.Program, list[Flow]]:
         """Returns the local program of a part of a step, and this rank's parts of its results.
 
         Results get the placements ``outputs``; where there are none, any that are not partial.
@@ -178,12 +167,12 @@ class Sharder:
 
     def _brought(
         self,
-        program: Program,
-        calls: Sequence[Call],
-        values: Sequence[Value],
+        program: ir.Program,
+        calls: Sequence[ir.Call],
+        values: Sequence[ir.Value],
         layouts: TensorPlans,
         targets: Sequence[Placements | None],
-    ) -> tuple[tuple[Call, ...], list[Value]]:
+    ) -> tuple[tuple[ir.Call, ...], list[ir.Value]]:
         """Returns the calls with redistributions added, and the redistributed values."""
         types = flat_types([value.type for value in program.outputs])
         ways = {
@@ -202,7 +191,7 @@ class Sharder:
         for place, call in enumerate(calls):
             schedule.add(call)
             if bucket := buckets.get(place):
-                local = [tensor_type(values[i]) for i in bucket]
+                local = [ir.tensor_type(values[i]) for i in bucket]
                 made = self._moved([types[i] for i in bucket], local, [ways[i] for i in bucket])
                 brought = _scheduled(schedule, made, [values[i] for i in bucket], "")
                 for index, value in zip(bucket, brought, strict=True):
@@ -223,7 +212,7 @@ class Sharder:
             graph = torch.fx.Graph()
             names = tuple(f"x{i}" for i in range(len(whole)))
             graph.output(tuple(map(graph.placeholder, names)))
-            leaf = Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
+            leaf = ir.Leaf("gradients", module_of(graph), (*whole,), (*whole,), names, "aten")
             plan = LeafPlan(outputs=tuple(target for _, target in ways))
             layouts = tuple(TensorPlan(held) for held, _ in ways)
             self.made[key] = self._leaf(leaf, plan, tuple(local), layouts, frozenset())
@@ -231,24 +220,24 @@ class Sharder:
 
     def _program(
         self,
-        program: Program,
+        program: ir.Program,
         types: Sequence[TensorType],
         layouts: Sequence[TensorPlan],
         partial: frozenset[int],
-    ) -> tuple[Program, TensorPlans]:
+    ) -> tuple[ir.Program, TensorPlans]:
         """Returns the local program, with structs taken apart, and the layouts of its results.
 
         Types and layouts are of this rank's parts of the flat inputs. Flat results in ``partial``
         may stay partial: the caller reduces them.
         """
-        local_inputs = tuple(map(Value, types))
+        local_inputs = tuple(map(ir.Value, types))
         given = grouped(zip(local_inputs, layouts, strict=True), [v.type for v in program.inputs])
         env = dict(zip(program.inputs, given, strict=True))
         open_values = _values_that_may_be_partial(program, partial)
         schedule = Schedule(local_inputs)
         for call in program.calls:
             made = [one for value in call.args for one in env[value]]
-            if not isinstance(call.closure, (Pack, Unpack)):
+            if not isinstance(call.closure, (ir.Pack, ir.Unpack)):
                 flags = [v in open_values for v in call.results for _ in flat_types([v.type])]
                 may = frozenset(i for i, is_open in enumerate(flags) if is_open)
                 sharded = self._call(call, made, may)
@@ -267,28 +256,28 @@ class Sharder:
         return local, tuple(layout for _, layout in outputs)
 
     def _call(
-        self, call: Call, args: Sequence[tuple[Value, TensorPlan]], partial: frozenset[int]
+        self, call: ir.Call, args: Sequence[tuple[ir.Value, TensorPlan]], partial: frozenset[int]
     ) -> Sharded:
         closure = call.closure
         # The types are part of the key, because layouts do not say the strides of local tensors.
-        types = tuple(tensor_type(value) for value, _ in args)
+        types = tuple(ir.tensor_type(value) for value, _ in args)
         layouts = tuple(layout for _, layout in args)
         plan = self.plans.get(closure, LeafPlan())
         nodes = frozenset(plan.nodes.items())
         key = (closure, types, layouts, partial, plan.inputs, plan.outputs, nodes)
         if key not in self.made:
-            if isinstance(closure, Composite):
+            if isinstance(closure, ir.Composite):
                 body, results = self._program(closure.program, types, layouts, partial)
-                self.made[key] = Sharded(Composite(closure.name, body), (), results)
+                self.made[key] = Sharded(ir.Composite(closure.name, body), (), results)
             else:
-                assert isinstance(closure, Leaf)
+                assert isinstance(closure, ir.Leaf)
                 alike = self.ends.alike(key)
                 self.made[key] = alike or self._leaf(closure, plan, types, layouts, partial)
         return self.made[key]
 
     def _leaf(
         self,
-        leaf: Leaf,
+        leaf: ir.Leaf,
         plan: LeafPlan,
         types: tuple[TensorType, ...],
         layouts: TensorPlans,
@@ -322,25 +311,25 @@ class Sharder:
 
 
 def _scheduled(
-    schedule: Schedule, made: Sharded, args: Sequence[Value], path: str
-) -> Sequence[Value]:
+    schedule: Schedule, made: Sharded, args: Sequence[ir.Value], path: str
+) -> Sequence[ir.Value]:
     """Adds the calls of a sharded closure; returns their results."""
     if made.parts:
-        assert isinstance(made.closure, Composite)
+        assert isinstance(made.closure, ir.Composite)
         calls, results = inlined(made.closure.program, args, path)
         for one, part in zip(calls, made.parts, strict=True):
             schedule.add(one, part)
         return results
-    values = tuple(map(Value, made.closure.output_types))
-    schedule.add(Call(made.closure, tuple(args), values, path))
+    values = tuple(map(ir.Value, made.closure.output_types))
+    schedule.add(ir.Call(made.closure, tuple(args), values, path))
     return values
 
 
 def _buckets(
-    calls: Sequence[Call], moves: Mapping[int, Value], scattered: set[int]
+    calls: Sequence[ir.Call], moves: Mapping[int, ir.Value], scattered: set[int]
 ) -> dict[int, list[int]]:
     """Returns the results that are redistributed together, by the call after which that happens."""
-    made_at: dict[Value, int] = {}
+    made_at: dict[ir.Value, int] = {}
     end = last = len(calls) - 1
     for place in range(last, -1, -1):
         # Gradients are complete only after the sums over micro-batches that follow their block.
@@ -352,7 +341,7 @@ def _buckets(
     places = {index: made_at.get(value, 0) for index, value in moves.items()}
     for place in sorted(set(places.values())):
         bucket += [index for index in moves if places[index] == place]
-        num_bytes += sum(tensor_type(moves[i]).num_bytes for i in bucket if places[i] == place)
+        num_bytes += sum(ir.tensor_type(moves[i]).num_bytes for i in bucket if places[i] == place)
         # A reduce-scatter frees memory, so it does not wait for other blocks.
         if num_bytes >= BUCKET_BYTES or not scattered.isdisjoint(bucket):
             buckets[place], bucket, num_bytes = bucket, [], 0
@@ -361,7 +350,7 @@ def _buckets(
     return buckets
 
 
-def _pinned_results(leaf: Leaf, layouts: TensorPlans) -> dict[torch.fx.Node, NodeLayouts]:
+def _pinned_results(leaf: ir.Leaf, layouts: TensorPlans) -> dict[torch.fx.Node, NodeLayouts]:
     """Returns the nodes of a leaf that are the result of a module whose result the user pinned."""
     pinned = {}
     for entry, layout in zip(leaf.entries, layouts, strict=True):
@@ -388,7 +377,7 @@ def result_of_weight(entry: torch.fx.Node) -> torch.fx.Node | None:
     return None
 
 
-def _values_that_may_be_partial(program: Program, partial: frozenset[int]) -> set[Value]:
+def _values_that_may_be_partial(program: ir.Program, partial: frozenset[int]) -> set[ir.Value]:
     """Returns the values that reach, through additions alone, only results that may be partial."""
     flat = [v for v in program.outputs for _ in flat_types([v.type])]
     open_values = {v for i, v in enumerate(flat) if i in partial}
@@ -402,16 +391,16 @@ def _values_that_may_be_partial(program: Program, partial: frozenset[int]) -> se
     return open_values - closed
 
 
-def _only_adds(closure: Closure) -> bool:
-    if isinstance(closure, Composite):
+def _only_adds(closure: ir.Closure) -> bool:
+    if isinstance(closure, ir.Composite):
         return all(_only_adds(call.closure) for call in closure.program.calls)
-    return isinstance(closure, Leaf) and {n.target for n in closure.nodes} <= {_ADD, *CASTS}
+    return isinstance(closure, ir.Leaf) and {n.target for n in closure.nodes} <= {_ADD, *CASTS}
 
 
 # ---- Stages of a pipeline ------------------------------------------------------------------------
 
 
-Parts = Mapping[str, Program]
+Parts = Mapping[str, ir.Program]
 """The programs of a stage by action (forward, backward), decomposed."""
 
 
@@ -475,7 +464,9 @@ class StageSharder:
         """Returns this rank's parts of the inputs that a stage does not receive from others."""
         values = stage.program.inputs[stage.num_received :]
         plans = (
-            self.layouts[s.name] if isinstance(s, ModelTensor) else TensorPlan(self.batch[s.index])
+            self.layouts[s.name]
+            if isinstance(s, ir.ModelTensor)
+            else TensorPlan(self.batch[s.index])
             for s in stage.sources
         )
         pairs = zip(values, plans, strict=True)
@@ -511,8 +502,8 @@ class StageSharder:
         return replace(halves, early=early, late=late)
 
     def _part(
-        self, program: Program, inputs: Sequence[Flow], wanted: Sequence[Flow | None]
-    ) -> tuple[Program, list[Flow]]:
+        self, program: ir.Program, inputs: Sequence[Flow], wanted: Sequence[Flow | None]
+    ) -> tuple[ir.Program, list[Flow]]:
         targets = [None if flow is None else flow.layouts[0].held for flow in wanted]
         local, made = self.sharder.part(program, inputs, targets)
         for flow, target in zip(made, wanted, strict=True):
@@ -524,9 +515,9 @@ class StageSharder:
         return local, made
 
 
-def _named(program: Program, closure: object) -> Composite:
-    assert isinstance(closure, Composite)
-    return Composite(closure.name, program, closure.input_names)
+def _named(program: ir.Program, closure: object) -> ir.Composite:
+    assert isinstance(closure, ir.Composite)
+    return ir.Composite(closure.name, program, closure.input_names)
 
 
 def _cotangent(flow: Flow) -> Flow:

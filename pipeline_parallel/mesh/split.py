@@ -24,17 +24,8 @@ import torch
 import torch.fx
 
 from ...autodiff.flows import in_closure, inlined, with_operands
+from ...reuse.ir import program as ir
 from ...reuse.ir.leaf import cut_leaf
-from ...reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Program,
-    Value,
-    input_nodes,
-    outputs_of,
-)
 from ...reuse.ir.rewrite import grouped, packed, unpacked
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import RESHAPES
@@ -79,7 +70,7 @@ def ordered(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[
 
 
 def _parts(module: torch.fx.GraphModule, parameters: Nodes) -> dict[Part, list[torch.fx.Node]]:
-    graph, entries = module.graph, input_nodes(module)
+    graph, entries = module.graph, ir.input_nodes(module)
     given, handed_out = _given(graph, parameters), _handed_out(graph)
     draws = [n for n in graph.nodes if _draws(n)]
     after = dict(zip(draws[1:], draws, strict=False))
@@ -224,8 +215,8 @@ _VIEW = torch.ops.aten.view.default
 
 
 def split_at_collectives(
-    leaf: Leaf, made: LocalGraph, parameters: Collection[int]
-) -> tuple[Closure, tuple[Part, ...]]:
+    leaf: ir.Leaf, made: LocalGraph, parameters: Collection[int]
+) -> tuple[ir.Closure, tuple[Part, ...]]:
     """Returns the local graph of a leaf as a closure, and the part that each of its calls is.
 
     The ``parameters`` are inputs that exist before the step begins.
@@ -236,7 +227,7 @@ def split_at_collectives(
     if any(n.target in COLLECTIVES for n in module.graph.nodes):
         return _Split(leaf, module).closure(made.input_types, parameters)
     module.recompile()
-    types = tuple(TensorType.of(n.meta["val"]) for n in outputs_of(module))
+    types = tuple(TensorType.of(n.meta["val"]) for n in ir.outputs_of(module))
     own = replace(leaf, module=module, input_types=made.input_types, output_types=types)
     return replace(own, input_names=()), ()
 
@@ -263,29 +254,29 @@ def _is_without_data(node: torch.fx.Node) -> bool:
 class _Split:
     """Builds the program of a local graph with collectives."""
 
-    def __init__(self, leaf: Leaf, module: torch.fx.GraphModule) -> None:
+    def __init__(self, leaf: ir.Leaf, module: torch.fx.GraphModule) -> None:
         self._leaf, self._module = leaf, module
-        self._calls: list[Call] = []
-        self._env: dict[torch.fx.Node, Value] = {}
+        self._calls: list[ir.Call] = []
+        self._env: dict[torch.fx.Node, ir.Value] = {}
 
     def closure(
         self, types: Sequence[TensorType], parameters: Collection[int]
-    ) -> tuple[Composite, tuple[Part, ...]]:
+    ) -> tuple[ir.Composite, tuple[Part, ...]]:
         """Returns a program of up to three calls, and the parts that they are."""
-        entries, inputs = input_nodes(self._module), tuple(map(Value, types))
+        entries, inputs = ir.input_nodes(self._module), tuple(map(ir.Value, types))
         order = ordered(self._module, {entries[i] for i in parameters})
         self._env.update(zip(entries, inputs, strict=True))
         found = {part: self._calls_of(nodes) for part, nodes in order.items()}
         parts = {part: calls for part, calls in found.items() if calls}
-        outputs = tuple(self._env[n] for n in outputs_of(self._module))
-        later, made = set(outputs), list[Call]()
+        outputs = tuple(self._env[n] for n in ir.outputs_of(self._module))
+        later, made = set(outputs), list[ir.Call]()
         for calls in reversed(parts.values()):
             made.append(in_closure(self._leaf.name, calls, later))
             later.update(made[-1].args)
-        program = Program(inputs, tuple(reversed(made)), outputs)
-        return Composite(self._leaf.name, program), tuple(parts)
+        program = ir.Program(inputs, tuple(reversed(made)), outputs)
+        return ir.Composite(self._leaf.name, program), tuple(parts)
 
-    def _calls_of(self, nodes: Sequence[torch.fx.Node]) -> list[Call]:
+    def _calls_of(self, nodes: Sequence[torch.fx.Node]) -> list[ir.Call]:
         part: list[torch.fx.Node] = []
         self._calls = []
         for node in nodes:
@@ -301,7 +292,7 @@ class _Split:
 
     def _add(self, nodes: Sequence[torch.fx.Node]) -> None:
         """Adds a call of a leaf that consists of some nodes."""
-        own, results = set(nodes), outputs_of(self._module)
+        own, results = set(nodes), ir.outputs_of(self._module)
         made = [n for n in nodes if n in results or any(user not in own for user in n.users)]
         made = [n for n in made if isinstance(n.meta["val"], torch.Tensor)]
         if not made:  # no other node reads their results
@@ -315,29 +306,29 @@ class _Split:
         kernels = "eager" if is_collective or is_moved else self._leaf.kernels
         cut = cut_leaf(name, nodes, read, made)
         leaf = replace(cut, input_names=(), level="aten", kernels=kernels)
-        values = tuple(Value(t) for t in leaf.output_types)
-        self._calls.append(Call(leaf, tuple(self._env[n] for n in read), values))
+        values = tuple(ir.Value(t) for t in leaf.output_types)
+        self._calls.append(ir.Call(leaf, tuple(self._env[n] for n in read), values))
         self._env.update(zip(made, values, strict=True))
 
 
 # ---- calls moved apart -------------------------------------------------------------------------
 
 
-def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
+def opened(program: ir.Program) -> tuple[ir.Call, list[ir.Call], Sequence[ir.Value]]:
     """Returns the last call of a block, the calls from there on inlined, and all results.
 
     It is a backward. Later calls, which sum and cast gradients, move in between the calls of its
     body, as early as their operands allow.
     """
-    opening = [isinstance(c.closure, Composite) and bool(c.path) for c in program.calls]
+    opening = [isinstance(c.closure, ir.Composite) and bool(c.path) for c in program.calls]
     first = max((i for i, opens in enumerate(opening) if opens), default=0)
-    env: dict[Value, Value] = {}
-    made_at: dict[Value, int] = {}
-    later: dict[int, list[Call]] = defaultdict(list)
-    inner: list[Call] = []
+    env: dict[ir.Value, ir.Value] = {}
+    made_at: dict[ir.Value, int] = {}
+    later: dict[int, list[ir.Call]] = defaultdict(list)
+    inner: list[ir.Call] = []
     for call in program.calls[first:]:
         calls, results = [call], list(call.results)
-        if isinstance(call.closure, Composite):
+        if isinstance(call.closure, ir.Composite):
             args = [env.get(v, v) for v in call.args]
             calls, results = inlined(call.closure.program, args, "")
         env.update(zip(call.results, results, strict=True))
@@ -354,12 +345,12 @@ def opened(program: Program) -> tuple[Call, list[Call], Sequence[Value]]:
     return program.calls[first], calls, [env.get(v, v) for v in program.outputs]
 
 
-def with_structs(program: Program, given: Sequence[Type], made: Sequence[Type]) -> Program:
+def with_structs(program: ir.Program, given: Sequence[Type], made: Sequence[Type]) -> ir.Program:
     """Packs inputs and results of a program of tensors into structs, where the types say so."""
-    before, after = list[Call](), list[Call]()
-    inputs, outputs = list[Value](), list[Value]()
+    before, after = list[ir.Call](), list[ir.Call]()
+    inputs, outputs = list[ir.Value](), list[ir.Value]()
     for type_, own in zip(given, grouped(program.inputs, given), strict=True):
-        inputs.append(Value(type_) if isinstance(type_, StructType) else own[0])
+        inputs.append(ir.Value(type_) if isinstance(type_, StructType) else own[0])
         if isinstance(type_, StructType):
             before.append(unpacked(inputs[-1], own))
     for type_, own in zip(made, grouped(program.outputs, made), strict=True):
@@ -377,13 +368,13 @@ class Schedule:
     its result is read.
     """
 
-    def __init__(self, inputs: Iterable[Value]) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, inputs: Iterable[ir.Value]) -> None:
+        self.calls: list[ir.Call] = []
         self._inputs = frozenset(inputs)
         self._last = 0
-        self._behind: list[Call] = []
+        self._behind: list[ir.Call] = []
 
-    def add(self, call: Call, part: Part = "body") -> None:
+    def add(self, call: ir.Call, part: Part = "body") -> None:
         """Adds a call."""
         if part == "behind":
             self._behind.append(call)
@@ -396,27 +387,27 @@ class Schedule:
             self.calls.append(call)
             self._wait_for([b for b in self._behind if computes and _holds(b.closure)])
 
-    def finished(self) -> tuple[Call, ...]:
+    def finished(self) -> tuple[ir.Call, ...]:
         """Returns all calls."""
         self._wait_for(self._behind)
         return tuple(self.calls)
 
-    def _wait_for(self, calls: Sequence[Call]) -> None:
+    def _wait_for(self, calls: Sequence[ir.Call]) -> None:
         self.calls += calls
         self._behind = [b for b in self._behind if b not in calls]
 
 
-def _computes(closure: Closure) -> bool:
-    if isinstance(closure, Composite):
+def _computes(closure: ir.Closure) -> bool:
+    if isinstance(closure, ir.Composite):
         return any(_computes(call.closure) for call in closure.program.calls)
     idle = {*MOVES_ONLY, *COLLECTIVES, WAIT}
-    return isinstance(closure, Leaf) and not all(n.target in idle for n in closure.nodes)
+    return isinstance(closure, ir.Leaf) and not all(n.target in idle for n in closure.nodes)
 
 
-def _holds(closure: Closure) -> bool:
+def _holds(closure: ir.Closure) -> bool:
     """Whether a wait in a closure keeps an operand in memory."""
-    if isinstance(closure, Composite):
+    if isinstance(closure, ir.Composite):
         return any(_holds(call.closure) for call in closure.program.calls)
-    return isinstance(closure, Leaf) and any(
+    return isinstance(closure, ir.Leaf) and any(
         n.target is WAIT and len(n.args) > 1 for n in closure.nodes
     )

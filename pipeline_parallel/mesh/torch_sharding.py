@@ -29,31 +29,9 @@ from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.ir.types import TensorType, is_dense
 from ...reuse.torch_names import RESHAPES
 from ..process_groups import first_line
+from . import torch_parts, torch_sharding_rules
 from .plan import LeafPlan, NodeLayouts, Placements
 from .torch_collectives import exchanges
-from .torch_parts import (
-    SPLIT,
-    distributed,
-    in_order_of,
-    joined_in_parts,
-    laid_out,
-    moved,
-    of_own_parts,
-    reshaped_in_parts,
-    stride_like,
-    with_layout_of,
-    without_data,
-)
-from .torch_sharding_rules import (
-    ROWS_AND_HEADS,
-    Rules,
-    has_rows,
-    has_rule,
-    is_local_attention,
-    is_zero,
-    layout_of,
-    placements,
-)
 
 _ATEN = torch.ops.aten
 # Views of a partial tensor are partial too, so it may be summed after them.
@@ -95,11 +73,11 @@ class LocalGraph:
 
 def local_type(type_: TensorType, mesh: DeviceMesh, layout: Placements) -> TensorType:
     """Returns the type of this rank's shard of a tensor, with the same order of strides."""
-    if not any(isinstance(p, SPLIT) for p in layout):
+    if not any(isinstance(p, torch_parts.SPLIT) for p in layout):
         return type_
     shape, _ = compute_local_shape_and_global_offset(torch.Size(type_.shape), mesh, layout)
     shape = tuple(int(size) for size in shape)
-    stride = stride_like(type_.stride, shape)
+    stride = torch_parts.stride_like(type_.stride, shape)
     return TensorType(type_.dtype, shape, stride, type_.device)
 
 
@@ -129,11 +107,11 @@ def local_graph(
     strided = ((t, p) for t, layout in pairs for p in layout if isinstance(p, _StridedShard))
     parts = tuple({(t.shape[p.dim], int(p.split_factor)): None for t, p in strided})
     # Made here, because the trace would record the tensors that they hold.
-    rules = [Rules(size, parts) for size in mesh.shape if parts]
+    rules = [torch_sharding_rules.Rules(size, parts) for size in mesh.shape if parts]
 
     def run(flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = [
-            distributed(local, mesh, layout, type_)
+            torch_parts.distributed(local, mesh, layout, type_)
             for local, (type_, layout) in zip(flat, pairs, strict=True)
         ]
         runs.append(_Sharding(leaf.module, mesh, plan, partial_outputs, rules))
@@ -172,7 +150,7 @@ class _Sharding(torch.fx.Interpreter):
         mesh: DeviceMesh,
         plan: LeafPlan,
         partial_outputs: frozenset[int],
-        rules: Sequence[Rules],
+        rules: Sequence[torch_sharding_rules.Rules],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False
@@ -251,13 +229,15 @@ class _Sharding(torch.fx.Interpreter):
         self._note_uneven(tensor, layout)
         if tensor.device_mesh is self._mesh:
             return tensor
-        return distributed(tensor.to_local(), self._mesh, layout, without_data(tensor))
+        return torch_parts.distributed(
+            tensor.to_local(), self._mesh, layout, torch_parts.without_data(tensor)
+        )
 
     def _note_uneven(self, tensor: DTensor, layout: Placements) -> None:
         """Notes if ranks would hold shards of different sizes."""
         left = list(tensor.shape)
         for p, size in zip(layout, self._mesh.shape, strict=True):
-            if isinstance(p, SPLIT):
+            if isinstance(p, torch_parts.SPLIT):
                 parts = size * (int(p.split_factor) if isinstance(p, _StridedShard) else 1)
                 self.is_even = self.is_even and left[p.dim] % parts == 0
                 left[p.dim] //= size
@@ -324,14 +304,14 @@ class _Sharding(torch.fx.Interpreter):
         if (made := self._by_own_rule(node, args, kwargs)) is not None:
             return made
         draws = torch.Tag.nondeterministic_seeded in target.tags
-        if draws or target in _LOSSES_OF_IMAGES or not has_rule(target):
+        if draws or target in _LOSSES_OF_IMAGES or not torch_sharding_rules.has_rule(target):
             return self._call_on_whole(node, args, kwargs)
         planned = self._plan.nodes.get(node) or self._layouts_in_parts(node)
         if planned is None and self._rules:
             args, kwargs = aggregate((args, kwargs), self._without_parts)  # type: ignore[misc]
         if target in RESHAPES:
             return self._reshaped(args, kwargs, planned or NodeLayouts())
-        if planned and (made := of_own_parts(node, args, kwargs, planned)) is not None:
+        if planned and (made := torch_parts.of_own_parts(node, args, kwargs, planned)) is not None:
             return made
         if target is _CONVERT:  # DTensor's rule for it sums first
             return _ATEN._to_copy.default(args[0], dtype=args[1])
@@ -341,18 +321,22 @@ class _Sharding(torch.fx.Interpreter):
         """Runs an operator that DTensor would refuse or gather for; None if DTensor runs it."""
         target: Any = node.target
         if target is _CAT:
-            return joined_in_parts(args, self._planned_output(node))
+            return torch_parts.joined_in_parts(args, self._planned_output(node))
         if target is _COPY:
-            return with_layout_of(*args[:2])
+            return torch_parts.with_layout_of(*args[:2])
         if target in _TABLES:
             return self._look_up(target, args)
         if target in _LOSSES:
             return self._loss(target, args)
         if target is _DROPOUT:
             return self._dropout(args)
-        if target is _ADD_ROWS and is_zero(node.args[0]):
+        if target is _ADD_ROWS and torch_sharding_rules.is_zero(node.args[0]):
             return self._add_rows(args)
-        return self._attention(args, kwargs, target) if is_local_attention(node) else None
+        return (
+            self._attention(args, kwargs, target)
+            if torch_sharding_rules.is_local_attention(node)
+            else None
+        )
 
     def _layouts_in_parts(self, node: torch.fx.Node) -> NodeLayouts | None:
         """Returns an operator's placements if a dimension is sharded in parts; None if not.
@@ -363,12 +347,12 @@ class _Sharding(torch.fx.Interpreter):
         present = [tuple(self._as_dtensor(t).placements) for t in held.values()]
         ways = []
         for axis, rules in enumerate(self._rules):
-            inputs = tuple(layout_of(one[axis]) for one in present)
+            inputs = tuple(torch_sharding_rules.layout_of(one[axis]) for one in present)
             ways += [w for w in rules.ways(node) if w.inputs == inputs][:1]
         if not ways or len(ways) < len(self._rules):
             return None
         layouts = zip(*(way.outputs for way in ways), strict=True)
-        made = tuple(placements(one, self._mesh.shape) for one in layouts)
+        made = tuple(torch_sharding_rules.placements(one, self._mesh.shape) for one in layouts)
         in_parts = any(isinstance(p, _StridedShard) for one in (*present, *made) for p in one)
         return NodeLayouts(tuple(present), made) if in_parts else None
 
@@ -395,7 +379,7 @@ class _Sharding(torch.fx.Interpreter):
             # As planned, a rank's shard of the result is its reshaped shard of the operand. DTensor
             # has no rule if several mesh dimensions shard one dimension in parts. And it views each
             # shard as it would the whole, but a collective may have changed a shard's strides.
-            return reshaped_in_parts(args[0], args[1], asked)
+            return torch_parts.reshaped_in_parts(args[0], args[1], asked)
         made: DTensor = _ATEN.reshape.default(*args, **kwargs)
         strided = [isinstance(p, _StridedShard) for p in made.placements]
         if not any(strided):
@@ -413,7 +397,7 @@ class _Sharding(torch.fx.Interpreter):
                 return value
             made = self._placed(value, self._replicated).to_local()
             # Some operators depend on strides, so these are those of a single process.
-            return laid_out(made, value.stride())
+            return torch_parts.laid_out(made, value.stride())
 
         args, kwargs = aggregate((args, kwargs), whole)  # type: ignore[misc]
         result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -461,7 +445,7 @@ class _Sharding(torch.fx.Interpreter):
         parts = tuple(Partial() if s else p for p, s in zip(layout, split, strict=True))
         shape = ids.shape if target is _GATHER else (*ids.shape, table.shape[1])
         whole = torch.empty(shape, device="meta")
-        return distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
+        return torch_parts.distributed(made.masked_fill(~inside, 0), self._mesh, parts, whole)
 
     def _own_rows(
         self, ids: torch.Tensor, num_rows: int, split: Sequence[bool], num_all: int
@@ -493,24 +477,24 @@ class _Sharding(torch.fx.Interpreter):
         """
         is_forward = target is _LOSSES[0]
         scores, targets, weight, reduction, *others = args if is_forward else args[1:]
-        is_split = any(isinstance(p, SPLIT) for p in scores.placements)
+        is_split = any(isinstance(p, torch_parts.SPLIT) for p in scores.placements)
         if reduction != _MEAN or scores.dim() != 2 or not is_split:
             return None
         lead = tuple(p if _splits_rows(p) else Replicate() for p in scores.placements)
         own: list[Any] = [self._placed(t, lead).to_local() for t in (scores, targets)]
         own.append(weight if weight is None else self._placed(weight, self._replicated).to_local())
         if is_forward:
-            layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
+            layout = tuple(Partial() if isinstance(p, torch_parts.SPLIT) else p for p in lead)
             sums = target(*own, _SUM, *others)
             number = torch.empty((), device="meta")
-            parts = (distributed(t, self._mesh, layout, number) for t in sums)
+            parts = (torch_parts.distributed(t, self._mesh, layout, number) for t in sums)
             total, num_counted = (self._placed(part, self._replicated) for part in parts)
             return total / num_counted, num_counted
         gradient, count = (
             self._placed(t, self._replicated).to_local() for t in (args[0], args[-1])
         )
         made = target(gradient, *own, reduction, *others[:-1], count)
-        return distributed(made, self._mesh, lead, without_data(scores))
+        return torch_parts.distributed(made, self._mesh, lead, torch_parts.without_data(scores))
 
     def _add_rows(self, args: Any) -> Any:
         """Adds this rank's rows to zeros, a partial result; None if not only rows are sharded."""
@@ -520,14 +504,14 @@ class _Sharding(torch.fx.Interpreter):
             return None
         parts = [self._placed(t, lead).to_local() for t in (mask, indices[0], values)]
         made = _ADD_ROWS(zeros.to_local(), parts[0], [parts[1]], parts[2])
-        layout = tuple(Partial() if isinstance(p, SPLIT) else p for p in lead)
-        return distributed(made, self._mesh, layout, zeros)
+        layout = tuple(Partial() if isinstance(p, torch_parts.SPLIT) else p for p in lead)
+        return torch_parts.distributed(made, self._mesh, layout, zeros)
 
     def _attention(self, args: Any, kwargs: Any, target: Any) -> Any:
         """Runs attention on this rank's rows and heads; None if other dimensions are sharded."""
         mask = kwargs.get("attn_mask")
-        tensors = [a for a in args if isinstance(a, DTensor) and has_rows(a)]
-        alone = (*map(Shard, range(ROWS_AND_HEADS)), Replicate())
+        tensors = [a for a in args if isinstance(a, DTensor) and torch_sharding_rules.has_rows(a)]
+        alone = (*map(Shard, range(torch_sharding_rules.ROWS_AND_HEADS)), Replicate())
         layouts = (tensor.placements for tensor in tensors)
         splits = [layout for layout in layouts if all(p in alone for p in layout)]
         if not splits:
@@ -543,7 +527,7 @@ class _Sharding(torch.fx.Interpreter):
         def local(value: Any) -> Any:
             if not isinstance(value, DTensor):
                 return value
-            if not has_rows(value) and value is not mask:
+            if not torch_sharding_rules.has_rows(value) and value is not mask:
                 return self._placed(value, self._replicated).to_local()
             own = value is mask  # where its size is 1, one mask is for all rows or heads
             layout = (
@@ -555,12 +539,14 @@ class _Sharding(torch.fx.Interpreter):
         own_args, own_kwargs = aggregate((args, kwargs), local)  # type: ignore[misc]
         made = target(*own_args, **own_kwargs)
         # A run on whole meta tensors tells the types of the whole results.
-        args, kwargs = aggregate((args, kwargs), without_data)  # type: ignore[misc]
+        args, kwargs = aggregate((args, kwargs), torch_parts.without_data)  # type: ignore[misc]
         with disable_proxy_modes_tracing():  # traced, it would stay in the graph if it may draw
             whole = target(*args, **kwargs)
         # Kernels of a GPU keep the strides of operands, and also return a generator's state.
         return tuple(
-            distributed(in_order_of(t, w), self._mesh, tuple(lead), w) if has_rows(t) else t
+            torch_parts.distributed(torch_parts.in_order_of(t, w), self._mesh, tuple(lead), w)
+            if torch_sharding_rules.has_rows(t)
+            else t
             for t, w in zip(made, whole, strict=True)
         )
 
@@ -589,13 +575,13 @@ class _Sharding(torch.fx.Interpreter):
         self._note_uneven(tensor, layout)
         pairs = zip(tensor.placements, layout, strict=True)
         whole = tuple(Replicate() if q.is_partial() and p != q else q for p, q in pairs)
-        made = moved(tensor, whole)
+        made = torch_parts.moved(tensor, whole)
         if whole == layout:
             return made
         # A replicated tensor becomes partial: each rank has an equal fraction.
         sizes = zip(whole, layout, self._mesh.shape, strict=True)
         num_parts = math.prod(size for p, q, size in sizes if p != q)
-        return distributed(made.to_local() / num_parts, self._mesh, layout, made)
+        return torch_parts.distributed(made.to_local() / num_parts, self._mesh, layout, made)
 
 
 def _split_dim(placement: Any) -> int:
@@ -604,7 +590,7 @@ def _split_dim(placement: Any) -> int:
 
 
 def _splits_rows(placement: Any) -> bool:
-    return isinstance(placement, SPLIT) and placement.dim == 0
+    return isinstance(placement, torch_parts.SPLIT) and placement.dim == 0
 
 
 def _is_single(tensor: DTensor, dim: int) -> bool:

@@ -25,20 +25,11 @@ from torch.export import Dim, ExportedProgram
 from ..errors import ExportError, ParseError
 from ..torch_pytree import has_containers
 from . import program as ir
+from . import torch_symbols
 from .leaf import as_values, enter_modes, flatten_value, stamp_of, without_autocast
 from .parser import parse_program
 from .printer import UniqueNames, closure_names, operand_text, text_to_compare
 from .torch_fake_rules import kernels_own_rules
-from .torch_symbols import (
-    Values,
-    computing_node,
-    environment_of,
-    is_size,
-    symbols_of,
-    tensor_type_at,
-    value_of,
-    with_size_inputs,
-)
 from .types import StructType, TensorType, reach
 
 if TYPE_CHECKING:
@@ -233,11 +224,11 @@ class _ToFx:
         if isinstance(closure, ir.Composite):
             found = {s for call in closure.program.calls for s in self._sizes[call.closure]}
         elif isinstance(closure, ir.Leaf):
-            found = set(symbols_of(closure.module))
+            found = set(torch_symbols.symbols_of(closure.module))
             if any(self._sizes[body] for body in closure.bodies):
                 raise ExportError(f"@{closure.name} runs closures whose sizes vary.")
         if found and isinstance(closure, ir.Leaf):
-            guards = environment_of(closure.module).guards
+            guards = torch_symbols.environment_of(closure.module).guards
             # PyTorch specializes sizes 0 and 1, so a symbol is neither.
             self._conditions.update(dict.fromkeys(sympy.Ge(symbol, 2) for symbol in found))
             self._conditions.update(dict.fromkeys(guard.expr for guard in guards))
@@ -279,10 +270,10 @@ class _ToFx:
 
 
 def _leaf_module(leaf: ir.Leaf, sizes: Sequence[Any]) -> LeafModule:
-    module = with_size_inputs(leaf.module, sizes, "last") if sizes else leaf.module
+    module = torch_symbols.with_size_inputs(leaf.module, sizes, "last") if sizes else leaf.module
     graph, held = torch.fx.Graph(), None
     graph.output(graph.graph_copy(module.graph, {}))
-    operators = [n for n in graph.nodes if n.op == "call_function" and not is_size(n)]
+    operators = [n for n in graph.nodes if n.op == "call_function" and not torch_symbols.is_size(n)]
     stamps = [(stamp_of(node).grad_enabled, stamp_of(node).autocast) for node in operators]
     if len(set(stamps)) > 1:
         with graph.inserting_before(operators[0]):
@@ -348,7 +339,7 @@ class _Body:
         """Returns a number, or the node of an expression of symbols."""
         symbols = () if isinstance(expression, int) else expression.free_symbols
         nodes = {symbol: self.size(symbol) for symbol in symbols}
-        return computing_node(expression, nodes, self._graph)
+        return torch_symbols.computing_node(expression, nodes, self._graph)
 
     def place(self, call: ir.Call, name: str, module: nn.Module) -> str:
         """Returns where a block of a closure stands: where the user's module does."""
@@ -467,7 +458,7 @@ def to_exported(program: ir.Program) -> ExportedProgram:
     # Where all of it ran without gradients, so does the export: no operator has to say it then.
     stamps = [stamp_of(node) for leaf in leaves for node in leaf.nodes]
     with kernels_own_rules(), torch.set_grad_enabled(any(s.grad_enabled for s in stamps)):
-        made = tuple(_zeros(tensor_type_at(type_, values)) for type_ in types)
+        made = tuple(_zeros(torch_symbols.tensor_type_at(type_, values)) for type_ in types)
         try:
             exported = torch.export.export(module, made, dynamic_shapes=tuple(varying))
         except Exception as error:
@@ -483,14 +474,16 @@ def to_exported(program: ir.Program) -> ExportedProgram:
     return exported
 
 
-def _example(leaves: list[ir.Leaf]) -> Values:
+def _example(leaves: list[ir.Leaf]) -> torch_symbols.Values:
     """Returns a number for each symbol, such that all guards hold."""
-    sized = [leaf.module for leaf in leaves if symbols_of(leaf.module)]
-    symbols = sorted({s for module in sized for s in symbols_of(module)}, key=str)
-    guards = [guard.expr for module in sized[:1] for guard in environment_of(module).guards]
+    sized = [leaf.module for leaf in leaves if torch_symbols.symbols_of(leaf.module)]
+    symbols = sorted({s for module in sized for s in torch_symbols.symbols_of(module)}, key=str)
+    guards = [
+        guard.expr for module in sized[:1] for guard in torch_symbols.environment_of(module).guards
+    ]
     for least in (12, 16, 60, 2, 5040):
-        values = Values({symbol: least * (i + 1) for i, symbol in enumerate(symbols)})
-        if all(value_of(guard, values) for guard in guards):
+        values = torch_symbols.Values({symbol: least * (i + 1) for i, symbol in enumerate(symbols)})
+        if all(torch_symbols.value_of(guard, values) for guard in guards):
             return values
     raise ExportError("to_exported found no example for the sizes that vary.")
 
