@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-import torch.fx
+from torch.fx import GraphModule, Node
 
 from ..reuse.ir.leaf import node_type
 from ..reuse.ir.operators import is_view
@@ -83,15 +83,15 @@ class Derivative:
 
 def make_pair(
     leaf: Leaf,
-    forward: torch.fx.GraphModule,
-    backward: torch.fx.GraphModule,
+    forward: GraphModule,
+    backward: GraphModule,
     joint: JointTrace,
     kernels: Kernels,
     level: Level = "aten",
 ) -> Derivative:
     """Makes a derivative of the two halves of a partitioned leaf."""
     primals = [n.name for n in input_nodes(forward)]
-    results = [o.name if isinstance(o, torch.fx.Node) else "" for o in outputs_of(forward)]
+    results = [o.name if isinstance(o, Node) else "" for o in outputs_of(forward)]
     primal_results = results[: joint.num_outputs]
     needed = [n.name for n in input_nodes(backward)]
     tangents = [n for n in needed if n.startswith("tangents_")]
@@ -140,9 +140,7 @@ def cotangent_type(type_: object) -> TensorType:
     return type_.cotangent()
 
 
-def _reorder_outputs(
-    module: torch.fx.GraphModule, num_outputs: int, saved: Sequence[str]
-) -> StructType:
+def _reorder_outputs(module: GraphModule, num_outputs: int, saved: Sequence[str]) -> StructType:
     """Makes the saved tensors follow the primal results, in the given order."""
     by_name = {n.name: n for n in module.graph.nodes}
     keep = outputs_of(module)[:num_outputs] + [by_name[name] for name in saved]
@@ -152,7 +150,7 @@ def _reorder_outputs(
     return StructType(tuple(TensorType.of(by_name[name].meta["val"]) for name in saved))
 
 
-def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
+def _reorder_inputs(module: GraphModule, names: Sequence[str]) -> None:
     """Puts placeholders into the given order; all of them are named."""
     by_name = {n.name: n for n in input_nodes(module)}
     assert set(names) == set(by_name), (names, list(by_name))
@@ -167,7 +165,7 @@ def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
     module.recompile()
 
 
-def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+def hand_over_views(forward: GraphModule, backward: GraphModule) -> None:
     """Moves views of inputs into the backward, so that the inputs are handed over.
 
     With a saved view of a parameter, autograd would not know that the backward reads the parameter,
@@ -177,19 +175,17 @@ def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     _take_views(backward, {n: c for n, c in chains.items() if c and _is_input(_source_of(c))})
 
 
-def _view_chains(
-    forward: torch.fx.GraphModule, backward: torch.fx.GraphModule
-) -> dict[str, list[torch.fx.Node]]:
+def _view_chains(forward: GraphModule, backward: GraphModule) -> dict[str, list[Node]]:
     """Returns, for each forward value that the backward takes, the views that lead to it."""
     by_name = {n.name: n for n in forward.graph.nodes}
     needed = (n.name for n in input_nodes(backward) if n.name in by_name)
     return {name: _view_chain(by_name[name]) for name in needed}
 
 
-def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+def save_memory_once(forward: GraphModule, backward: GraphModule) -> None:
     """Saves one value in place of several views of it; the backward then makes the views."""
     by_name, chains = {n.name: n for n in forward.graph.nodes}, _view_chains(forward, backward)
-    groups: dict[torch.fx.Node, list[str]] = {}
+    groups: dict[Node, list[str]] = {}
     for name, chain in chains.items():
         groups.setdefault(_source_of(chain) if chain else by_name[name], []).append(name)
     own = {n.name for n in backward.graph.nodes if n.op != "placeholder"}
@@ -211,11 +207,9 @@ def _are_fewer(num_bytes: int, others: Sequence[int]) -> bool:
     return num_bytes in others or is_certain(num_bytes < sum(others))
 
 
-def _take_views(
-    backward: torch.fx.GraphModule, chains: Mapping[str, Sequence[torch.fx.Node]]
-) -> None:
+def _take_views(backward: GraphModule, chains: Mapping[str, Sequence[Node]]) -> None:
     """Replaces operands of a backward by views that it takes of a value of the forward."""
-    entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
+    entry: dict[str, Node] = {n.name: n for n in input_nodes(backward)}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
     for name, chain in chains.items():
         placeholder, source = entry[name], _source_of(chain)
@@ -235,18 +229,18 @@ def _take_views(
     backward.recompile()
 
 
-def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
+def _view_chain(node: Node) -> list[Node]:
     """Returns the chain of views that ends in a node; it starts at a value that is no view."""
-    chain: list[torch.fx.Node] = []
+    chain: list[Node] = []
     while is_view(node) and len(node.all_input_nodes) == 1:
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1]
 
 
-def _source_of(chain: Sequence[torch.fx.Node]) -> torch.fx.Node:
+def _source_of(chain: Sequence[Node]) -> Node:
     return chain[0].all_input_nodes[0]
 
 
-def _is_input(node: torch.fx.Node) -> bool:
+def _is_input(node: Node) -> bool:
     return node.op == "placeholder"

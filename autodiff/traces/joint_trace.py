@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch import Tensor
+from torch.fx import GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...reuse.errors import CaptureError
@@ -49,7 +51,7 @@ from .torch_make_fx import (
 from .torch_user_rules import dense_as, rules_above_autograd, rules_beneath_autograd
 
 
-def with_layout_of(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
+def with_layout_of(gradient: Tensor, type_: TensorType) -> Tensor:
     """Copies a gradient into the layout of its primal, so that one backward fits every caller."""
     if gradient.layout is not torch.strided:
         raise CaptureError(
@@ -70,25 +72,25 @@ def with_layout_of(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
     return _copied(gradient, shape, stride)
 
 
-def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+def _copied(tensor: Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> Tensor:
     target = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
     return torch.ops.aten.copy.default(target, tensor)
 
 
-def with_traced_layout(result: Any, node: torch.fx.Node) -> Any:
+def with_traced_layout(result: Any, node: Node) -> Any:
     """Copies a result into the layout of its node, unless it is a view or an operand."""
     if node.op != "call_function" or is_view(node) or mutated_args(node):
         return result
     return _with_layouts_of(result, node.meta.get("val"))
 
 
-def captured_results(module: torch.fx.GraphModule) -> list[Any]:
+def captured_results(module: GraphModule) -> list[Any]:
     """Returns the fake results that the capture recorded for a leaf; None where it has none."""
     nodes = outputs_of(module)
-    return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
+    return [n.meta.get("val") if isinstance(n, Node) else None for n in nodes]
 
 
-def with_captured_layouts(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
+def with_captured_layouts(module: GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
     """Permutes a leaf's results into the layouts of the capture, which later leaves rely on.
 
     A new trace may lay them out in another way, by decompositions and rules for fake tensors.
@@ -104,12 +106,12 @@ def _with_layouts_of(result: Any, traced: Any) -> Any:
     """
     if isinstance(traced, (tuple, list)):
         return type(traced)(map(_with_layouts_of, result, traced))
-    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+    if not isinstance(traced, Tensor) or traced.layout is not torch.strided:
         return result
     return with_layout_of(result, TensorType.of(traced))
 
 
-def attention_with_traced_layout(result: Any, node: torch.fx.Node) -> Any:
+def attention_with_traced_layout(result: Any, node: Node) -> Any:
     """Permutes attention's result into the layout of its node: backends of attention differ."""
     traced = node.meta.get("val")
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
@@ -119,7 +121,7 @@ def attention_with_traced_layout(result: Any, node: torch.fx.Node) -> Any:
 
 def _permuted_like(result: Any, traced: Any) -> Any:
     """Permutes a result into the order of dimensions of its trace, by differentiable operators."""
-    if not isinstance(result, torch.Tensor) or not isinstance(traced, torch.Tensor):
+    if not isinstance(result, Tensor) or not isinstance(traced, Tensor):
         return result
     type_ = TensorType.of(traced)
     found, stride = TensorType.of(result).stride, type_.stride
@@ -131,14 +133,14 @@ def _permuted_like(result: Any, traced: Any) -> Any:
 
 
 def of_pure_memory(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
+    module: GraphModule,
+    inputs: Sequence[Tensor],
     decompositions: Decompositions,
     sizes: Sequence[Any],
     names: Sequence[str] = (),
     *,
     gradients: Gradients = "final",
-) -> torch.fx.GraphModule:
+) -> GraphModule:
     """Functionalizes a trace: replaces in-place operators on temporaries and lazy bits."""
     strip_detach(module)
     drop_pairs(module)
@@ -158,7 +160,7 @@ def of_pure_memory(
     return functional
 
 
-def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
+def _refuse_draws_into_gaps(module: GraphModule) -> None:
     """Raises CaptureError for ``normal_`` of a view with gaps, which draws in another order.
 
     In memory without gaps PyTorch's kernel fills sixteen numbers at a time. If an input is written,
@@ -175,21 +177,20 @@ def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
 
 
 def _functionalized(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
+    module: GraphModule,
+    inputs: Sequence[Tensor],
     decompositions: Decompositions,
     sizes: Sequence[Any],
-) -> torch.fx.GraphModule:
+) -> GraphModule:
     """Traces a graph again by ``torch.func.functionalize``, and tags its forward part again."""
     # The new trace loses tags, and a partitioner needs to know where the forward ends.
     last = [n.name for n in module.graph.nodes if "partitioner_tag" in n.meta][-1:]
     forward: set[str] = set()
     layouts = [
-        TensorType.of(n.meta["val"]) if isinstance(n, torch.fx.Node) else None
-        for n in outputs_of(module)
+        TensorType.of(n.meta["val"]) if isinstance(n, Node) else None for n in outputs_of(module)
     ]
 
-    def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+    def run(flat: list[Tensor]) -> tuple[Any, ...]:
         results = _Boundary(module, last, forward).run(*flat)
         # An out-of-place operator may give its result another layout (masked_fill).
         pairs = zip(results, layouts, strict=True)
@@ -204,13 +205,13 @@ def _functionalized(
     return functional
 
 
-def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+def draw_mask(tensor: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
     """Decomposes ``bernoulli.p``, which draws in the order of a contiguous tensor."""
     layout = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return _mask_in(layout, p, generator)
 
 
-def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+def _mask_in(layout: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
     """Draws what ``bernoulli_`` draws: in the order of memory, with the same layout."""
     if generator is not None or not layout.is_floating_point():
         return NotImplemented
@@ -218,9 +219,7 @@ def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> tor
     return mask.to(layout.dtype)
 
 
-def _integers_in(
-    layout: torch.Tensor, low: int, high: int | None, generator: Any = None
-) -> torch.Tensor:
+def _integers_in(layout: Tensor, low: int, high: int | None, generator: Any = None) -> Tensor:
     """Draws what ``random_`` draws between two bounds."""
     high = _end_of(layout.dtype) if high is None else high
     if generator is not None or high > torch.iinfo(torch.int64).max:
@@ -234,12 +233,10 @@ def _end_of(dtype: torch.dtype) -> int:
     return last + 1
 
 
-_OUT_OF_PLACE_DRAWS: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.bernoulli.p: draw_mask
-}
+_OUT_OF_PLACE_DRAWS: Mapping[Any, Callable[..., Tensor]] = {torch.ops.aten.bernoulli.p: draw_mask}
 """Out-of-place draws of a graph; in-place draws are functionalized to the same names."""
 
-_IN_PLACE_DRAWS: Mapping[Any, Callable[..., torch.Tensor]] = {
+_IN_PLACE_DRAWS: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.bernoulli.p: _mask_in,
     getattr(torch.ops.aten.random, "from"): _integers_in,
 }
@@ -253,9 +250,7 @@ Python, which generated code must not contain.
 class _Boundary(SizedInterpreter):
     """Runs a graph while it is traced again, and notes which new nodes are its forward part."""
 
-    def __init__(
-        self, module: torch.fx.GraphModule, last: Sequence[str], forward: set[str]
-    ) -> None:
+    def __init__(self, module: GraphModule, last: Sequence[str], forward: set[str]) -> None:
         super().__init__(module)
         self._last = set(last)
         self._forward = forward
@@ -265,7 +260,7 @@ class _Boundary(SizedInterpreter):
         found = NotImplemented if own is None else own(*args, **kwargs)
         return super().call_function(target, args, kwargs) if found is NotImplemented else found
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: Node) -> Any:
         graph = growing_graph()
         last = next(iter(reversed(graph.nodes)), None)
         result = with_traced_layout(super().run_node(n), n)
@@ -277,12 +272,12 @@ class _Boundary(SizedInterpreter):
         return result
 
 
-def strip_detach(module: torch.fx.GraphModule) -> None:
+def strip_detach(module: GraphModule) -> None:
     """Removes ``detach``, the identity below autograd, unless it is marked as a stop."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten.detach.default and not is_stop(node):
             operand = node.args[0]
-            assert isinstance(operand, torch.fx.Node)
+            assert isinstance(operand, Node)
             node.replace_all_uses_with(operand)
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
@@ -317,7 +312,7 @@ class JointTrace:
     @without_autocast()
     def __init__(
         self,
-        module: torch.fx.GraphModule,
+        module: GraphModule,
         input_types: Sequence[TensorType],
         wanted_inputs: Sequence[int],
         wanted_outputs: Sequence[int],
@@ -354,14 +349,14 @@ class JointTrace:
     def _captured_tangents(self) -> dict[int, TensorType]:
         """Returns the types of tangents if results are as captured, and all depend on an input."""
         captured = captured_results(self._module)
-        known = {i: captured[i] for i in self._wanted[1] if isinstance(captured[i], torch.Tensor)}
+        known = {i: captured[i] for i in self._wanted[1] if isinstance(captured[i], Tensor)}
         moving = {i: t for i, t in known.items() if t.is_floating_point() or t.is_complex()}
         return {i: TensorType.of(t).cotangent() for i, t in moving.items()}
 
     def _trace(
         self,
         mode: FakeTensorMode,
-        primals: list[torch.Tensor],
+        primals: list[Tensor],
         types: Mapping[int, TensorType],
         decompositions: Decompositions,
     ) -> None:
@@ -395,8 +390,8 @@ class JointTrace:
     def _joint(
         self,
         types: Mapping[int, TensorType],
-        primals: list[torch.Tensor],
-        tangents: list[torch.Tensor],
+        primals: list[Tensor],
+        tangents: list[Tensor],
     ) -> tuple[Any, ...]:
         graph, (wanted, outputs_wanted) = growing_graph(), self._wanted
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
@@ -429,14 +424,14 @@ class JointTrace:
             *(with_layout_of(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
         )
 
-    def _tag_forward(self, joint: torch.fx.GraphModule) -> None:
+    def _tag_forward(self, joint: GraphModule) -> None:
         """Tags the nodes of the forward, for the default partitioner."""
         for node in joint.graph.nodes:
             if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
 
 
-def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
+def _rename_inputs(module: GraphModule, num_primals: int) -> list[str]:
     """Gives placeholders the names that the partitioners know."""
     names = []
     placeholders = input_nodes(module)
@@ -449,7 +444,7 @@ def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
 
 
 @contextmanager
-def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
+def _changes_of_saved_values_refused(module: GraphModule) -> Iterator[None]:
     """Raises CaptureError, with the lines, if a saved value is changed in place.
 
     Eager PyTorch raises in the backward only, and not at all under ``checkpoint``: so the module
@@ -470,11 +465,11 @@ def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[N
 
 @without_autocast()
 def trace_forward(
-    module: torch.fx.GraphModule,
+    module: GraphModule,
     types: Sequence[TensorType],
     decompositions: Decompositions,
     relayout: Relayout | None = None,
-) -> torch.fx.GraphModule:
+) -> GraphModule:
     """Traces a leaf body into a functional graph with composite operators decomposed."""
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
@@ -485,13 +480,13 @@ def trace_forward(
 
 @without_autocast()
 def trace_forward_on(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
+    module: GraphModule,
+    inputs: Sequence[Tensor],
     mode: FakeTensorMode,
     decompositions: Decompositions,
     sizes: Sequence[Any] = (),
     relayout: Relayout | None = None,
-) -> torch.fx.GraphModule:
+) -> GraphModule:
     """Does :func:`trace_forward` on given fake inputs.
 
     Without ``sizes`` the traced graph computes symbolic sizes itself.
@@ -504,10 +499,10 @@ def trace_forward_on(
 
 
 def _captured_run(
-    module: torch.fx.GraphModule,
+    module: GraphModule,
     kind: type[NotingInterpreter],
     relayout: Relayout | None,
-    flat: list[torch.Tensor],
+    flat: list[Tensor],
 ) -> tuple[Any, ...]:
     """Runs a body while it is traced; returns its results in the layouts of the capture."""
     interpreter = kind(module, growing_graph(), relayout)
@@ -518,8 +513,8 @@ def _captured_run(
 
 @without_autocast()
 def trace_for_rules(
-    module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
-) -> torch.fx.GraphModule:
+    module: GraphModule, types: Sequence[TensorType], decompositions: Decompositions
+) -> GraphModule:
     """Does :func:`trace_forward` for derivative rules: a detach that stops a gradient stays.
 
     Attention is decomposed: the fused one has neither forward mode nor a second derivative.
@@ -536,10 +531,10 @@ def trace_for_rules(
 
 @without_autocast()
 def trace_function(
-    function: Callable[[list[torch.Tensor]], tuple[Any, ...]],
+    function: Callable[[list[Tensor]], tuple[Any, ...]],
     types: Sequence[TensorType],
-    module: torch.fx.GraphModule,
-) -> torch.fx.GraphModule:
+    module: GraphModule,
+) -> GraphModule:
     """Traces a function of a list of tensors into a graph that can be differentiated.
 
     What it detaches by :func:`stop_in_trace` stays. ``module``, the graph that it runs, has the

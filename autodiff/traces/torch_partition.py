@@ -11,8 +11,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
-import torch
-import torch.fx
+from torch.fx import Graph, GraphModule, Node
 
 from ...reuse.ir.operators import is_draw, may_draw
 from ...reuse.ir.program import input_nodes, outputs_of
@@ -22,8 +21,8 @@ PartitionPolicy: TypeAlias = Literal["save", "min_cut"]
 
 
 def partition(
-    joint: torch.fx.GraphModule, num_outputs: int, policy: PartitionPolicy
-) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    joint: GraphModule, num_outputs: int, policy: PartitionPolicy
+) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph into forward and backward.
 
     ``"save"`` saves what autograd would; ``"min_cut"`` recomputes cheap operators to save fewer
@@ -44,14 +43,14 @@ def partition(
     return forward, backward
 
 
-def _drop_unused_picks(joint: torch.fx.GraphModule) -> None:
+def _drop_unused_picks(joint: GraphModule) -> None:
     """Removes unused getitem nodes: a gradient that was not requested is no tensor."""
     for node in reversed(joint.graph.nodes):
         if node.target is operator.getitem and not node.users:
             joint.graph.erase_node(node)
 
 
-def _pick_of_unused(joint: torch.fx.GraphModule) -> None:
+def _pick_of_unused(joint: GraphModule) -> None:
     """Adds a getitem node to each multi-output operator without one, such as an unused draw.
 
     Without it a partitioner takes the operator's result for a tensor.
@@ -65,7 +64,7 @@ def _pick_of_unused(joint: torch.fx.GraphModule) -> None:
         pick.meta.update({**node.meta, "val": value[0]})
 
 
-def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
+def _drop_second_draws(backward: GraphModule) -> None:
     """Removes random operators that a partitioner copied into the backward.
 
     Their results are unused there (the draws are saved), but running them would advance the
@@ -83,7 +82,7 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
 # ---- cuts of our own -----------------------------------------------------------------------------
 
 
-def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
+def early_nodes(joint: GraphModule) -> set[Node]:
     """Returns the nodes traced before autograd ran: those up to the last that is tagged forward.
 
     That a node depends on no cotangent is not enough: a backward may draw a mask of its own.
@@ -93,29 +92,27 @@ def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return set(nodes[: noted[-1] + 1]) if noted else set(nodes) - backward_nodes(joint)
 
 
-def late_draws(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
+def late_draws(joint: GraphModule) -> list[Node]:
     """Returns the random operators of the backward that autograd ran, in order."""
     early = early_nodes(joint)
     return [n for n in joint.graph.nodes if is_draw(n) and n not in early]
 
 
-def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset[str]:
+def read_by_backward(joint: GraphModule, num_outputs: int) -> frozenset[str]:
     """Names the values that autograd itself would save: forward values that the backward reads."""
     early = early_nodes(joint)
     late = [n for n in joint.graph.nodes if n not in early and n.op != "output"]
     read = {p for n in late for p in n.all_input_nodes}
-    read.update(n for n in outputs_of(joint)[num_outputs:] if isinstance(n, torch.fx.Node))
+    read.update(n for n in outputs_of(joint)[num_outputs:] if isinstance(n, Node))
     return frozenset(n.name for n in read if n in early and n.op != "placeholder")
 
 
-def is_tangent(node: torch.fx.Node) -> bool:
+def is_tangent(node: Node) -> bool:
     """Returns whether a joint graph's placeholder is a cotangent."""
     return node.op == "placeholder" and node.name.startswith("tangents_")
 
 
-def ancestors(
-    nodes: Iterable[torch.fx.Node], stop: Iterable[torch.fx.Node] = ()
-) -> set[torch.fx.Node]:
+def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
     """Returns the nodes and all that they depend on; does not go beyond ``stop``."""
     ends, found, todo = set(stop), set(), list(nodes)
     while todo:
@@ -127,11 +124,9 @@ def ancestors(
     return found
 
 
-def backward_nodes(
-    joint: torch.fx.GraphModule, late: Iterable[torch.fx.Node] = ()
-) -> set[torch.fx.Node]:
+def backward_nodes(joint: GraphModule, late: Iterable[Node] = ()) -> set[Node]:
     """Returns the nodes that depend on a cotangent, or on one of ``late``."""
-    found: set[torch.fx.Node] = set(late)
+    found: set[Node] = set(late)
     for node in joint.graph.nodes:
         if is_tangent(node) or any(n in found for n in node.all_input_nodes):
             found.add(node)
@@ -139,18 +134,18 @@ def backward_nodes(
     return found
 
 
-def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def copy_graph(module: GraphModule) -> GraphModule:
     """Returns a copy of a graph with the same names, for callees that change their argument."""
-    graph = torch.fx.Graph()
-    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
     outputs = graph.graph_copy(module.graph, mapping)
     graph.output(outputs)
     return module_of(graph, module)
 
 
 def cut_joint(
-    joint: torch.fx.GraphModule, num_outputs: int, saved: frozenset[str]
-) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    joint: GraphModule, num_outputs: int, saved: frozenset[str]
+) -> tuple[GraphModule, GraphModule]:
     """Splits a joint graph into a forward that saves the named values, and a backward."""
     outputs = outputs_of(joint)
     early, late = early_nodes(joint), late_draws(joint)
@@ -164,7 +159,7 @@ def cut_joint(
     forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
     gradients = outputs[num_outputs:]
     ends = [*primals, *keep, *tangents]
-    reached = ancestors((n for n in (*gradients, *late) if isinstance(n, torch.fx.Node)), ends)
+    reached = ancestors((n for n in (*gradients, *late) if isinstance(n, Node)), ends)
     twice = [n.name for n in drawn if n in reached and n not in keep]
     # A second draw gives another mask: a silent wrong gradient.
     assert not twice, f"{twice} would be drawn twice"
@@ -174,43 +169,41 @@ def cut_joint(
 
 
 def extract(
-    module: torch.fx.GraphModule,
-    inputs: Sequence[torch.fx.Node],
+    module: GraphModule,
+    inputs: Sequence[Node],
     outputs: Sequence[Any],
     *,
-    also: Sequence[torch.fx.Node] = (),
+    also: Sequence[Node] = (),
     order: Literal["as_is", "when_needed"] = "as_is",
-) -> torch.fx.GraphModule:
+) -> GraphModule:
     """Copies the part of a graph that leads from some of its nodes to others.
 
     ``also`` are nodes that run whether an output needs them or not. ``"when_needed"`` moves nodes
     that depend on no cotangent, nor on one of those, right before their first use.
     """
-    wanted = [n for n in outputs if isinstance(n, torch.fx.Node)]
+    wanted = [n for n in outputs if isinstance(n, Node)]
     needed = ancestors((*wanted, *also), inputs) - set(inputs)
     nodes = [n for n in module.graph.nodes if n in needed]
     if order == "when_needed":
         nodes = _just_in_time(nodes, backward_nodes(module, also))
-    graph = torch.fx.Graph()
-    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
     for node in inputs:
         mapping[node] = graph.placeholder(node.name)
         mapping[node].meta.update(node.meta)
     for node in nodes:
         assert node.op != "placeholder", f"{node.name} is not among the inputs"
         mapping[node] = graph.node_copy(node, mapping.__getitem__)
-    graph.output(tuple(mapping[n] if isinstance(n, torch.fx.Node) else n for n in outputs))
+    graph.output(tuple(mapping[n] if isinstance(n, Node) else n for n in outputs))
     return module_of(graph, module)
 
 
-def _just_in_time(
-    nodes: Sequence[torch.fx.Node], backward: set[torch.fx.Node]
-) -> list[torch.fx.Node]:
+def _just_in_time(nodes: Sequence[Node], backward: set[Node]) -> list[Node]:
     """Orders recomputed nodes right before the first backward node that needs them."""
     # An explicit stack, not recursion: a chain of recomputed nodes may be thousands long.
-    wanted, placed = set(nodes), dict[torch.fx.Node, None]()
+    wanted, placed = set(nodes), dict[Node, None]()
 
-    def place(node: torch.fx.Node) -> None:
+    def place(node: Node) -> None:
         todo = [node]
         while todo:
             top = todo[-1]

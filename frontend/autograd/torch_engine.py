@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType, Type, in_own_storage, reach
@@ -22,7 +23,7 @@ from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
 _MARK = "lazyinline"  # a key in the ``metadata`` of an autograd node
 
 
-def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+def have_hooks(tensors: Sequence[Tensor]) -> bool:
     """Returns whether a hook may run where gradients arrive at these tensors."""
     if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors):
         return True
@@ -32,7 +33,7 @@ def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     return are_shared and _are_held(tensors)
 
 
-def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_held(tensors: Sequence[Tensor]) -> bool:
     """Returns whether user code holds the AccumulateGrad node of one of these tensors."""
     # PyTorch makes a new node, without our mark, if nobody holds the old one.
     _mark(_receivers(tensors))
@@ -44,7 +45,7 @@ def _mark(nodes: Sequence[Any]) -> None:
         node.metadata[_MARK] = True
 
 
-def _receivers(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _receivers(tensors: Sequence[Tensor]) -> list[Any]:
     """Returns the autograd nodes that receive the gradients of these tensors."""
     with torch.inference_mode(False), torch.enable_grad():
         last = _Chain.apply(None, [], *tensors)
@@ -52,9 +53,7 @@ def _receivers(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [node for node, _ in last.grad_fn.next_functions if node] if last.grad_fn else []
 
 
-def pass_through_autograd(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> None:
+def pass_through_autograd(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Sets ``.grad`` by PyTorch's own engine, so that hooks run as in one backward.
 
     Gradients arrive from the last parameter to the first, which a forward uses first; ``.grad``
@@ -65,9 +64,7 @@ def pass_through_autograd(
         torch.autograd.backward(chain)
 
 
-def _chain(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> torch.Tensor | None:
+def _chain(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:
     for parameter in parameters:
         if parameter.is_leaf:
             parameter.grad = None
@@ -82,11 +79,11 @@ class _Loss(torch.autograd.Function):
     """Ends a chain, and has the value of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, chain: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, chain: Tensor, loss: Tensor) -> Tensor:
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         return torch.zeros((), device="cpu"), None
 
 
@@ -94,14 +91,12 @@ class _Chain(torch.autograd.Function):
     """Links a chain of nodes through which the engine visits one parameter after another."""
 
     @staticmethod
-    def forward(
-        ctx: Any, chain: torch.Tensor | None, gradients: list[torch.Tensor], *_: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, chain: Tensor | None, gradients: list[Tensor], *_: Tensor) -> Tensor:
         ctx.gradients = gradients
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         chain = cotangent if ctx.needs_input_grad[0] else None
         # A new tensor object, which the engine may store as `.grad` without a copy.
         return (chain, None, *(gradient.detach() for gradient in ctx.gradients))
@@ -125,14 +120,14 @@ def will_run(node: Any) -> bool:
         return True
 
 
-def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
+def are_batched(cotangents: Sequence[Tensor | None]) -> bool:
     """Returns whether some cotangents are a batch, as with ``is_grads_batched``."""
     of_batch = torch._C._functorch.is_legacy_batchedtensor
     return any(g is not None and of_batch(g) for g in cotangents)
 
 
 @contextmanager
-def outside_of_batch(cotangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
+def outside_of_batch(cotangents: Sequence[Tensor | None]) -> Iterator[None]:
     """Leaves the vmap of batched cotangents, for code that does not depend on them."""
     if not are_batched(cotangents):
         yield
@@ -149,7 +144,7 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def new_alias(result: torch.Tensor) -> torch.Tensor:
+def new_alias(result: Tensor) -> Tensor:
     """Returns a new tensor on the same storage, which autograd allows to be changed in-place.
 
     A view stays one, because autograd must refuse changes of a view that others share.
@@ -157,7 +152,7 @@ def new_alias(result: torch.Tensor) -> torch.Tensor:
     return result.view_as(result) if result._is_view() else result.detach()
 
 
-def is_watched(tensor: torch.Tensor) -> bool:
+def is_watched(tensor: Tensor) -> bool:
     """Returns whether a hook or ``retain_grad()`` observes the gradient of a result."""
     return tensor.retains_grad or bool(tensor._backward_hooks)
 
@@ -165,7 +160,7 @@ def is_watched(tensor: torch.Tensor) -> bool:
 # ---- tensors that user code may have changed -----------------------------------------------------
 
 
-def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.Tensor:
+def cotangent_like(type_: Type, gradient: Tensor | None = None) -> Tensor:
     """Returns a cotangent with the strides and dtype of a type, differentiably; zeros if None."""
     assert isinstance(type_, TensorType)
     if gradient is None:
@@ -229,9 +224,9 @@ class Aliases:
 
     def learn_forward(
         self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        saved: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        saved: Sequence[Tensor],
         kept: Sequence[int],
     ) -> None:
         """Learns from a forward, whose backward needs ``saved`` and the outputs ``kept``."""
@@ -263,9 +258,7 @@ class Aliases:
         needed |= {memories["output", i] for i in kept if i in self.views}
         self.guards = tuple(p for p, m in memories.items() if m in needed)
 
-    def with_views(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
+    def with_views(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the outputs, with each view made from its base by a PyTorch operator."""
         if not self.views:
             return outputs
@@ -281,7 +274,7 @@ class Aliases:
         return found
 
     def _is_base(
-        self, place: tuple[str, int], index: int, sharing: Mapping[tuple[str, int], torch.Tensor]
+        self, place: tuple[str, int], index: int, sharing: Mapping[tuple[str, int], Tensor]
     ) -> bool:
         """Returns whether an output is a view of the tensor at a place, not the reverse."""
         kind, position = place
@@ -298,7 +291,7 @@ class Aliases:
         return is_whole
 
 
-def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
+def _elements(base: Tensor, view: Tensor) -> tuple[bool, bool]:
     """Returns whether some, and whether all elements of a view are elements of ``base``."""
     first = min(base.storage_offset(), view.storage_offset())
     ends = [t.storage_offset() + reach(t.shape, t.stride()) for t in (base, view)]
@@ -319,7 +312,7 @@ class SavedTensors:
         self._types = types
         self._known: TensorLayouts | None = None
 
-    def as_saved(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def as_saved(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the tensors, with copies of those that have other strides; refuses all else."""
         if self._known is not None and self._known.same(tensors):
             return tensors
@@ -330,7 +323,7 @@ class SavedTensors:
         return found
 
 
-def _as_saved(tensor: torch.Tensor, type_: TensorType, watching: str) -> torch.Tensor:
+def _as_saved(tensor: Tensor, type_: TensorType, watching: str) -> Tensor:
     same = (tensor.dtype, tensor.shape, tensor.device) == (type_.dtype, type_.shape, type_.device)
     if watching or not same:
         given = f"a {type(tensor).__name__}" if watching else f"{TensorType.of(tensor)}"
@@ -353,15 +346,13 @@ class HandedGradients:
     Parameters and gradients, the step's own tensors, are in the order of the parameters' first use.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         # In storages of their own, so that user code cannot reach the rest of the arena.
         self._handed = list(map(in_own_storage, gradients))
         self._layouts = TensorLayouts(self._handed)
         self._addresses = self._layouts.addresses(self._handed)
-        self._given: list[torch.Tensor | None] = []  # the ``.grad`` that the engine set
+        self._given: list[Tensor | None] = []  # the ``.grad`` that the engine set
 
     def are_as_left(self) -> bool:
         """Returns whether each is still its parameter's ``.grad``, and no hook must run."""
@@ -374,7 +365,7 @@ class HandedGradients:
             and self._layouts.addresses(self._handed) == self._addresses
         )
 
-    def are_of(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> bool:
+    def are_of(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         """Whether they are for these parameters, and on the memory of these gradients."""
         return (
             len(gradients) == len(self._handed)
@@ -395,13 +386,13 @@ class HandedGradients:
             for parameter, gradient in zip(self._parameters, self._handed, strict=True):
                 parameter.grad = gradient
 
-    def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
+    def as_graph_of(self, loss: Tensor) -> Tensor:
         """Returns a loss whose backward sets the gradients, for wrappers that need one."""
         self._given = []
         chain = _chain(self._parameters, self._handed)
         return loss if chain is None else _Loss.apply(chain, loss)
 
-    def take_back(self, still_trained: Sequence[torch.Tensor]) -> None:
+    def take_back(self, still_trained: Sequence[Tensor]) -> None:
         """Sets ``.grad`` to None where it is one of these gradients, except for some parameters."""
         kept = set(map(id, still_trained))
         given = self._given or self._handed

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Node
 
 from ...autodiff.inner_gradients import DerivativeMark
 from ...reuse import torch_pytree
@@ -95,8 +96,8 @@ class _Body:
     """The closure of a region, and the outer nodes at its boundary."""
 
     closure: ir.Closure
-    inputs: tuple[torch.fx.Node, ...]
-    outputs: tuple[torch.fx.Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
     changed: tuple[int, ...]  # inputs whose new value is returned after the outputs
 
 
@@ -104,7 +105,7 @@ class _Body:
 class _Unit:
     """The outer nodes that become one call: a region, a call site, or glue."""
 
-    nodes: list[torch.fx.Node]
+    nodes: list[Node]
     region: Region | None = None
     site: CallSite | None = None
 
@@ -114,7 +115,7 @@ class _Unit:
         instance = self.site or self.region
         return (instance.path, instance.recompute) if instance is not None else ("", "")
 
-    def uses(self, assembler: Assembler) -> Iterable[torch.fx.Node]:
+    def uses(self, assembler: Assembler) -> Iterable[Node]:
         if self.site is not None:
             return self.nodes[0].all_input_nodes
         if self.region is not None:
@@ -210,14 +211,14 @@ def assemble(
     root: Region,
     results: Sequence[Any],
     tree: ResultTree,
-    sources: Mapping[torch.fx.Node, ir.Source],
+    sources: Mapping[Node, ir.Source],
 ) -> tuple[ir.Program, Mapping[Region, ir.Closure]]:
     """Builds the program of a captured model; also returns the closure of each traced region.
 
     The model's flat results are nodes for tensors, and other values unchanged. It raises
     CrossingError if a tensor is changed in place in a way that crosses blocks.
     """
-    outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
+    outputs = list(dict.fromkeys(r for r in results if isinstance(r, Node)))
     assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
     used = {n for node in root.nodes() for n in node.all_input_nodes} | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
@@ -228,8 +229,7 @@ def assemble(
     changed = [n for n in inputs if env[n] is not start[n]]
     values = [env[n] for n in (*outputs, *changed)]
     leaves = tuple(
-        ("output", outputs.index(r)) if isinstance(r, torch.fx.Node) else ("constant", r)
-        for r in results
+        ("output", outputs.index(r)) if isinstance(r, Node) else ("constant", r) for r in results
     )
     program = ir.Program(
         tuple(start[n] for n in inputs),
@@ -245,7 +245,7 @@ def assemble(
 class Assembler:
     """Builds the closure of each region once, and shares equal leaves."""
 
-    def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
+    def __init__(self, returned: Mapping[Region, Sequence[Node]]) -> None:
         self._returned = returned
         self._bodies: dict[Region, _Body] = {}
         self._leaves: dict[Any, ir.Leaf] = {}
@@ -287,14 +287,14 @@ class Assembler:
 
     def build(
         self,
-        items: Sequence[torch.fx.Node | Region],
-        env: dict[torch.fx.Node, ir.Value],
-        outputs: Sequence[torch.fx.Node],
+        items: Sequence[Node | Region],
+        env: dict[Node, ir.Value],
+        outputs: Sequence[Node],
         path: str,
     ) -> list[ir.Call]:
         """Turns the items of one region into calls; adds a value per result node to ``env``."""
         units = _units(items)
-        last_use: dict[torch.fx.Node, int] = {}
+        last_use: dict[Node, int] = {}
         for index, unit in enumerate(units):
             last_use.update(dict.fromkeys(unit.uses(self), index))
         last_use.update(dict.fromkeys(outputs, len(units)))
@@ -323,8 +323,8 @@ class Assembler:
         return calls
 
     def _unit_body(
-        self, unit: _Unit, index: int, last_use: Mapping[torch.fx.Node, int]
-    ) -> tuple[_Body | None, Sequence[torch.fx.Node]]:
+        self, unit: _Unit, index: int, last_use: Mapping[Node, int]
+    ) -> tuple[_Body | None, Sequence[Node]]:
         if unit.site is not None:
             body = self.body(unit.site.region)
             picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ class Assembler:
         return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
 
 
-def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch.fx.Node]]:
+def _control_body(nodes: Sequence[Node]) -> tuple[_Body, Sequence[Node]]:
     """Returns the leaf of a control-flow operator, the first of ``nodes``, and its results."""
     node, picked = nodes[0], nodes[1:]
     inputs: Any = node.args  # every argument is an operand, even if two are the same node
@@ -358,7 +358,7 @@ def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch
     return _Body(leaf, tuple(inputs), tuple(picked), ()), picked
 
 
-def _is_own_call(item: torch.fx.Node | Region) -> bool:
+def _is_own_call(item: Node | Region) -> bool:
     """Whether an item becomes a call of its own, not glue."""
     return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _OWN_CALLS)
 
@@ -366,11 +366,11 @@ def _is_own_call(item: torch.fx.Node | Region) -> bool:
 _OWN_CALLS = (DerivativeMark, ir.Control)
 
 
-def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
+def _units(items: Sequence[Node | Region]) -> list[_Unit]:
     """Groups items: each region or call (with its ``getitem`` nodes) alone, glue together."""
     units: list[_Unit] = []
-    calls: dict[torch.fx.Node, _Unit] = {}
-    alone: dict[torch.fx.Node, _Unit] = {}
+    calls: dict[Node, _Unit] = {}
+    alone: dict[Node, _Unit] = {}
     is_open = False  # whether the last unit is glue that the next item may join
     devices: set[torch.device] = set()  # of that glue
     for item in items:
@@ -401,15 +401,13 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
     return units
 
 
-def _devices(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
+def _devices(nodes: Iterable[Node]) -> set[torch.device]:
     """Returns the devices of the tensors that operators take and return."""
     both = {n: None for node in nodes for n in (node, *node.all_input_nodes)}
     return {tensor.device for node in both for tensor in tensors_of(node)}
 
 
-def _region_inputs(
-    region: Region, nodes: Sequence[torch.fx.Node]
-) -> tuple[list[torch.fx.Node], tuple[str, ...]]:
+def _region_inputs(region: Region, nodes: Sequence[Node]) -> tuple[list[Node], tuple[str, ...]]:
     inside = set(nodes)
     used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     named = dict(zip(region.inputs, region.input_names, strict=True))
@@ -419,9 +417,7 @@ def _region_inputs(
     return order, tuple(named.get(n, n.name) for n in order)
 
 
-def _leaked(
-    region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
-) -> tuple[torch.fx.Node, ...]:
+def _leaked(region: Region, nodes: Sequence[Node], returned: set[Node]) -> tuple[Node, ...]:
     """Returns nodes that code outside the block uses or returns, though the block did not."""
     inside, known = set(nodes), set(region.outputs)
     leaked = [
@@ -437,17 +433,15 @@ def _leaked(
     return tuple(leaked)
 
 
-def _storage(node: torch.fx.Node) -> int | None:
+def _storage(node: Node) -> int | None:
     value = node.meta.get("val")
-    return memory_id(value) if isinstance(value, torch.Tensor) else None
+    return memory_id(value) if isinstance(value, Tensor) else None
 
 
-def _changed_inputs(
-    nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], name: str
-) -> tuple[int, ...]:
+def _changed_inputs(nodes: Sequence[Node], inputs: Sequence[Node], name: str) -> tuple[int, ...]:
     """Returns the positions of the inputs whose memory one of the nodes changes."""
     # By storage, not by node: a change through a view changes the input as well.
-    changed_memory: dict[int | None, torch.fx.Node] = {}
+    changed_memory: dict[int | None, Node] = {}
     for node in nodes:
         for operand in mutated_args(node):
             changed_memory[_storage(operand)] = node
@@ -462,14 +456,12 @@ def _changed_inputs(
     return changed
 
 
-def _repeats_itself(tensor: torch.Tensor) -> bool:
+def _repeats_itself(tensor: Tensor) -> bool:
     """Whether elements overlap in memory (``expand``), so that writing one changes others."""
     return any(n != 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _check_aliases(
-    changed: torch.fx.Node, last_use: Mapping[torch.fx.Node, int], index: int, name: str
-) -> None:
+def _check_aliases(changed: Node, last_use: Mapping[Node, int], index: int, name: str) -> None:
     memory = _storage(changed)
     for node, use in last_use.items():
         if use > index and node is not changed and _storage(node) == memory:

@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
@@ -49,15 +50,15 @@ class Question:
     source: str
     text: str
     answer: int | bool
-    _module: torch.fx.GraphModule
+    _module: GraphModule
     _places: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
-        node: torch.fx.Node,
-        sources: Mapping[torch.fx.Node, Source],
-        tensors: Sequence[torch.Tensor],
+        node: Node,
+        sources: Mapping[Node, Source],
+        tensors: Sequence[Tensor],
         source: str,
     ) -> Question | None:
         """Returns the question for a node's value; None if it depends on more than the inputs."""
@@ -67,8 +68,8 @@ class Question:
         if _writes_inputs(node, sources, tensors):
             return None
         # Only the nodes that lead to the number: others need the model, and take longer.
-        graph = torch.fx.Graph()
-        places, copies = [], dict[torch.fx.Node, torch.fx.Node]()
+        graph = Graph()
+        places, copies = [], dict[Node, Node]()
         for n in (n for n in node.graph.nodes if n in found):
             given = sources.get(n)
             if isinstance(given, UserInput):
@@ -84,19 +85,17 @@ class Question:
         with untraced_numbers():
             return replace(question, answer=question.ask(tensors))
 
-    def ask(self, tensors: Sequence[torch.Tensor]) -> int | bool:
+    def ask(self, tensors: Sequence[Tensor]) -> int | bool:
         """Returns the answer for the tensor inputs of a call."""
         with torch.no_grad():
             answer: int | bool = self._module(*[tensors[i] for i in self._places]).item()
         return answer
 
 
-def _is_asked(
-    node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], found: Collection[torch.fx.Node]
-) -> bool:
+def _is_asked(node: Node, sources: Mapping[Node, Source], found: Collection[Node]) -> bool:
     """Whether a node is an integer input, or computed from such by ATen operators alone."""
     value = node.meta.get("val")
-    is_whole = isinstance(value, torch.Tensor) and not (
+    is_whole = isinstance(value, Tensor) and not (
         value.dtype.is_floating_point or value.dtype.is_complex
     )
     if not is_whole or node in sources:
@@ -106,9 +105,7 @@ def _is_asked(
     return is_plain and bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
 
 
-def _writes_inputs(
-    node: torch.fx.Node, sources: Mapping[torch.fx.Node, Source], tensors: Sequence[torch.Tensor]
-) -> bool:
+def _writes_inputs(node: Node, sources: Mapping[Node, Source], tensors: Sequence[Tensor]) -> bool:
     """Whether the forward has changed an input so far, or a buffer that shares memory with one."""
     held = set(map(memory_id, tensors))
     inputs = {
@@ -251,19 +248,19 @@ class Region:
     path: str
     name: str
     parent: Region | None = None
-    items: list[torch.fx.Node | Region] = field(default_factory=list)
+    items: list[Node | Region] = field(default_factory=list)
     reads: Reads = field(default_factory=Reads)
-    inputs: list[torch.fx.Node] = field(default_factory=list)
+    inputs: list[Node] = field(default_factory=list)
     input_names: list[str] = field(default_factory=list)
-    outputs: list[torch.fx.Node] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
     num_calls: int = 1
     recompute: RecomputeMark = ""
     init_key: InitKey = NO_KEY
     alone: str = ""
 
-    def nodes(self) -> list[torch.fx.Node]:
+    def nodes(self) -> list[Node]:
         """Returns all nodes of the region and of the regions inside it, in order."""
-        found: list[torch.fx.Node] = []
+        found: list[Node] = []
         for item in self.items:
             found.extend(item.nodes() if isinstance(item, Region) else [item])
         return found
@@ -299,7 +296,7 @@ class OutputLeaf:
     requires_grad: bool = False
     alias_of: int = -1  # input whose storage a new tensor shares
     storage_offset: int = 0
-    prototype: torch.Tensor | None = None
+    prototype: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -416,7 +413,7 @@ class CallSignature:
             rows = _own_tensors(places, leaves, own_fakes)
         seen: dict[int, int] = {}
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 # Which arguments share memory decides what an in-place write changes.
                 memory = seen.setdefault(memory_id(leaf), len(seen))
                 same = seen.setdefault(id(leaf), len(seen))
@@ -485,7 +482,7 @@ def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
     """Freezes a call's flat arguments, to find out whether the call changed one of them."""
 
     def frozen(leaf: Any) -> Any:
-        apart = isinstance(leaf, torch.Tensor) or torch_pytree.is_container(leaf)
+        apart = isinstance(leaf, Tensor) or torch_pytree.is_container(leaf)
         return Identity(leaf) if apart else Freezer().freeze(leaf)
 
     return list(map(frozen, leaves)), tree
@@ -529,6 +526,5 @@ def forward_signature(module: nn.Module) -> inspect.Signature | None:
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Returns the shape of each tensor input, ``(n,)`` for an int, ``()`` for anything else."""
     return tuple(
-        tuple(x.shape) if isinstance(x, torch.Tensor) else (x,) if type(x) is int else ()
-        for x in leaves
+        tuple(x.shape) if isinstance(x, Tensor) else (x,) if type(x) is int else () for x in leaves
     )

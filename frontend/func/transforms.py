@@ -16,7 +16,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...autodiff.forward_mode.jets import Series
 from ...reuse.errors import PlanError, door
@@ -67,9 +67,7 @@ def may_follow(mode: Mode) -> bool:
     return mode != "reverse" and follower() is not None
 
 
-def taylor(
-    result: torch.Tensor, points: torch.Tensor, directions: torch.Tensor, series: Series
-) -> torch.Tensor:
+def taylor(result: Tensor, points: Tensor, directions: Tensor, series: Series) -> Tensor:
     """Returns the highest derivatives of a result along directions ``[K, *points.shape]``.
 
     They are ``[K, *result.shape]``, or if the series is collapsed their sum, ``[*result.shape]``.
@@ -130,7 +128,7 @@ class Gradient(nn.Module):
         )
         return (found, result[1]) if self._has_aux else found
 
-    def _value_of(self, result: Any) -> torch.Tensor:
+    def _value_of(self, result: Any) -> Tensor:
         return scalar(result[0] if self._has_aux else result, "grad")
 
 
@@ -202,9 +200,7 @@ def jvp(
     return (shown, derivative, more) if has_aux else (shown, derivative)
 
 
-def tangents_of(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], rows: list[torch.Tensor]
-) -> list[torch.Tensor]:
+def tangents_of(outputs: list[Tensor], inputs: list[Tensor], rows: list[Tensor]) -> list[Tensor]:
     """Returns the derivative of each output, ``[K, *output.shape]``, along K directions.
 
     The directions of each input are ``[K, *input.shape]``. If they were made before the outputs, a
@@ -223,9 +219,7 @@ def tangents_of(
 
 
 @door
-def hvp(
-    func: Function, inputs: Any, v: Any, *, mode: ForwardMode = "auto"
-) -> tuple[torch.Tensor, Any]:
+def hvp(func: Function, inputs: Any, v: Any, *, mode: ForwardMode = "auto") -> tuple[Tensor, Any]:
     """Returns a function's scalar result, and the product of its Hessian with a vector.
 
     The signature is that of ``torch.autograd.functional.hvp``. It runs at once; see :func:`vjp`.
@@ -265,13 +259,13 @@ def hvp(
 
 
 def along_gradients(
-    first: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    rows: list[torch.Tensor],
+    first: list[Tensor],
+    inputs: list[Tensor],
+    rows: list[Tensor],
     mode: ForwardMode,
     *,
     goes_on: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Returns the derivative of gradients along K directions: products with a Hessian.
 
     Directions, made before the gradients (see :func:`tangents_of`), and products of each input are
@@ -286,7 +280,7 @@ def along_gradients(
     return [torch.stack(products) for products in zip(*along, strict=True)]
 
 
-def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:
+def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[Tensor]:
     """Returns the tangents, flat; raises PlanError if shapes differ from those of the primals."""
     points, directions = tensors_in(primals, "primals"), tensors_in(tangents, "tangents")
     shapes, others = [tuple(p.shape) for p in points], [tuple(d.shape) for d in directions]
@@ -295,9 +289,7 @@ def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch
     return directions
 
 
-def _of(
-    tree: Any, inputs: list[torch.Tensor], directions: list[torch.Tensor]
-) -> list[torch.Tensor]:
+def _of(tree: Any, inputs: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
     """Returns the directions of the leaves to differentiate by."""
     leaves = tensors_in(tree, "primals")
     found = {id(x): d for x, d in zip(leaves, directions, strict=True)}

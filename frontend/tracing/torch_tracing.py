@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.fx import Node
 from torch.fx.experimental import proxy_tensor as proxies
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -48,7 +50,7 @@ from .torch_patches import replaced
 
 Made = TypeVar("Made")
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
 
 
@@ -70,7 +72,7 @@ _READERS = (
 )
 
 
-def is_mode_switch(node: torch.fx.Node) -> bool:
+def is_mode_switch(node: Node) -> bool:
     """Whether a node only switches grad mode or autocast, which the stamps of nodes record."""
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
 
@@ -81,7 +83,7 @@ def follower() -> Any:
     return None if mode is None else getattr(mode.tracer, "lazyinline_follower", None)
 
 
-def feeds_only_lifts(node: torch.fx.Node) -> bool:
+def feeds_only_lifts(node: Node) -> bool:
     """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
     users = list(node.users)
     return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)
@@ -113,12 +115,12 @@ class TracingFakeMode(FakeTensorMode):
         if func._schema.is_mutable:
             _refuse_real(func, args, kwargs or {})
         result = _dispatch_unprofiled(super().__torch_dispatch__, func, types, args, kwargs)
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Tensor):
             _refuse_unstrided(func, result)
         return with_strides_of_kernel(func, args, result)
 
 
-def _refuse_unstrided(func: Any, made: torch.Tensor) -> None:
+def _refuse_unstrided(func: Any, made: Tensor) -> None:
     """Refuses a sparse or quantized tensor: programs hold memory that strides describe."""
     # A fake quantized tensor says that it holds floats.
     kind = "quantized" if func.name().startswith("aten::quantize_per_") else str(made.layout)
@@ -136,7 +138,7 @@ _STRIDED = (
 )
 
 
-def _refuse_strides_of_part(node: torch.fx.Node) -> None:
+def _refuse_strides_of_part(node: Node) -> None:
     """Refuses ``as_strided`` that reads or writes memory beside or between a tensor's elements.
 
     It counts elements in a storage, and a program holds those of its tensors only. A storage offset
@@ -160,7 +162,7 @@ def _refuse_strides_of_part(node: torch.fx.Node) -> None:
         )
 
 
-def _strided_arguments(node: torch.fx.Node) -> list[Any]:
+def _strided_arguments(node: Node) -> list[Any]:
     """Returns the tensor, sizes, strides and offset of an ``as_strided``, or of its scatter."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -188,12 +190,12 @@ def new_fake_mode() -> TracingFakeMode:
     return TracingFakeMode(allow_non_fake_inputs=True)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
+def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor is fake."""
     return isinstance(tensor, FakeTensor)
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: Tensor) -> bool:
     """Whether a tensor is a fake of one of our traces; a user may have fakes of their own."""
     return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, TracingFakeMode)
 
@@ -226,9 +228,7 @@ class Tracer:
     number that a node computes, if a guard can compute it at each call.
     """
 
-    def __init__(
-        self, fake_mode: TracingFakeMode, on_node: Callable[[torch.fx.Node], None]
-    ) -> None:
+    def __init__(self, fake_mode: TracingFakeMode, on_node: Callable[[Node], None]) -> None:
         self.fake_mode = fake_mode
         self._has_sizes = fake_mode.shape_env is not None  # PyTorch then drops dead size operators
         self._on_node = on_node
@@ -236,15 +236,13 @@ class Tracer:
         self._num_inputs = 0
         self._nodes = _NodeTable({})
         self.casts: GpuCasts | None = None
-        self.answer: Callable[[torch.fx.Node], int | bool | None] = lambda node: None
+        self.answer: Callable[[Node], int | bool | None] = lambda node: None
 
-    def run(
-        self, function: Callable[[Sequence[Any]], Made], inputs: Sequence[torch.Tensor]
-    ) -> Made:
+    def run(self, function: Callable[[Sequence[Any]], Made], inputs: Sequence[Tensor]) -> Made:
         """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
         made: list[Made] = []
 
-        def traced(flat: list[torch.Tensor]) -> tuple[()]:
+        def traced(flat: list[Tensor]) -> tuple[()]:
             started()
             mode = proxies.get_proxy_mode()
             assert mode is not None
@@ -298,7 +296,7 @@ class Tracer:
         # The tracer would run it: the number of a tensor in a list or object of the model's, or of
         # one computed from it, would become a constant of the program, the same at every call.
         def read(*args: Any, **kwargs: Any) -> Any:
-            operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             node = self.node_of(operands[0]) if is_fake(operands[0]) else None
             known = self.answer(node) if node is not None and len(operands) == 1 else None
             if known is not None:
@@ -309,7 +307,7 @@ class Tracer:
 
         return read
 
-    def _is_of_literals(self, tensor: torch.Tensor) -> bool:
+    def _is_of_literals(self, tensor: Tensor) -> bool:
         """Whether a tensor is computed from Python literals alone (``torch.tensor(1.5) * 2``)."""
         node = self.node_of(tensor) if is_fake(tensor) else None
         if node is None:
@@ -317,8 +315,8 @@ class Tracer:
             return any(constant is tensor for constant in tracked)
         return all(n.op == "call_function" or feeds_only_lifts(n) for n in made_of(node))
 
-    def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
-        def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
+    def _stamping(self, create: Callable[..., Node]) -> Callable[..., Node]:
+        def create_node(*args: Any, **kwargs: Any) -> Node:
             node = create(*args, **kwargs)
             if node.op != "call_function":
                 return node
@@ -355,12 +353,12 @@ class Tracer:
         """The module on which the tracer keeps its own constants."""
         return self._tracer.root
 
-    def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+    def node_of(self, tensor: Tensor) -> Node | None:
         """Returns the node that represents a tensor, or None if it is not traced."""
         proxy = self._tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, torch.fx.Proxy) else None
 
-    def add_outside_tensor(self, tensor: torch.Tensor) -> torch.fx.Node:
+    def add_outside_tensor(self, tensor: Tensor) -> Node:
         """Adds a node for a tensor that comes from outside the trace."""
         name = f"outside_{self._num_inputs}"
         self._num_inputs += 1
@@ -368,19 +366,19 @@ class Tracer:
         object.__setattr__(self._tracer.root, name, tensor)
         if self._has_sizes:
             return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
-        return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
+        return Node(self._tracer.graph, name, "get_attr", name, (), {})
 
-    def given_node(self) -> torch.fx.Node:
+    def given_node(self) -> Node:
         """Returns a placeholder for an input of a control-flow body, which no operator makes."""
         self._num_inputs += 1
         name = f"given_{self._num_inputs}"
-        return torch.fx.Node(self._tracer.graph, name, "placeholder", name, (), {})
+        return Node(self._tracer.graph, name, "placeholder", name, (), {})
 
-    def attribute(self, node: torch.fx.Node) -> Any:
+    def attribute(self, node: Node) -> Any:
         """Returns the outside tensor (or other object) of a ``get_attr`` node."""
         return getattr(self._tracer.root, str(node.target))
 
-    def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+    def track(self, tensor: Tensor, node: Node) -> None:
         """Makes a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
         with replaced(self._nodes, is_renaming=True):
@@ -393,9 +391,7 @@ class Tracer:
             node.meta["val"] = size
             self.track(size, node)  # type: ignore[arg-type]
 
-    def track_new(
-        self, type_: TensorType, history: Sequence[torch.Tensor], node: torch.fx.Node
-    ) -> Any:
+    def track_new(self, type_: TensorType, history: Sequence[Tensor], node: Node) -> Any:
         """Returns a new fake tensor for a node, ten times faster than by running an operator.
 
         Autograd treats ``history`` as its inputs; see :func:`with_history`.
@@ -414,17 +410,17 @@ class Tracer:
         proxies.track_tensor(new, proxy, constant=None, tracer=self._tracer)
         return new
 
-    def write(self, tensor: torch.Tensor, history: Sequence[torch.Tensor]) -> None:
+    def write(self, tensor: Tensor, history: Sequence[Tensor]) -> None:
         """Tells autograd that a call node changed a fake tensor in-place."""
         with self.untraced(), torch.enable_grad():
             new = tensor.new_empty(())
             tensor.add_(with_history(new, history))
 
-    def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    def call(self, target: Callable[..., Any], operands: Sequence[Node]) -> Node:
         """Adds a call of a Python function, such as a call node of a closure."""
         return self._tracer.graph.create_node("call_function", target, tuple(operands), {})  # type: ignore[no-any-return]
 
-    def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
+    def item(self, node: Node, index: int) -> Node:
         """Adds a ``getitem`` node for one result of a call, with the call's stamp."""
         create = type(self._tracer.graph).create_node
         picked = create(self._tracer.graph, "call_function", operator.getitem, (node, index), {})
@@ -432,11 +428,11 @@ class Tracer:
         self._on_node(picked)
         return picked  # type: ignore[no-any-return]
 
-    def constants(self) -> list[torch.fx.Node]:
+    def constants(self) -> list[Node]:
         """Returns every node that represents an outside tensor or a constant."""
         return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
 
-    def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_fake(self, tensor: Tensor) -> Tensor:
         """Returns a fake tensor with the metadata of a real one."""
         with self.untraced():
             if tensor.is_meta:
@@ -462,7 +458,7 @@ class Tracer:
         for node in self.constants():
             vars(self.root).pop(str(node.target), None)
         for name, held in list(vars(self.root).items()):
-            if isinstance(held, torch.Tensor):
+            if isinstance(held, Tensor):
                 delattr(self.root, name)
 
     @cached_property
@@ -483,7 +479,7 @@ class _NodeTable(WeakTensorKeyDictionary):
 
     is_renaming = False
 
-    def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
+    def __setitem__(self, tensor: Tensor, proxy: Any) -> None:
         # An operator that returns its operand (``x.to(x.dtype)``, ``dropout`` in eval mode) must
         # not replace its node: under ``no_grad`` the tensor would lose its gradient.
         if self.is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
@@ -498,16 +494,16 @@ class _History(torch.autograd.Function):
     """Makes a tensor that is not an autograd leaf, so that it may be changed in-place."""
 
     @staticmethod
-    def forward(context: Any, new: list[torch.Tensor], *history: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, new: list[Tensor], *history: Tensor) -> Tensor:
         return new[0]
 
 
-def with_history(new: torch.Tensor, history: Sequence[torch.Tensor]) -> torch.Tensor:
+def with_history(new: Tensor, history: Sequence[Tensor]) -> Tensor:
     """Makes a new tensor depend on others for autograd, if one of them requires grad."""
     if not any(x.requires_grad for x in history):
         return new
     with torch.enable_grad():
-        made: torch.Tensor = super(_SingleLevelFunction, _History).apply([new], *history)
+        made: Tensor = super(_SingleLevelFunction, _History).apply([new], *history)
     return made
 
 
@@ -516,9 +512,9 @@ WRITES = "writes"
 
 
 def made_of(
-    *nodes: torch.fx.Node,
-    operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] | None = None,
-) -> Collection[torch.fx.Node]:
+    *nodes: Node,
+    operands: Callable[[Node], Sequence[Node]] | None = None,
+) -> Collection[Node]:
     """Returns nodes and all nodes that they were computed from, by all operands or by some."""
     found = dict.fromkeys(nodes)
     memory = set(map(memory_of, nodes))
@@ -531,18 +527,18 @@ def made_of(
     return found
 
 
-def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+def differentiated(node: Node) -> Sequence[Node]:
     """Returns the operands that gradients of a node may flow back to."""
     # Without grad mode, no gradient flows to the operands, but still to what was written to.
     return node.all_input_nodes if stamp_of(node).grad_enabled else written_by(node)
 
 
-def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+def written_by(node: Node) -> Sequence[Node]:
     """Returns the operands that a node changes in-place."""
     return node.meta.get(WRITES) or mutated_args(node)
 
 
-def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+def leads_to(outputs: Sequence[Tensor], tensor: Tensor) -> bool:
     """Whether autograd's graph leads from any of some tensors back to another one."""
     pending: list[Any] = [tuple(get_gradient_edge(y)) for y in outputs]
     sought, seen = tuple(get_gradient_edge(tensor))[:2], set()

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import placement_types
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.fx import Graph, GraphModule, Node
 
 from ...reuse.errors import PlanError, VerifyError
 from ..process_groups import stopped
@@ -49,7 +51,7 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 _OPS = ("sum", "avg", "mean", "max", "min", "product")
 
 
-def _all_reduce(x: torch.Tensor, op: str, group: Any, out: torch.Tensor) -> Any:
+def _all_reduce(x: Tensor, op: str, group: Any, out: Tensor) -> Any:
     # PyTorch reduces in place. The memory plan may have placed the result on the operand.
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
@@ -73,7 +75,7 @@ _STARTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _made_by(name: str, x: torch.Tensor, *args: Any) -> torch.Tensor:
+def _made_by(name: str, x: Tensor, *args: Any) -> Tensor:
     """Allocates a collective's result."""
     rows = x.shape[0] if x.dim() else 1
     if name == "all_gather":
@@ -94,8 +96,8 @@ class _Started:
     """
 
     work: Any
-    operand: torch.Tensor
-    result: torch.Tensor
+    operand: Tensor
+    result: Tensor
     what: tuple[str, Any, str, int]
 
 
@@ -115,7 +117,7 @@ class _UnderWay(threading.local):
         finally:
             self._groups = before
 
-    def start(self, name: str, x: torch.Tensor, *args: Any, out: torch.Tensor) -> torch.Tensor:
+    def start(self, name: str, x: Tensor, *args: Any, out: Tensor) -> Tensor:
         """Starts a collective that writes into ``out``."""
         if out.numel() and out.data_ptr() in self._by_address:
             raise VerifyError(f"The {name} writes where another one is still under way.")
@@ -133,7 +135,7 @@ class _UnderWay(threading.local):
         self._by_address[out.data_ptr()] = _Started(work, x, out, what)
         return out
 
-    def wait(self, result: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
+    def wait(self, result: Tensor, operand: Tensor | None = None) -> Tensor:
         """Waits for the collective that writes a result."""
         started = self._by_address.pop(result.data_ptr())
         try:
@@ -150,9 +152,7 @@ class _UnderWay(threading.local):
         while self._by_address:
             self.wait(next(iter(self._by_address.values())).result)
 
-    def _failed(
-        self, x: torch.Tensor, what: tuple[str, Any, str, int], error: RuntimeError
-    ) -> PlanError:
+    def _failed(self, x: Tensor, what: tuple[str, Any, str, int], error: RuntimeError) -> PlanError:
         # Other collectives stay listed: if only a thread of the process group still referenced a
         # tensor, it would abort a process that exits meanwhile.
         name, group, axis, _ = what
@@ -168,7 +168,7 @@ settle, collectives_over = _UNDER_WAY.settle, _UNDER_WAY.over
 def _define(name: str) -> None:
     run_into = partial(_UNDER_WAY.start, name)
 
-    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def run(x: Tensor, *args: Any) -> Tensor:
         return run_into(x, *args, out=_made_by(name, x, *args))
 
     schema = _SCHEMAS[name]
@@ -204,7 +204,7 @@ WAIT = _OWN.wait.default
 OWN = COLLECTIVES | {WAIT}
 
 
-def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
+def check_collective(node: Node, sizes: Mapping[str, int]) -> None:
     """Raises PlanError for a collective that does not fit a mesh of such sizes."""
     taken: tuple[Any, ...] = node.args
     _, *told, axis = taken
@@ -216,9 +216,7 @@ def check_collective(node: torch.fx.Node, sizes: Mapping[str, int]) -> None:
         )
 
 
-def with_own_collectives(
-    module: torch.fx.GraphModule, axes: Mapping[str, str]
-) -> torch.fx.GraphModule:
+def with_own_collectives(module: GraphModule, axes: Mapping[str, str]) -> GraphModule:
     """Replaces each functional collective of a graph by our two operators, in place.
 
     The dimensions of the mesh are given by the names of their process groups. Raises PlanError if
@@ -250,9 +248,7 @@ def with_own_collectives(
     return module
 
 
-def started(
-    graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], example: torch.Tensor
-) -> torch.fx.Node:
+def started(graph: Graph, target: Any, args: tuple[Any, ...], example: Tensor) -> Node:
     """Adds a collective and its wait to a graph; returns the wait, whose result is ``example``."""
     start = graph.call_function(target, args)
     # An all-reduce runs in place on its result, so it no longer reads the operand once started.
@@ -273,8 +269,8 @@ def exchanges() -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def move(*args: Any) -> torch.Tensor:
-        made: torch.Tensor = (_exchanged if threading.get_ident() == thread else own)(*args)
+    def move(*args: Any) -> Tensor:
+        made: Tensor = (_exchanged if threading.get_ident() == thread else own)(*args)
         return made
 
     with _LOCK:
@@ -286,14 +282,12 @@ def exchanges() -> Iterator[None]:
             placement_types.shard_dim_alltoall = own
 
 
-def _exchanged(
-    x: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int
-) -> torch.Tensor:
+def _exchanged(x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int) -> Tensor:
     size, group = mesh.size(axis), mesh.get_group(axis).group_name
     parts, one_of_each = x.unflatten(shard_dim, (size, -1)).movedim(shard_dim, 0), [1] * size
     rows = parts.reshape(size, -1)
     begun = _FUNCTIONAL.all_to_all_single(rows, one_of_each, one_of_each, group)
-    made: torch.Tensor = _FUNCTIONAL.wait_tensor(begun)
+    made: Tensor = _FUNCTIONAL.wait_tensor(begun)
     return made.view(parts.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
