@@ -50,9 +50,8 @@ from ..sizes.shapes import CompileResult
 from ..sizes.torch_known_sizes import KnownSizes, ReadKnownSizes
 from ..torch_optimizer import StepOptimizer, optimizer_of
 from ..training_step import TrainingStep
-from .arrivals import Arrivals
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
-from .ranks import check_number, read_colors, read_ranks, read_stages, together
+from .ranks import Arrivals, check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
 from .saved_model import Refusing, SavedModel, TensorNames, class_name_of, set_modes, tensor_of
 from .trees import tree_of
