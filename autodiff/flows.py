@@ -21,8 +21,7 @@ from ..reuse.ir.rewrite import grouped
 from ..reuse.torch_names import operator_schema
 
 Inputs = frozenset[int]
-Flows = list[Inputs]
-"""For each output, the positions of the inputs that flow into it."""
+Flows = list[Inputs]  # for each output, the positions of the inputs that flow into it
 T = TypeVar("T")
 Through = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 """Returns the operands of an operator that flow into its result."""

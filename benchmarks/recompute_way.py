@@ -234,7 +234,7 @@ def our_way(model: nn.Module, batch: dict[str, Any], spec: WaySpec) -> Way:
     step = lazyinline.compile_step(model, recompute=spec.recompute)
 
     def release() -> None:
-        entry = step._entries[0]
+        entry = step.entries[0]
         entry._lease = None
         entry._compiled.runner._arenas.idle.clear()
 
@@ -294,7 +294,7 @@ def launched_flops(step: lazyinline.TrainingStep) -> int:
 
     The native loop calls BLAS without PyTorch's dispatcher, so the profiler sees no product.
     """
-    layout = step._entries[0]._compiled.runner.layout
+    layout = step.entries[0]._compiled.runner.layout
     launches = (placed.launch for part in layout.parts for placed in part.launches)
     total = 0
     for launch in launches:

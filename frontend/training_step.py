@@ -153,7 +153,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         dynamic: bool | None = None,
         optimizer: StepOptimizer | None = None,
     ) -> None:
-        self._made_of = (model, loss_fn, options, batching, dynamic, optimizer)
+        self.made_of: tuple[Any, ...] = (model, loss_fn, options, batching, dynamic, optimizer)
         self._optimizer = optimizer
         inside = refusals.model_inside(model)
         if inside is not None:
@@ -176,14 +176,9 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         return None if self._optimizer is None else self._optimizer.optimizer
 
     @property
-    def made_of(self) -> tuple[Any, ...]:
-        """The model, its loss function, the options, batching, dynamic, and the optimizer."""
-        return self._made_of
-
-    @property
     def stats(self) -> StepStats | None:
         """The launches and memory of the program used last; None before the first step."""
-        first = self._entries.first
+        first = self.entries.first
         return first.stats() if first else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -238,9 +233,9 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
             if self._optimizer is not None and not self._optimizer.is_as_compiled():
                 self._forget()
-            first = self._entries.first
+            first = self.entries.first
             handed = first.handed if first is not None else None
-            entry = self._entries.fitting(leaves, tree) or self._linked_to(leaves, tree)
+            entry = self.entries.fitting(leaves, tree) or self._linked_to(leaves, tree)
             # Parameters may have been replaced, or come to share memory, since the last step.
             if entry is not None and entry.why_no_update(first):
                 self._forget()
@@ -257,7 +252,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies the options only: a copy compiles at its first call."""
-        return TrainingStep, self._made_of
+        return TrainingStep, self.made_of
 
     def _linked_to(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry | None:
         """Links a symbolic program for the sizes of a batch; None if none fits."""

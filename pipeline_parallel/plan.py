@@ -28,10 +28,8 @@ from .actions import (
 )
 from .stage_derivative import StageDerivative
 
-Durations = Callable[[Action], float]
-"""Seconds that an action takes."""
-CostOf = Callable[[Program], Cost]
-"""Predicts the cost of one run of a program."""
+Durations = Callable[[Action], float]  # seconds that an action takes
+CostOf = Callable[[Program], Cost]  # predicts the cost of one run of a program
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,8 @@ for _public in (
 ):
     _public.__module__ = "lazyinline"  # a traceback shows the name that users catch
 
-VARIABLE = "LAZYINLINE_DEBUG"
-"""The environment variable that keeps tracebacks whole."""
-OURS = (LazyInlineError, CompileInterrupted)
-"""Exceptions that lazyinline raises on purpose."""
+VARIABLE = "LAZYINLINE_DEBUG"  # the environment variable that keeps tracebacks whole
+OURS = (LazyInlineError, CompileInterrupted)  # exceptions that lazyinline raises on purpose
 
 INSTEAD: Mapping[str, str] = {
     "mode": 'backend="inductor" and backend="eager" are all there is to choose, so leave it out',

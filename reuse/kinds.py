@@ -156,8 +156,7 @@ def cell_contents(cell: types.CellType) -> Any:
         return ABSENT
 
 
-Way = tuple[str, Any]
-"""How to reach the same item or attribute in another object of this kind."""
+Way = tuple[str, Any]  # how to reach the same item or attribute in another object of this kind
 NO_WAY: Way = ("", None)  # to a member of a set, the key of a dictionary, what a function captured
 
 # Attributes that torch.compile adds to a function when it first runs, and the one by which a

@@ -34,8 +34,7 @@ from .jets import Jet, Lanes, Operands, Orders, Series, results_of
 from .polynomials import Coefficient, scaled
 from .torch_rules import decompositions, is_wrong_nested, rule_of
 
-Place: TypeAlias = tuple[int, int]
-"""An order, and which operand."""
+Place: TypeAlias = tuple[int, int]  # an order, and which operand
 
 
 def nested_forward(lanes: Lanes, target: Any, operands: Operands) -> Any:

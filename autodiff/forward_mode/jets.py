@@ -72,8 +72,7 @@ class Series:
         )
 
 
-UNROLLED = 4
-"""Up to so many directions are computed one by one, so that they fuse with the value."""
+UNROLLED = 4  # up to so many directions are computed one by one, so that they fuse with the value
 
 Coefficients: TypeAlias = Mapping[int, tuple[Tensor, ...]]
 """For each order a tensor for each lane, or the sum of all. Missing orders are zero."""

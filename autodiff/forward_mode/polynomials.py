@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-Coefficient: TypeAlias = Any
-"""A tensor, a number, or None for zero."""
+Coefficient: TypeAlias = Any  # a tensor, a number, or None for zero
 
 
 def times(a: Coefficient, b: Coefficient) -> Coefficient:

@@ -282,8 +282,7 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
 
 
-TO_COPY = torch.ops.aten._to_copy.default
-"""Copies a tensor to another type or device."""
+TO_COPY = torch.ops.aten._to_copy.default  # copies a tensor to another type or device
 
 
 def traced_operator(

@@ -36,8 +36,7 @@ from .torch_attention import as_on_a_gpu, with_plain_attention
 from .torch_recorder import Traced, record_graph, record_wrapper
 from .torch_recorder import can_record as can_record_wrapper
 
-BackendName: TypeAlias = Literal["inductor", "eager"]
-"""The name of a backend."""
+BackendName: TypeAlias = Literal["inductor", "eager"]  # the name of a backend
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _TINY_NODES = 2

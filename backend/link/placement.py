@@ -89,8 +89,7 @@ class Place:
             )
 
 
-HERE = Place()
-"""The CPU, where everything can run."""
+HERE = Place()  # the CPU, where everything can run
 
 
 @dataclass(frozen=True)

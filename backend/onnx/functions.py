@@ -45,8 +45,7 @@ from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import TensorType, Type
 from . import torch_onnx
 
-Make = Callable[[Type, str], ir.Value]
-"""Makes a value of a type, with a name."""
+Make = Callable[[Type, str], ir.Value]  # makes a value of a type, with a name
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,9 @@ class ControlNodes:
 
 
 DOMAIN = "lazyinline"
-IR_VERSION = 10
-"""The first version of the format in which functions carry types and metadata."""
+IR_VERSION = 10  # the first version of the format in which functions carry types and metadata
 
-Bundle = tuple[ir.Value, ...]
-"""The tensors of one program value: one, or those inside a struct."""
+Bundle = tuple[ir.Value, ...]  # the tensors of one program value: one, or those inside a struct
 
 
 @dataclass(frozen=True)

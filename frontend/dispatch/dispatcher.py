@@ -158,7 +158,7 @@ class Dispatcher(Generic[AnyEntry]):
         names: tuple[tuple[str, ...], ...] = (),
         compiler: Compiler | None = None,
     ) -> None:
-        self._subject = model
+        self.subject = model  # that is compiled; for a step, the model with its loss
         self._compiler = compiler or Compiler(options)
         self._made_with = (options, dynamic, names)
         self._forget()
@@ -167,23 +167,13 @@ class Dispatcher(Generic[AnyEntry]):
 
     def _forget(self) -> None:
         """Drops all programs; the compiler keeps its results per closure."""
-        self._entries: KeptPrograms[AnyEntry] = KeptPrograms()
-        self._shapes = ShapeCache(self._subject, *self._made_with)
+        self.entries: KeptPrograms[AnyEntry] = KeptPrograms()  # the programs compiled so far
+        self._shapes = ShapeCache(self.subject, *self._made_with)
 
     @property
     def last_report(self) -> CompileReport | None:
         """The report of the newest compile; None before the first call."""
         return self._report
-
-    @property
-    def entries(self) -> KeptPrograms[AnyEntry]:
-        """The programs compiled so far."""
-        return self._entries
-
-    @property
-    def subject(self) -> nn.Module:
-        """The module that is compiled; for a step, the model with its loss."""
-        return self._subject
 
     @property
     def symbolic_programs(self) -> list[tuple[Guard, Linker]]:
@@ -192,7 +182,7 @@ class Dispatcher(Generic[AnyEntry]):
 
     def adopt(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         """Adds a program that was compiled before, for a call with these flat inputs."""
-        self._entries.add(self._entry(made, leaves))
+        self.entries.add(self._entry(made, leaves))
         self._report = made.report
 
     def adopt_symbolic(self, guard: Guard, linker: Linker, report: CompileReport) -> None:
@@ -208,7 +198,7 @@ class Dispatcher(Generic[AnyEntry]):
         """Compiles a program for a call, or links a symbolic one for its sizes."""
         with one_at_a_time():
             # Another thread may have compiled for the same call while this one waited.
-            made_meanwhile = self._entries.fitting(inputs.given, inputs.tree)
+            made_meanwhile = self.entries.fitting(inputs.given, inputs.tree)
             if made_meanwhile is not None:
                 return made_meanwhile
             made = None if self._refuse else self._shapes.symbolic(inputs, goal)
@@ -216,10 +206,10 @@ class Dispatcher(Generic[AnyEntry]):
                 made = self._shapes.linked(inputs) or self._refuse(inputs)
             if made is None:
                 compiled, report = self._compiler.compile(
-                    self._subject, inputs.args, inputs.kwargs, goal, watch=self._watch
+                    self.subject, inputs.args, inputs.kwargs, goal, watch=self._watch
                 )
                 whole = Inputs.of(inputs.given, inputs.tree)
-                self._entries.warn_if_many(own_model(self._subject), whole)
+                self.entries.warn_if_many(own_model(self.subject), whole)
                 made = self._shapes.note(compiled, report, inputs)
             return self._kept(made, inputs)
 
@@ -233,7 +223,7 @@ class Dispatcher(Generic[AnyEntry]):
 
     def _kept(self, made: CompileResult, inputs: Inputs) -> AnyEntry:
         entry = self._entry(made, inputs.leaves)
-        if self._entries.add(entry):  # most results that the compiler keeps are unused by now
+        if self.entries.add(entry):  # most results that the compiler keeps are unused by now
             self._compiler = Compiler(self._compiler.options)
         self._report = made.report
         return entry
@@ -447,7 +437,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
-        entry = self._entries.fitting(leaves, tree)
+        entry = self.entries.fitting(leaves, tree)
         if entry is None:
             found = self._find_or_compile(leaves, tree)
             if isinstance(found, RunEagerly):

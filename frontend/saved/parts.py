@@ -41,8 +41,7 @@ from .trees import tree_data, tree_of
 _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")
 CAPTURED, STEP, BOUNDARY = "captured", "step", "boundary.json"
-RANKS = "stages"
-"""In place of boundary data, for ranks, whose programs are parts of their own."""
+RANKS = "stages"  # in place of boundary data, for ranks, whose programs are parts of their own
 _MAX_EXAMPLE = 2**31
 _OURS = "lazyinline."
 

@@ -388,7 +388,7 @@ class InputSizes(TracedSizes, KnownSizes):
         self._counts: dict[int, Any] = {}  # by position, because equal ints are the same object
         for index, (leaf, dims) in enumerate(zip(leaves, self._names, strict=True)):
             if any(dims):
-                pairs = zip(dims, self._example[index], strict=True)
+                pairs = zip(dims, self.shapes[index], strict=True)
                 sizes = [self._size(name, n) if name else n for name, n in pairs]
                 if isinstance(leaf, torch.Tensor):
                     self._sizes[id(leaf)] = sizes

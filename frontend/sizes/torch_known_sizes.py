@@ -60,8 +60,9 @@ class KnownSizes:
         self._specialized_at: dict[Any, str] = {}
         self._answers = _Answers()
         self._symbols: dict[str, Any] = {}
-        self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
-        known = zip(names, self._example, strict=True)
+        self.shapes = shapes_of(leaves)  # of the inputs of the call that is captured
+        self._strides = _strides_of(leaves)
+        known = zip(names, self.shapes, strict=True)
         self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
 
     def told(self, further: Sequence[Any] = ()) -> tuple[Any, Any, Any]:
@@ -80,7 +81,7 @@ class KnownSizes:
     @cached_property
     def _terms(self) -> tuple[tuple[Any, ...], ...]:
         """For each dimension of each flat input, an expression or a number, and an offset."""
-        known = (zip(*row, strict=True) for row in zip(self._names, self._example, strict=True))
+        known = (zip(*row, strict=True) for row in zip(self._names, self.shapes, strict=True))
         return tuple(
             tuple(self._term(name) if name else (sympy.Integer(n), 0) for name, n in row)
             for row in known
@@ -156,7 +157,7 @@ class KnownSizes:
         """Returns the number of each symbol, or why there is none."""
         found, computed = Values(), []
         shapes, strides = shapes_of(leaves), _strides_of(leaves)
-        for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
+        for index, (names, example) in enumerate(zip(self._names, self.shapes, strict=True)):
             # Kernels compute strides from symbols as those of a contiguous tensor.
             if any(names) and not may_vary(leaves[index]):
                 return f"strides of input {index} are not those of contiguous memory"
@@ -183,14 +184,9 @@ class KnownSizes:
         return found
 
     @property
-    def shapes(self) -> Shapes:
-        """The shapes of the inputs of the call that is captured."""
-        return self._example
-
-    @property
     def example(self) -> Values:
         """The number of each symbol in the call that is captured."""
-        rows = zip(self._terms, self._example, strict=True)
+        rows = zip(self._terms, self.shapes, strict=True)
         pairs = [pair for row in rows for pair in zip(*row, strict=True)]
         return Values({term: int(n) - more for (term, more), n in pairs if term.is_Symbol})
 

@@ -41,8 +41,7 @@ from .plan import GATHERED, PIPELINE, REPLICATED, TENSOR, MeshPlan, Placements
 from .sharded import result_of_weight
 from .torch_sharding_rules import placement as placement_of
 
-Styles: TypeAlias = Mapping[str, Any]
-"""Parallel styles by a pattern of module paths."""
+Styles: TypeAlias = Mapping[str, Any]  # parallel styles by a pattern of module paths
 
 # These redistribute a module's inputs and outputs, which follows from the layouts anyway.
 _AROUND = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)

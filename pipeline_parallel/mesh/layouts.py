@@ -42,8 +42,7 @@ class Layout(NamedTuple):
 
 WHOLE = Layout("whole")
 SUM = Layout("sum")
-Layouts = tuple[Layout, ...]
-"""One layout for each axis of the mesh."""
+Layouts = tuple[Layout, ...]  # one layout for each axis of the mesh
 
 
 def split(dim: int, factor: int = 1) -> Layout:

@@ -43,8 +43,7 @@ _VIEWS = frozenset(
     }
 )
 _CONVERT = torch.ops.prims.convert_element_type.default
-CASTS = frozenset({_ATEN._to_copy.default, _CONVERT})
-"""Operators that change the type of elements."""
+CASTS = frozenset({_ATEN._to_copy.default, _CONVERT})  # operators that change the type of elements
 _CAT, _COPY = _ATEN.cat.default, _ATEN.copy.default
 _LINEAR = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.neg.default, _ATEN.clone.default})
 _LINEAR |= {_COPY}

@@ -128,8 +128,7 @@ class Index(NamedTuple):
 
 Step = tuple[str, Any]
 """``("attribute", name)``, ``("item", key)`` or ``("index", Index)``; ``("length", None)``."""
-Way = tuple[Any, ...]
-"""The number of an argument, and steps from it."""
+Way = tuple[Any, ...]  # the number of an argument, and steps from it
 
 
 @dataclass(eq=False)

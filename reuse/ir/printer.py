@@ -33,8 +33,7 @@ from .leaf import stamp_of
 from .torch_symbols import SizeLiteral
 from .types import StructType, TensorType, Type, contiguous_stride, dtype_name, flatten_type
 
-WIDTH = 100
-"""Columns of printed text; a longer word is not broken."""
+WIDTH = 100  # columns of printed text; a longer word is not broken
 
 _FURTHER_IN = 4
 

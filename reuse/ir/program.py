@@ -66,8 +66,7 @@ class Control:
     """A control-flow operator: chooses between closures, its bodies, or repeats one."""
 
     bodies: tuple[Composite, ...]
-    word: ClassVar[str]
-    """Its printed name."""
+    word: ClassVar[str]  # its printed name
 
     @property
     def numbers(self) -> dict[str, int]:

@@ -32,8 +32,7 @@ LEAST_CALLS = 3
 _PERIOD = ".period"
 
 Node = torch.fx.Node
-Env = dict[Node, Value]
-"""The values that the nodes of a block's graph have in one of its calls."""
+Env = dict[Node, Value]  # the values that the nodes of a block's graph have in one of its calls
 
 
 def rotate(program: Program) -> Program:

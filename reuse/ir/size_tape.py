@@ -165,5 +165,4 @@ class Numbers:
         return np.array(self.computed, np.int64)
 
 
-PLAIN = Numbers()
-"""For a program without symbolic sizes."""
+PLAIN = Numbers()  # for a program without symbolic sizes
