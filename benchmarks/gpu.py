@@ -153,7 +153,7 @@ def chosen_attention(device: torch.device) -> dict[str, Any]:
 
 
 def ceilings(findings: Findings, device: torch.device) -> None:
-    """Measures what this board copies and multiplies, for the shares of peaks in roofline.py."""
+    """Measures what this board copies and multiplies, for the shares of peaks in targets.py."""
     is_cuda = device.type == "cuda"
     x = torch.empty(2**28 if is_cuda else 2**20, device=device)
     y, size = torch.empty_like(x), 8192 if is_cuda else 256

@@ -24,8 +24,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lazyinline.backend.gpu import targets
-from lazyinline.backend.gpu.roofline import MEMORY_SHARE, PRODUCT_SHARE
-from lazyinline.backend.gpu.targets import GIB
+from lazyinline.backend.gpu.targets import GIB, MEMORY_SHARE, PRODUCT_SHARE
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Batching, Options

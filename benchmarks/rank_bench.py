@@ -18,10 +18,9 @@ from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recom
 
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.backend.run.rank_program import RankProgram
-from lazyinline.frontend.batch import LossModel
 from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
-from lazyinline.frontend.options import Options
+from lazyinline.frontend.options import LossModel, Options
 from lazyinline.frontend.page.page import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData

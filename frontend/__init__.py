@@ -4,7 +4,7 @@ lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command: help and errors, without importing PyTorch
 marks                the marks ``lazy_inline``, ``recompute``, ``stage``, ``shard`` and ``place``
 compiler             the one list of passes, and the compiler that runs them
-options              the options of a compile, checked
+options              the options of a compile, checked; micro-batches; a model and its loss
 compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
@@ -27,7 +27,6 @@ dispatch             runs a model's calls: by compiled programs, or eagerly
 func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
-batch                splits a batch into micro-batches; a model and its loss as one module
 pipeline             ``pipeline(model, args)``
 parallel             ``parallelize(model, args, mesh=...)``
 parallel_elsewhere   the same for ranks on other machines, to be saved

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
-from ..backend.gpu.roofline import Prediction, predict
-from ..backend.gpu.targets import CONTEXT_BYTES, MARGIN, Target
+from ..backend.gpu.targets import CONTEXT_BYTES, MARGIN, Prediction, Target, predict
 from ..backend.kernels.lower import BackendName, InductorBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList
 from ..backend.link.layout import Layout

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..backend.gpu.roofline import predict
-from ..backend.gpu.targets import CONTEXT_BYTES, GIB, Target, target_named
+from ..backend.gpu.targets import CONTEXT_BYTES, GIB, Target, predict, target_named
 from ..pipeline_parallel.actions import schedule_name
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.plan import PipelinePlan, make_plan
@@ -19,13 +18,12 @@ from ..recompute.planner import PolicyName
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
-from .batch import LossFunction, LossModel, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import PASSES
 from .mesh_planner import AskedPlan, Plan, stage_dimension
 from .onnx.check import copied
-from .options import Batching, Options
+from .options import Batching, LossFunction, LossModel, Options, split_batch
 from .passes.context import Context
 from .passes.link import launched
 from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, sharded_step

@@ -23,11 +23,10 @@ from ..reuse.errors import LazyInlineError, door
 from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
-from .batch import LossModel
 from .capture.blocks import Reuse
 from .checks.refusals import check_example
 from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
-from .options import Batching, Options
+from .options import Batching, LossModel, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal

@@ -27,13 +27,12 @@ from ..backend.kernels.lower import BackendName
 from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
-from .batch import LossModel, check_count, loss_of, split_batch
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
 from .onnx.check import copied, gap
-from .options import Batching, Options
+from .options import Batching, LossModel, Options, check_count, loss_of, split_batch
 from .page.page import measured_page
 from .page.write import error_text, write_page
 from .passes.state import Goal, step_goal

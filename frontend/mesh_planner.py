@@ -19,10 +19,9 @@ from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.costs import CPU, CUDA, Rates
 from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
-from .batch import LossModel
 from .compiler import Compiler
 from .marks import shard_mark
-from .options import Options
+from .options import LossModel, Options
 from .passes.numbers import note_examples
 from .passes.programs import tensor_name
 from .passes.state import Compilation, Goal, Judge, OnMesh, Planner, Subject

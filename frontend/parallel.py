@@ -30,7 +30,6 @@ from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
-from .batch import Batch, LossFunction, LossModel, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around, refuse_mode
@@ -38,7 +37,7 @@ from .compiler import PASSES, made_by
 from .guards.guard import Guard
 from .mesh_parameters import KeptOnMesh, MeshParameters, gradient_of, local_part, part_of
 from .mesh_planner import AskedPlan, stage_dimension
-from .options import Batching, Options
+from .options import Batch, Batching, LossFunction, LossModel, Options, check_count
 from .page.page import compile_page
 from .page.sections import mesh_section
 from .page.write import write_page

@@ -24,13 +24,12 @@ from ..reuse.ir.costs import CPU, CUDA
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from .autograd.torch_engine import have_hooks, pass_through_autograd
-from .batch import Batch, LossFunction, LossModel, check_count
 from .capture.blocks import Reuse
 from .checks.refusals import check_example, check_leaves, check_runnable
 from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
 from .guards.guard import Guard
-from .options import Options
+from .options import Batch, LossFunction, LossModel, Options, check_count
 from .page.page import ShownPlan
 from .passes.context import Context
 from .passes.mesh import rank_memory, traffic_of

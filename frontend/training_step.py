@@ -24,7 +24,6 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
-from .batch import LossFunction, LossModel, split
 from .capture.blocks import Reuse
 from .checks import refusals
 from .checks.torch_state import autograd_mode_around, mode_around, refuse_mode
@@ -33,7 +32,7 @@ from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
 from .guards.guard import Inputs
-from .options import Batching, Boundaries, Options
+from .options import Batching, Boundaries, LossFunction, LossModel, Options, split
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer

@@ -178,7 +178,7 @@ def step_on_cpu_memory(
     model: nn.Module, kwargs: dict[str, torch.Tensor], recompute: lazyinline.Budget | None = None
 ) -> tuple[lazyinline.TrainingStep, PlannedProgram]:
     step: Any = lazyinline.compile_step(model, target=TARGET, recompute=recompute)
-    runner = lambda: step._entries.first._compiled.runner  # noqa: E731
+    runner = lambda: step.entries.first._compiled.runner  # noqa: E731
     return step, compiled_for_nothing(lambda: step(**kwargs), runner)
 
 
@@ -217,7 +217,7 @@ def updated(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, Any]
     theirs = torch.optim.AdamW(reference.parameters(), eps=1e-3, fused=True)
     step = lazyinline.compile_step(model, target=TARGET, optimizer=ours)
     program = compiled_for_nothing(
-        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
+        lambda: step(**kwargs), lambda: step.entries.first._compiled.runner
     )
     assert not ours.state, "a step that did not run made state"
     move_to(program, replace(triton_on_cpu.ON_CPU_MEMORY, graphs="captured"))

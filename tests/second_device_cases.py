@@ -120,7 +120,7 @@ def test_a_step_trains_as_eager_does_and_state_is_where_parameters_are(
 
 
 def program_of(step: Any) -> PlannedProgram:
-    runner = step._entries.first._compiled.runner
+    runner = step.entries.first._compiled.runner
     assert isinstance(runner, PlannedProgram)
     return runner
 

@@ -24,8 +24,7 @@ from programs import move_to
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.gpu.roofline import is_product
-from lazyinline.backend.gpu.targets import TARGETS
+from lazyinline.backend.gpu.targets import TARGETS, is_product
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.kernels import lower, torch_recorder
 from lazyinline.backend.kernels.torch_attention import as_on_a_gpu
@@ -349,7 +348,7 @@ def test_a_planned_step_is_captured_once_and_replayed() -> None:
     reference = copy.deepcopy(model)
     step = lazyinline.compile_step(model, backend="eager")
     step(*args)
-    program = step._entries.first._compiled.runner
+    program = step.entries.first._compiled.runner
     calls = []
 
     def capture(run: Any, device: torch.device) -> Any:
@@ -358,7 +357,7 @@ def test_a_planned_step_is_captured_once_and_replayed() -> None:
 
     move_to(program, Place(graphs="captured"))
     program._capture = capture
-    step._entries.first.rest()
+    step.entries.first.rest()
     for _ in range(3):
         loss = step(*args)
         reference.zero_grad()

@@ -162,10 +162,10 @@ def captured_step(
     model, args = models.llama(2, **SMALL)
     step = lazyinline.compile_step(model, backend="eager")
     loss = step(*args).clone()
-    program = step._entries.first._compiled.runner
+    program = step.entries.first._compiled.runner
     move_to(program, Place(graphs="captured"))
     program._capture = capture
-    step._entries.first.rest()
+    step.entries.first.rest()
     step(*args)
     return step, args, loss
 
@@ -283,7 +283,7 @@ def test_ways_to_launch_are_chosen_before_there_is_an_arena(
     x = torch.randn(8, 8)
     with pytest.raises(lazyinline.PlanError, match="which is not here"):
         step(x)
-    program = step._entries.first._compiled.runner
+    program = step.entries.first._compiled.runner
     chosen: dict[TritonKernel, str] = {}
     arenas: list[torch.Tensor] = []
 

@@ -194,7 +194,7 @@ def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> No
     net = pair.nets[0]
     net(IDS).backward()
     pair.step(IDS)
-    handed = pair.step._entries.first.handed
+    handed = pair.step.entries.first.handed
     assert handed.are_as_left()
     kept = net(IDS)  # holds the nodes that add to .grad
     assert not handed.are_as_left()
@@ -223,7 +223,7 @@ def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
     step: Any = lazyinline.compile_step(net, backend="inductor")
     net.head.weight.register_hook(lambda g: None)
     step(IDS)
-    arena = step._entries.first._lease.arena
+    arena = step.entries.first._lease.arena
     places = range(arena.data_ptr(), arena.data_ptr() + arena.nbytes)
     found = [p.grad.data_ptr() for p in trained(net).values() if p.grad is not None]
     assert len(found) == 8 and all(address in places for address in found)

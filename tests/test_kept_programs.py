@@ -86,7 +86,7 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     model = Varying()
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=False)
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager", dynamic=False)
-    entries = step._entries if way == "step" else vars(compiled)["_lazyinline_calls"].entries
+    entries = step.entries if way == "step" else vars(compiled)["_lazyinline_calls"].entries
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for size in (*range(1, 8), *range(5, 8)):
@@ -336,7 +336,7 @@ def as_it_runs(net: nn.Module, way: str, **options: Any) -> Any:
 
 def num_programs(run: Any) -> int:
     is_step = isinstance(run, lazyinline.TrainingStep)
-    return len(run._entries if is_step else vars(run)["_lazyinline_calls"].entries)
+    return len(run.entries if is_step else vars(run)["_lazyinline_calls"].entries)
 
 
 @pytest.mark.parametrize("decides", [False, True])

@@ -355,7 +355,7 @@ def step_of() -> tuple[Program, list[Tensor]]:
         after.programs.values() if one.name == "decompose" else ()
     )
     step(*args)
-    entry = step._entries.first
+    entry = step.entries.first
     assert entry is not None
     return found[0], [tensor.clone() for tensor in entry._lease.tensors]
 

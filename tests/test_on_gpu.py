@@ -92,7 +92,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was() -> None:
     model, args = decoder()
     step = lazyinline.compile_step(model)
     step(*args)
-    program = step._entries.first._compiled.runner
+    program = step.entries.first._compiled.runner
 
     def capture(run: Callable[[], Any], device: torch.device) -> Any:
         return capture_graph(lambda: [*run(), torch.ones(1, device=device).cpu()], device)
@@ -123,7 +123,7 @@ def test_a_step_does_not_read_what_its_arena_held_before() -> None:
     step = lazyinline.compile_step(model)
     for _ in range(3):
         expected = gradients(model, lambda: step(*args))
-    step._entries.first._lease.arena.fill_(255)  # not a number, in any precision
+    step.entries.first._lease.arena.fill_(255)  # not a number, in any precision
     assert_same(gradients(model, lambda: step(*args)), expected, 0.0)
 
 

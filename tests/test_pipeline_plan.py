@@ -16,9 +16,8 @@ import lazyinline
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.backend.run.rank_program import RankPlan, RankProgram
-from lazyinline.frontend.batch import LossModel
 from lazyinline.frontend.compiler import PASSES, Compiler
-from lazyinline.frontend.options import Options
+from lazyinline.frontend.options import LossModel, Options
 from lazyinline.frontend.page.page import ShownPlan, plan_page
 from lazyinline.frontend.page.sections import arena_section, plan_rows
 from lazyinline.frontend.passes.context import Context

@@ -337,7 +337,7 @@ def test_an_offloaded_step_has_the_bits_of_one_that_keeps_all(beside_a_host: Non
     (*kept, most), (*offloaded, least) = found
     assert all(map(torch.equal, kept, offloaded))
     assert least < most
-    program = step._entries.first._compiled.runner
+    program = step.entries.first._compiled.runner
     for name, host in (("arena", False), ("host", True)):
         placed = [
             (b.birth, b.death, program.offsets[i], b.num_bytes)

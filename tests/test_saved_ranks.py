@@ -439,10 +439,9 @@ def texts_of_ranks(
     from parallel_models import mesh_of, tokens
     from rank_threads import one_of_many
 
-    from lazyinline.frontend.batch import LossModel
     from lazyinline.frontend.compiler import PASSES
     from lazyinline.frontend.mesh_planner import AskedPlan
-    from lazyinline.frontend.options import Batching, Options
+    from lazyinline.frontend.options import Batching, LossModel, Options
     from lazyinline.frontend.passes.state import Subject, between, run, step_goal
     from lazyinline.reuse.ir.printer import text_to_compare
 

@@ -103,7 +103,7 @@ def test_reported_peak_is_what_the_profiler_measures(
     step, args = decoder_step(2, micro_batches, backend, seq=80)
     step._model.to(dtype)
     step(*args)
-    entry = next(iter(step._entries))
+    entry = next(iter(step.entries))
     entry._lease = None
     entry._compiled.runner._arenas.idle.clear()
     for parameter in step._model.parameters():
@@ -192,7 +192,7 @@ def test_an_arena_is_gone_before_another_one_is_made(monkeypatch: pytest.MonkeyP
     model, x = torch.nn.Linear(4, 4), torch.randn(6, 4)
     step = compile_step(model, loss_fn=lambda y: (y * y).mean(), backend="inductor")
     step(x)
-    entry = next(iter(step._entries))
+    entry = next(iter(step.entries))
     planned, arena = entry._compiled.runner, weakref.ref(entry._lease.arena)
     bind, was_there = planned._bind, []
 
@@ -264,7 +264,7 @@ def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
                 work = Work(patch)
                 step, args = decoder_step(layers, micro_batches, backend)
                 step(*args)
-            program = next(iter(step._entries))._compiled.step.program
+            program = next(iter(step.entries))._compiled.step.program
             variants = [c for c in walk_closures(program) if isinstance(c, Leaf)]
             size = (layers, micro_batches)
             assert len(work.lowered) == len(set(work.lowered)) == len(variants)

@@ -22,8 +22,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import TensorType, contiguous_stride, reach
 from ..arena.live_ranges import Buffers
-from ..gpu.roofline import is_product
-from ..gpu.targets import Target
+from ..gpu.targets import Target, is_product
 from ..kernels.torch_attention import scratch_bytes
 from ..launches.kernel_list import KernelList, Launch, View, with_native
 from .link import FlatProgram

@@ -143,7 +143,7 @@ def export_onnx(
         subject = _subject(model, arguments, keywords, reuse, goal, dynamic_shapes)
         built, names = _build(subject, opset)
         if not functions:
-            from ...backend.onnx.file import inline_functions
+            from ...backend.onnx.functions import inline_functions
 
             inline_functions(built)
         return _write(built, subject, names, target, verify=verify, external_data=external_data)
@@ -296,12 +296,12 @@ def _write(
     external_data: bool | None,
 ) -> ExportReport:
     """Writes and checks the file in a temporary folder next to it, then moves it into place."""
-    from ...backend.onnx import file as onnx_file
+    from ...backend.onnx import functions
 
     error = None
     with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=".lazyinline-") as folder:
         draft = pathlib.Path(folder) / path.name
-        onnx_file.save_model(model, draft, external_data=external_data)
+        functions.save_model(model, draft, external_data=external_data)
         if verify:
             from .check import check
 
@@ -314,7 +314,7 @@ def _write(
         {f.name: len(f) for f in model.functions.values()},
         len(model.graph),
         path.stat().st_size,
-        onnx_file.weight_bytes(model),
+        functions.weight_bytes(model),
         tuple(str(v.name) for v in model.graph.inputs),
         tuple(str(v.name) for v in model.graph.outputs),
         error,

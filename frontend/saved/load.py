@@ -28,14 +28,13 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir.program import ModelTensor, Program, Source, UserInput, wants_gradient
 from ...reuse.ir.types import TensorType
-from ..batch import Batch, LossModel
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import garbage_collection_paused
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
 from ..guards.guard import Guard
-from ..options import Batching, Options
+from ..options import Batch, Batching, LossModel, Options
 from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.context import Context
 from ..passes.link import linked
