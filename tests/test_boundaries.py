@@ -72,22 +72,6 @@ def test_a_gradient_is_differentiated_again() -> None:
     assert_same_gradients(model, expected)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.sweep
-def test_a_block_has_the_launches_of_early_inlining(name: str) -> None:
-    def launches(layers: int, **options: Any) -> int:
-        model, args = DECODERS[name](num_layers=layers, **SIZES)
-        compiled = lazyinline.compile(model.eval(), **options)
-        with torch.no_grad():
-            compiled(*args)
-        return lazyinline.last_report(compiled).num_launches
-
-    def of_a_block(**options: Any) -> int:
-        return launches(4, **options) - launches(3, **options)
-
-    assert of_a_block(boundaries="fused") == of_a_block(reuse="off") < of_a_block()
-
-
 @pytest.mark.parametrize("model", [Net(BatchNormBlock, 4), stack(2)], ids=["buffers", "2"])
 def test_blocks_that_cannot_be_cut_stay_whole_and_the_report_says_so(model: nn.Module) -> None:
     """They change buffers, or are too few."""

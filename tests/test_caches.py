@@ -63,29 +63,6 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(bui
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("is_dict", [True, False], ids=["dict", "tuple"])
-@pytest.mark.sweep
-def test_states_and_attentions_come_beside_the_cache_as_in_eager(
-    build: Build, is_dict: bool
-) -> None:
-    model, expected, run = pair(build)
-    for each in (model, expected):
-        each.set_attn_implementation("eager")  # the one that has attentions to return
-    more = {"return_dict": is_dict, "output_hidden_states": True, "output_attentions": True}
-    cache, wanted = DynamicCache(), DynamicCache()
-    for length in (5, 2):
-        ids = tokens(length, seed=length)
-        output = run(ids, labels=ids, past_key_values=cache, **more)
-        want = expected(ids, labels=ids, past_key_values=wanted, **more)
-        assert type(output) is type(want)
-        assert_close(output, want)
-        loss, want_loss = (o["loss"] if is_dict else o[0] for o in (output, want))
-        loss.backward(retain_graph=True), want_loss.backward(retain_graph=True)
-        assert_same_gradients(model, expected)
-    assert not run.last_report.ran_eagerly
-
-
 CACHES: dict[str, tuple[Build, Callable[[nn.Module], Cache]]] = {
     "dynamic": (gpt2, lambda model: DynamicCache()),
     "dynamic, by config": (llama, lambda model: DynamicCache(config=model.config)),
@@ -128,18 +105,6 @@ def test_a_static_cache_is_written_in_its_own_tensors() -> None:
     for layer, (keys, values) in zip(cache.layers, own, strict=True):
         assert layer.keys is keys and layer.values is values
     assert compiles == 2  # one for the prompt, one for every token
-
-
-@pytest.mark.sweep
-def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
-    model, expected, run = pair(gpt2)
-    results = []
-    for module in (run, expected):
-        first = module(tokens(4))
-        module(tokens(2, seed=1), past_key_values=first.past_key_values).logits.sum().backward()
-        results.append(first.past_key_values)
-    assert_close(*results)
-    assert_same_gradients(model, expected)
 
 
 def filled(run: Any, cache: Cache) -> list[Tensor]:
@@ -330,22 +295,6 @@ def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:
     with pytest.raises(ValueError, match="max_new_tokens"):
         run.generate(tokens(4), max_new_tokens=-1)
     assert set(vars(model)) == before
-
-
-@pytest.mark.sweep
-def test_lengths_of_a_text_keep_their_small_arenas() -> None:
-    model = gpt2().eval()
-    run = lazyinline.compile(model, reuse="auto")
-    more = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
-    for _ in range(2):
-        tokens_of = run.generate(tokens(3), **more)
-    assert torch.equal(tokens_of, model.generate(tokens(3), **more))
-    entries = vars(run)["_lazyinline_calls"].entries
-    assert len(entries) == 14
-    assert all(entry.is_small for entry in entries)
-    programs = [entry._compiled.runtime.program for entry in entries]
-    assert all(program._arenas.idle for program in programs)
-    assert not any("native_layer_norm" in program.foreign_launches() for program in programs)
 
 
 def test_classes_of_outputs_of_other_models_are_not_looked_into() -> None:

@@ -319,15 +319,6 @@ def test_what_stands_between_layers_is_right(kind: str) -> None:
         assert_trains_like_eager(net(2, between=BETWEEN[kind]), *batches)
 
 
-@pytest.mark.sweep
-def test_autocast_around_the_call_is_that_of_the_call() -> None:
-    model, x = net(), batch()
-    compiled = Compiled(model)
-    for enabled in (True, False):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            assert_close(compiled(x), model(x))
-
-
 def test_a_mode_that_is_left_switched_is_handed_on() -> None:
     def leave(x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)

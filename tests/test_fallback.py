@@ -3,11 +3,8 @@
 import copy
 import errno
 import functools
-import importlib
 import inspect
 import logging
-import pathlib
-import resource
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from apart import in_threads, run_apart
-from comparing import assert_close, assert_equals_eager, assert_same_gradients, run_once, seed_all
+from apart import in_threads
+from comparing import assert_close, assert_equals_eager, run_once, seed_all
 from printed import unfolded
 from torch import Tensor, nn
 from torch._inductor.exc import InductorError
@@ -225,25 +222,6 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
     assert is_compiled(compiled, "0")
 
 
-@pytest.mark.sweep
-def test_a_model_in_a_wrapper_runs_eagerly_around_its_parts(tmp_path: pathlib.Path) -> None:
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        model = Around(by_a_mask)
-        expected = copy.deepcopy(model)
-        wrapped = lazyinline.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
-        for inputs in batches():
-            run_once(wrapped, inputs, {}, 0), run_once(expected, inputs, {}, 0)
-            assert_same_gradients(model, expected)
-        assert is_compiled(wrapped, "first")
-        assert "by_a_mask" in wrapped.last_report.ran_eagerly
-    finally:
-        dist.destroy_process_group()
-
-
 def test_the_slots_of_modules_are_empty_outside_of_a_call_in_each_thread() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
@@ -297,23 +275,6 @@ def num_lowered(compiled: Any) -> int:
 
 
 @pytest.mark.sweep
-def test_work_does_not_grow_with_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, many = (assert_trains_like_eager(experts(n), *batches(2)) for n in (1, 3))
-    found = by_path(many)
-    assert is_compiled(many, *(f"{i}.mlp" for i in range(3)))
-    assert all("value of a tensor" in found[f"{i}.experts"].ran_eagerly for i in range(3))
-    shapes = parts.MAX_SHAPES
-    assert num_lowered(many) <= 2 * (1 + shapes) + 2  # forward and backward, for each set of sizes
-    assert num_lowered(one) <= num_lowered(many)
-    (x,) = batches(1)[0]
-    for _ in range(2):
-        many(x)
-    # What is known not to be captured is not tried again.
-    monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
-    many(x)
-
-
-@pytest.mark.sweep
 def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
     changing = [r for p, r in by_path(compiled).items() if ".experts.experts." in p]
@@ -336,20 +297,6 @@ def test_layers_that_hooks_give_their_weights_are_compiled() -> None:
     model, expected = normalized(), normalized()  # no copy of such a weight
     compiled = assert_trains_like_eager(model, *batches(), reference=expected)
     assert not compiled.last_report.ran_eagerly
-
-
-def packed(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    rnn = nn.utils.rnn
-    sequence = rnn.pack_padded_sequence(module.mlp(x), lengths, batch_first=True)
-    return rnn.pad_packed_sequence(module.rnn(sequence)[0], batch_first=True)[0]
-
-
-@pytest.mark.sweep
-def test_packed_sequences_run_between_compiled_parts() -> None:
-    seed_all()
-    steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
-    model = Part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
-    assert is_compiled(assert_trains_like_eager(model, *steps), "mlp")
 
 
 def doubling(module: Any, x: Tensor) -> Tensor:
@@ -484,24 +431,6 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
     assert "run operator by operator, @" in str(report)
     with pytest.warns(UserWarning, match="PyTorch runs its operators"):  # nor is it kept on disk
         lazyinline.compile(expected)(x)
-
-
-def run_with_a_full_disk() -> None:
-    """No file grows from some point on: what a full disk is to who writes."""
-    importlib.import_module("torch._inductor.compile_fx")  # tries, by writing, the system's folder
-    model, x = mixed_layers(), torch.randn(3, WIDTH)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    with pytest.warns(UserWarning, match="PyTorch runs its operators") as warned:
-        assert_equals_eager(model, (x,), backend="inductor")
-    assert sum("PyTorch runs its operators" in str(one.message) for one in warned) == 1
-    with pytest.warns(UserWarning):
-        assert_equals_eager(model, (x,), backend="inductor", door="step")
-
-
-@pytest.mark.sweep
-def test_with_a_full_disk_pytorch_runs_the_operators(tmp_path: pathlib.Path) -> None:
-    folders = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")}
-    run_apart(run_with_a_full_disk, **folders, LAZYINLINE_CACHE_DIR=str(tmp_path / "lazyinline"))
 
 
 class Branches(nn.Sequential):

@@ -220,21 +220,6 @@ def test_attention_dropout_of_one_block_equals_eager_with_generated_kernels() ->
     assert_equals_eager(block, (torch.randn(2, 8, 32),), calls=3, backend="inductor")
 
 
-@pytest.mark.sweep
-def test_options_of_the_configuration_count_at_the_next_call() -> None:
-    model = made("gpt2").eval()
-    compiled: Any = lazyinline.compile(model, backend="eager")
-    ids = batch()["input_ids"]
-    with torch.no_grad():
-        assert compiled(ids).hidden_states is None
-        model.config.output_hidden_states = True
-        want = model(ids).hidden_states
-        assert len(want) == 4
-        # transformers collects these in hooks on the layers, so each layer has to be run.
-        assert_close(compiled(ids).hidden_states, want)
-        assert compiled(ids, output_hidden_states=False).hidden_states is None
-
-
 @pytest.mark.parametrize(("kind", "layer_class"), [("bert", "BertLayer"), ("t5", "T5Block")])
 @pytest.mark.sweep(keep="bert")
 def test_encoders_train_as_in_eager(kind: str, layer_class: str) -> None:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import fit_large
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from lazyinline.backend.gpu.targets import CONTEXT_BYTES, GIB, target_named
 from lazyinline.frontend import commands
 from lazyinline.frontend import fit as fitting
 from lazyinline.frontend.fit import Fit
-from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.passes.mesh import REDUCTION
 from lazyinline.pipeline_parallel.mesh.plan import MeshPlan
 from lazyinline.pipeline_parallel.mesh.traffic import RankMemory, ShardedStep
 from lazyinline_command.main import main
@@ -40,16 +37,6 @@ def decoder(layers: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tenso
         config = DecoderConfig(layers, hidden=32, num_heads=2, vocab=64, seq=64, batch=8)
         ids = torch.zeros(8, 64, dtype=torch.long)
         return Decoder(config).bfloat16(), (ids, ids)
-
-
-@pytest.mark.sweep
-@needs_triton
-def test_layers_of_a_large_model_are_planned_and_compiled_on_sixty_four_absent_ranks() -> None:
-    found = fit_large.llama_13b(layers=2)
-    assert found.fits and not found.step.layouts.whole
-    # Tokens are exchanged for heads around attention.
-    assert "all_to_all" in {one.kind for one in found.step.collectives}
-    assert found.step.num_bytes == found.step.layouts.moved_bytes
 
 
 @needs_triton
@@ -125,50 +112,6 @@ def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told() 
     ] * 4
     assert "1F1B of 3 stages, 4 micro-batches" in str(found)
     assert max(map(len, str(found).splitlines())) <= 100
-
-
-@needs_triton
-@pytest.mark.sweep
-def test_stages_of_any_schedule_are_counted_and_replicas_reduced_once() -> None:
-    model, args = decoder(layers=4)
-    options: dict[str, Any] = {"target": TARGET, "micro_batches": 4, "num_stages": 4}
-    mesh = {"pp": 2, "data": 2}
-    for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
-        found = lazyinline.fit(model, args, mesh=mesh, schedule=schedule, **options)
-        reduced = [c for c in found.step.collectives if c.part == REDUCTION]
-        assert [c.num_bytes for c in reduced] == [found.memory.gradients]
-        assert found.pipeline is not None and found.seconds > found.pipeline.step_s
-        sends = [c for c in found.step.collectives if c.kind == "send"]
-        few = lazyinline.fit(model, args, mesh=mesh, schedule=schedule, recompute="full", **options)
-        assert few.memory.arena < found.memory.arena and few.way.endswith("recompute full")
-        # Interleaved stages are never neighbours on a rank; two of the four in a V are.
-        assert len(sends) <= 4 * (3 if schedule.startswith("I") else 2)
-
-
-@needs_triton
-@pytest.mark.sweep
-def test_blocks_of_further_stages_cost_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, number in {"WIDTH": 256, "VOCABULARY": 64, "SEQ": 32}.items():
-        monkeypatch.setattr(fit_large, name, number)
-    for name, number in {"DATA": 2, "TENSOR": 2, "MICRO_BATCHES": 12}.items():
-        monkeypatch.setattr(fit_large, name, number)
-    made: dict[int, int] = {}
-    lower = Context.lower
-
-    def counted(self: Context, programs: Any) -> Any:
-        new = lower(self, programs)
-        made[stages] += len(new)
-        return new
-
-    monkeypatch.setattr(Context, "lower", counted)
-    for stages in (4, 8):
-        made[stages] = 0
-        monkeypatch.setattr(fit_large, "LAYERS", stages)
-        monkeypatch.setattr(fit_large, "STAGES", stages)
-        found = fit_large.gpt_175b()
-        assert found.pipeline is not None
-        assert [s.in_flight for s in found.pipeline.stages] == list(range(stages, 0, -1))
-    assert made[4] == made[8]
 
 
 @needs_triton

@@ -207,26 +207,6 @@ def test_an_export_that_was_decomposed_trains_and_keeps_its_statistics() -> None
     assert_same_buffers(compiled, model)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "Mistral", "Gemma 2"])
-@torch.no_grad()
-def test_two_sizes_of_a_family_vary_and_its_program_comes_back(name: str) -> None:
-    model, inputs = next(f for f in zoo.ASKED if f.name == name).build()
-    model.eval().config.use_cache = False
-    ids = {"input_ids": inputs["input_ids"]}
-    sizes = {"input_ids": {0: Dim("batch", min=2, max=16), 1: Dim("length", min=2, max=40)}}
-    exported = torch.export.export(model, (), ids, dynamic_shapes=sizes)
-    compiled = lazyinline.compile(exported, backend="eager")
-    program = lazyinline.from_exported(exported)
-    assert_same_text(lazyinline.from_exported(reloaded(program.to_exported())), program)
-    for rows, length in ((2, 12), (3, 9), (5, 20), (4, 30), (2, 2)):
-        ids = torch.randint(3, zoo.VOCAB, (rows, length))
-        expected = model(input_ids=ids).logits
-        assert_close(compiled(input_ids=ids).logits, expected)
-        assert_close(program.to_fx()(ids).logits, expected)
-    assert compiled.last_report is not None and compiled.last_report.num_compiles == 2
-
-
 def test_what_pytorch_exported_is_a_program_like_a_captured_one() -> None:
     program = lazyinline.from_exported(exported_once(dynamic=False)[1])
     assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(4)]

@@ -414,25 +414,6 @@ def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
     torch.testing.assert_close(in_reverse.diagonal(), wanted.diagonal())
 
 
-@pytest.mark.sweep
-def test_a_whole_hessian_can_be_differentiated_on() -> None:
-    net, x = network(results=1), tensor(1, 2)
-    expected = copy.deepcopy(net)
-
-    def loss(hessian: Any) -> Tensor:
-        return (hessian.dense().sin().sum() + hessian.diagonal().cos().sum()).square()
-
-    found = loss(func.hessian(lambda x: net(x).sum())(x))
-    found.backward()
-    whole = torch.func.hessian(lambda x: expected(x).sum())(x)
-    wanted = (whole.sin().sum() + whole.reshape(2, 2).diagonal().cos().sum()).square()
-    wanted.backward()
-    torch.testing.assert_close(found, wanted)
-    pairs = list(zip(net.parameters(), expected.parameters(), strict=True))
-    for mine, other in pairs[:-1]:  # the last bias has no second derivative
-        torch.testing.assert_close(mine.grad, other.grad)
-
-
 @pytest.mark.usefixtures("eager_derivatives")
 def test_a_hessian_of_what_forward_mode_cannot_follow() -> None:
     x = tensor(3, 3) + 3 * torch.eye(3)

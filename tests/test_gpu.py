@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import json
 import os
@@ -18,7 +17,6 @@ import gpu_cases
 import pytest
 import torch
 from conftest import ROOT, selected
-from large_models import compile_large, large_page
 from models import Around
 from programs import move_to
 from torch import nn
@@ -231,44 +229,6 @@ def test_no_gradient_lies_where_a_launch_allocated_and_would_be_copied(
     report = compiled_for_nothing(step, **kwargs)
     assert not report.why_no_graph and report.gpu is not None and not report.gpu.result_bytes
     assert report.gpu.prediction.num_launches == report.num_launches > 50
-
-
-@pytest.mark.sweep
-def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted for one more layer: at most one launch more than when all is inlined first."""
-    # Launches are counted: that takes no machine code.
-    monkeypatch.setattr(lower, "is_interpreting", lambda: True)
-
-    @functools.cache
-    def launches(layers: int, reuse: str) -> int:
-        lazyinline.lazy_inline(models.DecoderBlock)
-        model, args = models.llama(layers, **SMALL)
-        step = lazyinline.compile_step(model, target="cuda:sm_90", reuse=reuse)
-        return compiled_for_nothing(step, *args).num_launches
-
-    late, early = (launches(3, reuse) - launches(2, reuse) for reuse in ("auto", "off"))
-    assert late <= early + 1
-
-
-@pytest.mark.sweep
-def test_a_page_shows_what_a_gpu_will_hold() -> None:
-    large: Any = partial(compile_large, "llama-13b", target="cuda:sm_90", layers=2)
-    reports = [large(micro_batches=2, recompute=how) for how in (None, "full")]
-    assert reports[0].num_nodes < 700
-    # More micro-batches hold more, and launch more of the same kernels.
-    few, many = reports[0].compiled.gpu, large(micro_batches=4).compiled.gpu
-    assert few.num_built == few.num_kernels == many.num_kernels
-    assert many.peak_bytes > few.peak_bytes
-    page = large_page(reports)
-    labels = [tile["label"] for tile in page["verdict"]["tiles"]]
-    assert "Memory on cuda:sm_90" in labels
-    assert "Memory on cuda:sm_90, recompute what does not fit" in labels
-    gpu = reports[0].compiled.gpu
-    rows = {row[0]: row[2:] for row in page["predicted"]["rows"]}
-    assert rows["time on cuda:sm_90, at least"] == (gpu.prediction.cost.seconds, None)
-    assert rows["all memory on cuda:sm_90, parameters too"] == (gpu.peak_bytes, None)
-    assert rows["time on cuda:sm_90, expected"] == (gpu.prediction.expected_s, None)
-    assert gpu.prediction.expected_s > 1.2 * gpu.prediction.cost.seconds
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, **options: Any) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import warnings
@@ -319,18 +318,6 @@ def test_gradients_are_saved_and_copied_without_the_arena(
         for optimizer in optimizers:
             optimizer.step()
         expected.load_state_dict(model.state_dict())  # rounding must not add up
-
-
-@pytest.mark.sweep
-def test_a_gradient_outlives_its_step() -> None:
-    model, x = Net(torch.float32), torch.randn(2, 8)
-    expected = copy.deepcopy(model)
-    lazyinline.compile_step(model, backend="eager")(x)
-    expected(x).backward()
-    gc.collect()
-    others = [torch.randn(1000) for _ in range(50)]
-    assert_near(model, expected)
-    del others
 
 
 Use = Callable[[nn.Module, Any, Tensor], list[Any]]

@@ -175,33 +175,6 @@ def assert_come_and_go(pair: Pair, hooks: Callable[[Net, Log], list[Any]]) -> No
     remove()
 
 
-@pytest.mark.sweep
-def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
-    pair = Pair("inductor", micro_batches=2)
-    names: tuple[list[str], list[str]] = ([], [])
-    for net, log in zip(pair.nets, names, strict=True):
-        for name, parameter in trained(net).items():
-            parameter.register_hook(lambda g, name=name, log=log: log.append(name))
-    pair.run(2)
-    assert names[0] == names[1]
-    assert len(names[0]) == 2 * 8  # those that the loss depends on
-
-
-@pytest.mark.sweep
-def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> None:
-    pair = Pair("inductor")
-    pair.run(3)
-    net = pair.nets[0]
-    net(IDS).backward()
-    pair.step(IDS)
-    handed = pair.step.entries.first.handed
-    assert handed.are_as_left()
-    kept = net(IDS)  # holds the nodes that add to .grad
-    assert not handed.are_as_left()
-    pair.step(IDS)
-    del kept
-
-
 @pytest.mark.sweep(keep="eager")
 def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backend: str) -> None:
     pair = Pair(backend)
@@ -215,18 +188,6 @@ def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backen
         pair.step(IDS)
     handle.remove()
     pair.run()
-
-
-@pytest.mark.sweep
-def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
-    net = Net()
-    step: Any = lazyinline.compile_step(net, backend="inductor")
-    net.head.weight.register_hook(lambda g: None)
-    step(IDS)
-    arena = step.entries.first._lease.arena
-    places = range(arena.data_ptr(), arena.data_ptr() + arena.nbytes)
-    found = [p.grad.data_ptr() for p in trained(net).values() if p.grad is not None]
-    assert len(found) == 8 and all(address in places for address in found)
 
 
 def test_what_sees_a_backward_is_refused_by_name() -> None:

@@ -1,8 +1,6 @@
 """The one check that a guard makes of many, and what it reads out of compiled code."""
 
-import gc
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import CellType, MappingProxyType  # noqa: F401, cases name them
@@ -196,17 +194,6 @@ def test_what_raises_an_error_does_not_hold_but_an_interruption_ends_the_call(
     owner.error = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         unchanged()
-
-
-@pytest.mark.sweep
-def test_checks_kept_by_what_they_check_go_with_it(function: Function) -> None:
-    holder, checks = Holder(), IdentityChecks()
-    checks.held_in(holder, Holder, vars(holder))
-    holder.other = function(checks)
-    gone = weakref.ref(holder)
-    del holder, checks
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("facts", [(), ((),) * 5, ([],) * 6, ((1,), *((),) * 5)])

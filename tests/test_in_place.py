@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, CompileReport, PlanError
-from lazyinline.frontend import measure
 
 Log = list[Any]
 
@@ -260,20 +259,6 @@ def test_blocks_compiled_one_by_one_train_as_before() -> None:
             optimizer.step()
     assert_same_gradients(model, expected)
     assert all(report(layer).ran_eagerly == "" for layer in model.blocks)
-
-
-@pytest.mark.sweep
-def test_other_ways_in_take_it_as_the_model_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "ROUND_S", 0.001)
-    model, expected = pair()
-    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
-    assert_close(step(batch()).detach(), expected(batch()).sum().detach())
-    assert lazyinline.capture(model, (batch(),)).num_nodes() > 0
-    wrapped = lazyinline.compile(model, backend="eager")
-    assert_close(wrapped(batch()), expected(batch()))
-    measured = lazyinline.measure(model, (batch(),), backend="eager")
-    assert measured.steps.keys() == {"eager", "late", "early"}
-    assert lazyinline.last_report(model) is None
 
 
 def test_what_torch_compile_holds_in_the_same_place_is_captured_through() -> None:

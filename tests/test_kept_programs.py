@@ -10,21 +10,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients, num_calls
+from comparing import assert_close, assert_same_gradients
 from models import Around, block
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import lazy_inline
-from lazyinline.backend.run.planned import Runtime
 from lazyinline.frontend.checks.torch_state import TensorLayouts
 from lazyinline.frontend.dispatch import dispatcher
 from lazyinline.frontend.guards import guard
 from lazyinline.frontend.sizes import shapes as dynamic
-from lazyinline.reuse import torch_pytree
 
 logger = logging.getLogger(__name__)
 
@@ -111,53 +107,6 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     if way == "step":
         assert sum(entry._lease is not None for entry in entries) == 2
         assert sum(bool(entry._batch) for entry in entries) == 2  # our copies of batches
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """Counts the calls of a function once it has run."""
-    function()
-    return num_calls(function)
-
-
-@pytest.mark.sweep
-def test_noticing_takes_no_call_of_python_and_few_facts_per_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a Hugging Face Llama block: 13 modules, 9 tensors, 16 attributes read (and room for more).
-
-    Loops in C compare the facts, or the native library, in some ten nanoseconds each. A module has
-    16: its class, dictionary, mode and forward, seven tables, and what five of these hold. Each of
-    the 28 names read in a table (12 modules inside, 9 weights, 7 biases) has one: none hides it.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    kind = lazy_inline(type("Layer", (LlamaDecoderLayer,), {}))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "use_cache": False}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    num_facts: list[int] = []
-
-    def guard(layers: int) -> Callable[[], bool]:
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes, **heads))
-        for layer in model.model.layers:
-            layer.__class__ = kind
-        ids = torch.zeros(1, 4, dtype=torch.long)
-        compiled = lazyinline.compile(model, backend="eager")
-        compiled(ids, labels=ids)
-        (entry,) = vars(compiled)["_lazyinline_calls"].entries
-        leaves, tree = torch_pytree.flatten(((ids,), {"labels": ids}))
-        assert entry.guard.accepts(leaves, tree)
-        return functools.partial(entry.guard.accepts, leaves, tree)
-
-    def hold(*facts: tuple[Any, ...]) -> bool:
-        num_facts.append(sum(map(len, facts)) // 3)  # each an owner, a name and an object
-        return True
-
-    few, many = (calls_of(guard(layers)) for layers in (2, 34))
-    assert few > 0 and many - few < 32, (few, many)
-    monkeypatch.setattr(Runtime, "hold", staticmethod(hold))
-    few, many = (guard(layers)() and num_facts[-1] for layers in (2, 34))
-    assert 13 + 9 + 16 <= (many - few) / 32 <= 13 * 16 + 9 + 2 * 16 + 28, (few, many)
 
 
 def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
@@ -378,29 +327,3 @@ def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     assert not run.last_report.ran_eagerly
     assert_like_eager(run, net, x, torch.tensor(0.7))  # another kind of call
     assert not run.last_report.ran_eagerly
-
-
-@pytest.mark.sweep
-def test_a_number_of_two_values_keeps_sizes_that_vary_symbolic() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    run = as_it_runs(net, "compile")
-    for value in (0.5, 0.1):
-        for size in (4, 5, 7, 9, 11):
-            assert_like_eager(run, net, torch.randn(size, 4), value)
-    assert run.last_report.num_compiles == 4  # for each, one for its size and one for all
-    assert run.last_report.num_links == 6
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore::lazyinline.frontend.guards.guard.CompiledRepeatedlyWarning")
-def test_numbers_of_other_kinds_are_told_from_floats() -> None:
-    class Derived(float):
-        pass
-
-    torch.manual_seed(0)
-    net, x = Net(), torch.randn(4, 4)
-    run = as_it_runs(net, "compile")
-    for value in (2.0, 0.5, 0.0):
-        for kind in (float, int, Derived, np.float64, np.float32):
-            assert_like_eager(run, net, x, kind(value))

@@ -1,8 +1,6 @@
 """Many kernels in one C++ file: the same bits, built once, and damage costs only time."""
 
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -26,12 +24,10 @@ from lazyinline.backend.kernels.bundles import (
     KernelSource,
     Promise,
     bundle_text,
-    kept,
     kernel_source,
 )
 from lazyinline.backend.kernels.torch_inductor import build_file, deferred_builds
 from lazyinline.backend.launches import torch_facts, torch_native
-from lazyinline.backend.launches.torch_native import BuiltKernel
 from lazyinline.reuse.errors import CacheWarning
 
 TYPES = ["const float*", "float*", "int64_t"]
@@ -204,84 +200,6 @@ def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path
         kernel(x, x)
     with pytest.raises(RuntimeError, match="no such thing"):
         kernel(x, x, 16)
-
-
-@pytest.mark.sweep
-def test_a_second_compile_builds_nothing(folder: pathlib.Path) -> None:
-    built: list[str] = []
-    for _ in range(2):
-        bundles = bundles_in(folder, built)
-        promises = [bundles.ask(source_of(text)) for text in (*BODIES, BODIES[0])]
-        bundles.finish()
-        bundles.close()
-        assert all(isinstance(promise.result(), BuiltKernel) for promise in promises)
-    assert len(built) == 1, "three kernels fit in one file"
-    assert built[0].count('extern "C" void') == len(BODIES)
-
-
-@pytest.mark.sweep
-def test_another_setting_builds_anew(folder: pathlib.Path) -> None:
-    source = source_of(BODIES[0])
-    known = known_in(folder, "these flags")
-    known.keep([source], build_file(bundle_text([source], "these flags")))
-    assert known.find(source) is not None
-    assert known_in(folder, "other flags").find(source) is None
-
-
-PROCESS = """
-import sys, pathlib, torch
-sys.path[:0] = {path!r}
-import test_kernel_builds as t
-def main():
-    built = []
-    bundles = t.bundles_in(pathlib.Path({folder!r}), built)
-    wanted = t.BODIES[{first}:{first} + 2]
-    promises = [bundles.ask(t.source_of(text)) for text in wanted]
-    print("ready", flush=True)
-    sys.stdin.readline()
-    bundles.finish()
-    assert all(t.result_of(p.result(), torch.ones(64)).isfinite().all() for p in promises)
-    print(sum(text.count('extern "C" void') for text in built))
-main()
-"""
-
-
-@pytest.mark.sweep
-def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> None:
-    here = str(pathlib.Path(__file__).parent)
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    codes = [PROCESS.format(path=[here], folder=str(folder), first=n) for n in (0, 1)]  # share one
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) for code in codes
-    ]
-    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    built = [int(process.communicate(timeout=300)[0]) for process in processes]
-    assert not any(process.returncode for process in processes)
-    assert sum(built) == len(BODIES)
-
-
-@pytest.mark.sweep
-def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
-    folder: pathlib.Path,
-) -> None:
-    bad = text_of("this_is_no_function(n);")
-    with deferred_builds() as builds:
-        scope = {
-            "good": AsyncCompile().cpp_pybinding(TYPES, BODIES[0]),
-            "bad": AsyncCompile().cpp_pybinding(TYPES, bad),
-        }
-        AsyncCompile().wait(scope)
-        (wait,) = builds
-        with pytest.raises(Exception, match="this_is_no_function"):
-            wait()
-    x = torch.randn(64)
-    good = kept(scope["good"])
-    assert torch.allclose(result_of(good, x), x.exp() * x + 0.1)
-    with pytest.raises(Exception, match="this_is_no_function"):
-        kept(scope["bad"])
 
 
 @pytest.mark.sweep

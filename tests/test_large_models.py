@@ -70,25 +70,6 @@ def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankRep
     )
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.sweep
-def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: str | None) -> None:
-    first, longer, last = (
-        rank_report(rank, micro_batches, recompute)
-        for rank, micro_batches in (("first", 4), ("first", 8), ("last", 4))
-    )
-    assert (first.rank, last.rank, first.num_ranks) == (0, 1, 2)
-    assert longer.num_nodes == first.num_nodes
-    assert longer.num_nodes_if_inlined == 2 * first.num_nodes_if_inlined
-    assert longer.num_launches == 2 * first.num_launches
-    assert longer.arena_bytes == first.arena_bytes  # as many in flight
-    both = first.num_nodes_if_inlined + last.num_nodes_if_inlined
-    assert first.num_pipeline_nodes_if_inlined == both
-    assert first.lower_bound_bytes <= first.arena_bytes < first.peak_bytes
-    assert longer.bubble < first.bubble
-    assert "rank 0 of 2, 1F1B, 4 micro-batches; nothing executed" in str(first)
-
-
 def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,27 +114,6 @@ def test_torch_compile_is_measured_beside_and_its_refusal_is_part_of_the_report(
     assert labels[:2] == ["Compile against torch.compile", "Step against torch.compile"]
 
 
-class Force(nn.Module):
-    """Has a gradient in its loss, whose gradient torch.compile does not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(MarkedBlock(8) for _ in range(2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.blocks(x).sum(), x, create_graph=True)
-        return force.square().mean()
-
-
-@pytest.mark.sweep
-def test_what_torch_compile_refuses_is_said() -> None:
-    found = measure_net(Force(), against=["per-block"])
-    assert found.others["per-block"].refused.startswith("RuntimeError: ")
-    assert "double backward" in " ".join(str(found).split())
-    assert list(found.steps) == ["eager", "late", "early"]
-
-
 def test_inference() -> None:
     found = measure_net(Net().eval(), train=False)
     assert found.errors["late"] == (0.0, None, "")
@@ -160,22 +139,6 @@ def test_a_model_with_dropout_is_compared_and_left_as_found(micro_batches: int) 
         assert found.late.num_nodes < found.early.num_nodes
         assert found.late.peak_bytes and found.early.peak_bytes
         assert "Net: training of 4 micro-batches" in str(found) and "arena, bytes" in str(found)
-
-
-@pytest.mark.sweep
-def test_a_wrong_gradient_of_micro_batches_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lazyinline.frontend.training_step import TrainingStep
-
-    original = TrainingStep.__call__
-
-    def wrong(self: TrainingStep, *args: object) -> Tensor:
-        loss = original(self, *args)
-        self._model.enter.weight.grad.mul_(1.01)
-        return loss
-
-    monkeypatch.setattr(TrainingStep, "__call__", wrong)
-    _, error, worst = measure_net(micro_batches=2).errors["late"]
-    assert (worst, error) == ("enter.weight", pytest.approx(0.01, rel=1e-2))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -14,7 +14,6 @@ import torch
 from comparing import assert_equals_eager, assert_same_gradients, product_tolerance
 from models import Attention
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lazyinline
 from lazyinline.backend.launches import torch_native
@@ -331,35 +330,6 @@ def test_short_attention_is_plain_and_equals_eager(batch: int) -> None:
         Attention(16), [torch.randn(batch, 8, 16)], calls=1, door="step", backend="inductor"
     ).compiled
     assert step.stats.unplaced_launches == ()
-
-
-class Token(nn.Module):
-    """What a decoder does with a further token: one query, and the keys of those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        query = self.linear(x).view(x.shape[0], 1, 2, 8).transpose(1, 2)
-        out = F.scaled_dot_product_attention(query, keys, values)
-        return self.linear(out.transpose(1, 2).reshape(x.shape))
-
-
-@pytest.mark.sweep
-def test_attention_of_one_query_is_plain_for_any_number_of_keys() -> None:
-    torch.manual_seed(0)
-    model = Token()
-    run = lazyinline.compile(model)
-    for length in (5, 9, 12, 80):
-        x, keys = torch.randn(2, 1, 16), torch.randn(2, 2, length, 8)
-        values = torch.randn(2, 2, length, 8)
-        with torch.no_grad():
-            torch.testing.assert_close(run(x, keys, values), model(x, keys, values))
-            with torch.profiler.profile() as profile:
-                run(x, keys, values)
-        assert run.last_report.num_compiles <= 2
-        assert not any("attention" in event.key for event in profile.key_averages())
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["once", "retained"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import Door, assert_equals_eager
-from models import Around, block
+from models import Around
 from torch import Tensor, nn
 
 import lazyinline
@@ -27,13 +27,6 @@ def test_operators_in_all_layouts_in_turn(kind: str) -> None:
     chosen |= operators.COMPLEX if kind == "complex" else {}
     layouts = list(operators.layouts_of(kind).values())
     assert not operators.wrong_operators(chosen, layouts, kind, "eager")
-
-
-@pytest.mark.sweep
-def test_generated_kernels_on_conjugates() -> None:
-    chosen = {name: operators.ANY[name] for name in operators.CORE[:10]} | operators.COMPLEX
-    layouts = [operators.LAYOUTS["conjugate"]]
-    assert not operators.wrong_operators(chosen, layouts, "complex", "inductor")
 
 
 def test_generated_kernels_put_elements_into_a_copy_of_what_is_expanded() -> None:
@@ -236,20 +229,6 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
         lazyinline.compile(model, backend="inductor")(torch.randn(5, 8))
     with pytest.raises(PlanError, match=text):
         lazyinline.compile_step(model, backend="eager")(torch.randn(5, 8))
-
-
-@pytest.mark.parametrize("one", ["number", "tensor"])
-@pytest.mark.sweep
-def test_a_factor_of_one_leaves_a_spread_cotangent_as_it_was_traced(one: str) -> None:
-    """Inductor drops the factor, so that the cotangent is one number, read as many."""
-
-    def body(layers: Any, x: Tensor) -> Tensor:
-        y = layers[0](x)
-        return y * (1.0 if one == "number" else torch.ones(4, 3)) + 2  # type: ignore[no-any-return]
-
-    kind = block(lambda self, x: self.linear(x))
-    model, step = Around(body, kind(linear=nn.Linear(3, 3))), {"loss_fn": torch.sum, "calls": 1}
-    assert_equals_eager(model, [torch.randn(4, 3)], door="step", backend="inductor", **step)
 
 
 def test_generated_code_that_returns_another_layout_is_refused() -> None:

@@ -20,7 +20,6 @@ from parallel_models import (
     MEGATRON,
     MIXTURE,
     VOCABULARY,
-    TinyMixture,
     far_off,
     llama,
     mesh_of,
@@ -231,27 +230,6 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     assert {one.plan.layouts.recompute for one in made} == {again}
     joint = made[0].plan.layouts.parameters.get("blocks.0.attention.qkv.weight")
     assert joint is None or repr(joint[-1]) == "_StridedShard(dim=0, sf=3)"
-
-
-@pytest.mark.sweep
-def test_experts_that_are_split_without_a_mark_give_what_one_process_gives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Memory is slow, and weights are most of what is read.
-    monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(1e9, 2e6))
-
-    def batch(seed: int) -> Any:
-        ids, _ = tokens(seed, rows=1)
-        return ids, ids
-
-    def train(rank: int) -> list[str]:
-        model = numbered(TinyMixture())
-        wrong = far_off(model, mesh_of(ranks=4), "auto", batch, backend="eager")
-        weights = [p for n, p in model.named_parameters() if n.endswith((".up", ".down"))]
-        split = all(weight.placements == (Shard(0),) for weight in weights)  # type: ignore[attr-defined]
-        return wrong if split else [*wrong, "experts are not split"]
-
-    assert run_in_threads(4, train) == [[]] * 4
 
 
 def test_a_plan_is_found_for_dimensions_of_any_name_and_shown_on_a_page(

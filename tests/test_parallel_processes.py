@@ -7,10 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel_models import MEGATRON, far_off, mesh_of, tiny, tiny_gpt, tokens, tokens_for_heads
-from ranks import run_ranks, said_by_survivors
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -150,26 +148,6 @@ def test_ranks_that_differ_are_noticed(task: str, two_ranks: list[dict[str, list
         assert "different random numbers" in draws
 
 
-def train_until_killed(rank: int, folder: pathlib.Path) -> None:
-    parallel = lazyinline.parallelize(
-        tiny(), tokens(), mesh=mesh_of(tensor=2), plan=MEGATRON, backend="eager"
-    )
-    parallel.step(*tokens())
-    (folder / f"ready{rank}").touch()
-    while True:
-        parallel.step(*tokens())
-
-
-@pytest.mark.sweep
-def test_a_killed_rank_ends_the_other_with_an_error_that_names_the_collective(
-    tmp_path: pathlib.Path,
-) -> None:
-    [output] = said_by_survivors(tmp_path, f"{HERE}.train_until_killed", limit_s=60)
-    last = output.strip().splitlines()[-1]
-    said = "PlanError: Rank 0 stopped in an all-reduce of 4,096 bytes over 'tensor' (ranks 0, 1)"
-    assert said in last, output[-3000:]
-
-
 def hugging_face(
     name: str, backend: Any, axes: dict[str, int], layers: int = 2, **options: Any
 ) -> list[str]:
@@ -198,21 +176,3 @@ def hugging_face(
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     return far_off(model, mesh_of(**axes), plan, batch, backend=backend, **options)
-
-
-def train_large(rank: int, folder: pathlib.Path) -> list[str]:
-    two: dict[str, Any] = {"data": 2, "tensor": 2}
-    wrong = [f"own: {text}" for text in far_off(tiny(dropout=0.3), mesh_of(**two), MEGATRON)]
-    wrong += far_off(tiny(tied=True), mesh_of(fsdp=2, tensor=2), MEGATRON)
-    for backend in ("eager", "inductor"):
-        for name in ("llama", "gpt2"):
-            found = hugging_face(name, backend, two)
-            wrong += [f"{name}, {backend}: {text}" for text in found]
-    dist.barrier()
-    return wrong
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_four_processes_give_what_one_gives(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, f"{HERE}.train_large", world=4) == [[]] * 4

@@ -310,26 +310,6 @@ def assert_holds_its_plan(pipe: Any, args: tuple[Tensor, ...]) -> None:
     assert abs(pipe.step_peak_bytes / measured - 1) <= 0.02, (pipe.step_peak_bytes, measured)
 
 
-@pytest.mark.sweep
-def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
-    """A rank's memory is what its plan holds; parameters and their sums count too."""
-    model, args = net_and_batch()
-    plain = make(model, args, "Interleaved1F1B")
-    owned = sum(s.parameter_bytes + s.gradient_bytes for s in plain.plan.stages)
-    saved = sum(s.saved_bytes * s.in_flight for s in plain.plan.stages)
-    limit = owned + saved
-    pipe = make(model, args, "Interleaved1F1B", memory_bytes_per_rank=limit)
-    assert not train(pipe, model, args, steps=1)
-    assert sum(s.saved_bytes * s.in_flight for s in pipe.plan.stages) < saved // 2
-    assert pipe.last_report.recomputed_flops > 0
-    with pytest.raises(PipelineError, match=r"memory_bytes_per_rank=5000: .* needs \d+ bytes"):
-        make(model, args, "Interleaved1F1B", memory_bytes_per_rank=5000)
-    with pytest.raises(
-        PipelineError, match=r"Stage \d .* holds \d micro-batches at once; of one: Budget"
-    ):
-        make(model, args, "Interleaved1F1B", recompute=Budget(saved_bytes=5000))
-
-
 def test_wrong_options_and_a_changed_model_are_told(alone: None) -> None:
     model, args = net_and_batch()
     for schedule, options, said in (

@@ -21,7 +21,6 @@ from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.autodiff.traces.torch_make_fx import SizesAt
 from lazyinline.backend.gpu.targets import target_named
 from lazyinline.frontend.passes import context
-from lazyinline.recompute.fit_budget import BudgetFit
 from lazyinline.recompute.solver import (
     CutProblem,
     ForwardValue,
@@ -288,24 +287,6 @@ def test_checkpoint_in_the_model_is_honoured(use_reentrant: bool) -> None:
     assert records_of(Model(run=run))["FlatBlock", "cut"] == 3
 
 
-@pytest.mark.sweep
-def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
-    def pair(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
-        return second(first(x))
-
-    class Paired(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            for i in range(0, len(self.layers), 2):
-                x = checkpoint(pair, self.layers[i], self.layers[i + 1], x, use_reentrant=False)
-            return x.square().mean()
-
-    step = assert_steps_equal_eager(Paired(num_layers=4, dropout=0.0))
-    # The inputs of two pairs, and the model's last value for the mean.
-    assert step.stats.saved_bytes <= 3 * 4 * BATCH * TOKENS * WIDTH
-    assert_steps_equal_eager(Paired(num_layers=4), calls=1)
-
-
 @pytest.fixture
 def beside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the CPU a host, as a GPU has one, and copies that cost next to nothing."""
@@ -394,23 +375,6 @@ def test_budget_is_kept_by_the_linked_peak_and_more_bytes_mean_less_work() -> No
         work.append(step.last_report.recomputed_flops)
         assert sum(r.closure == "FlatBlock" for r in step.last_report.recompute) <= 3
     assert work == sorted(work, reverse=True) and work[0] > work[-1]
-
-
-@pytest.mark.sweep
-def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs: list[tuple[int, int]] = []
-    linked = BudgetFit._linked
-
-    def noted(self: Any, counts: Any) -> int:
-        guess = self._peaks.guessed(self._asked(counts))
-        pairs.append((guess, linked(self, counts)))
-        return pairs[-1][1]
-
-    monkeypatch.setattr(BudgetFit, "_linked", noted)
-    limit = int(0.85 * held_bytes(step_of(None, num_layers=4)))
-    assert held_bytes(step_of(Budget(saved_bytes=limit), num_layers=4)) <= limit
-    assert pairs
-    assert all(abs(guess - peak) <= 0.15 * peak for guess, peak in pairs), pairs
 
 
 @pytest.mark.sweep

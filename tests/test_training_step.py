@@ -215,14 +215,3 @@ def test_buffers_that_the_forward_changes_are_changed(unplanned: None) -> None:
     options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum(), "lr": 0.01}
     assert_steps_are_eagers(model, *[(torch.randn(5, 4),)] * 3, **options)
     assert model[1].num_batches_tracked == 3
-
-
-@pytest.mark.sweep
-def test_a_budget_counts_what_closures_give_each_other(unplanned: None) -> None:
-    held = []
-    for share in (1.0, 0.5):
-        model, args = decoder(4, micro_batches=2)
-        recompute = None if share == 1 else lazyinline.Budget(saved_bytes=int(held[0] * 0.9))
-        step = assert_steps_are_eagers(model, args, recompute=recompute)
-        held.append(step.stats.outside_bytes)
-    assert held[1] <= 0.9 * held[0]
