@@ -156,12 +156,6 @@ def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
         assert report.num_compiles == 2
 
 
-def test_sizes_are_sizes_again_after_a_capture() -> None:
-    run = lazyinline.compile(Asking(lambda x, n: n), backend="eager")
-    for length in (3, 4):
-        run(torch.ones(length, 2))
-    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
-        assert not {"__getattribute__", "__getattr__", "__format__"} & vars(kind).keys()
 
 
 class Weight(nn.Parameter):
@@ -281,49 +275,14 @@ def test_the_class_of_an_input_is_asked_at_each_call(way: str) -> None:
         torch.testing.assert_close(run(given), model(given), rtol=0, atol=0)
 
 
-BACKENDS: dict[type, Callable[[Tensor, int], Tensor]] = {}
 
 
-def split(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def backend_of(x: Tensor) -> Callable[[Tensor, int], Tensor]:
-    """Finds what rearranges a tensor by its class, as einops does, and keeps that."""
-    kind = type(x)
-    found = BACKENDS.get(kind)
-    if found is None and isinstance(x, Tensor):
-        found = BACKENDS[kind] = split
-    assert found is not None
-    return found
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 24)
-        self.outer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (backend_of(part)(part, 2) for part in self.inner(x).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.outer(torch.relu(mixed.transpose(1, 2).flatten(2)))
 
 
-def test_layers_that_find_a_backend_by_class_share_one_program() -> None:
-    BACKENDS.clear()
-    model = nn.Sequential(*(Layer() for _ in range(4)))
-    run, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 5, 8, requires_grad=True)
-    for _ in range(2):  # the first fills the table
-        run(x)
-    report = lazyinline.last_report(run)
-    assert not report.ran_eagerly and [*BACKENDS] == [Tensor]
-    assert "4 Layer share one graph" in str(report)
-    found, expected = run(x), model(x)
-    torch.testing.assert_close(found, expected)
-    leaves = [x, *model.parameters()]
-    gradients = [torch.autograd.grad(y.sin().sum(), leaves) for y in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 def refused(module: nn.Module, x: Tensor) -> bool:

@@ -101,19 +101,8 @@ def test_model_that_returns_an_object_full_of_tensors_is_refused() -> None:
         lazyinline.compile(model, backend="eager", fallback="error")(example())
 
 
-MODELS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "only its input": lambda layers, x: x,
-    "a dataclass": lambda layers, x: Output(layers[0](x), {"a": x * 2}),
-    "nothing that has a gradient": lambda layers, x: layers[0](x).detach(),
-    "no tensor": lambda layers, x: "text",
-    "integers": lambda layers, x: (x > 0).sum(),
-}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_model_may_return(name: str) -> None:
-    kind = block(lambda self, x: torch.tanh(self.linear(x)))
-    assert_equals_eager(Around(MODELS[name], kind()), [example()])
 
 
 def test_model_arguments_may_be_nested_and_mixed() -> None:
@@ -182,37 +171,12 @@ def with_buffers(forward: Callable[..., Any]) -> type[nn.Module]:
     return kind
 
 
-def write_slice(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.mean[1:3] = x.detach().mean(0)[:2]
-    self.mean[:2].mul_(2)
-    return self.linear(x) + self.mean
 
 
-def view_then_write(self: Any, x: torch.Tensor) -> torch.Tensor:
-    square = self.mean.view(2, 2)
-    self.mean.add_(x.detach().mean(0))
-    return self.linear(x) * square.sum()
 
 
-def write_after_use(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y = self.linear(x) * self.mean.clone()  # autograd would not forgive without
-    self.mean.add_(1)
-    return y
 
 
-@pytest.mark.parametrize("forward", [running, write_slice, view_then_write, write_after_use])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.sweep(keep=["False-True-", "True-False-running"])
-def test_buffers_written_in_forward_keep_their_values(
-    forward: Callable[..., Any], grad: bool, twice: bool
-) -> None:
-    """Three calls; ``twice``: one block that is called twice, so it sees its own writes."""
-    kind = with_buffers(forward)
-    first = kind()
-    model = Stack(first, first if twice else kind())
-    with torch.set_grad_enabled(grad):
-        assert_equals_eager(model, [example(grad=grad)], calls=3)
 
 
 def fill(y: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -278,32 +242,8 @@ def test_gradients_equal_eager(name: str) -> None:
     assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
 
 
-def partly_cast(self: Any, x: torch.Tensor) -> torch.Tensor:
-    low = self.linear(x)
-    with torch.autocast("cpu", enabled=False):
-        full = torch.tanh(self.linear(x.float())) @ self.linear.weight
-    return full + low
 
 
-@pytest.mark.parametrize("around", [True, False])
-def test_autocast_around_the_call_does_not_reach_where_the_model_switched_it_off(
-    around: bool,
-) -> None:
-    """At compile time, at run time, and in the backward."""
-    kind = block(partly_cast)
-    model = Stack(*(kind() for _ in range(2))).float()
-    reference, x = copy.deepcopy(model), example(grad=False).float()
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
-            found, expected = compiled(x), reference(x)
-        assert found.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        # Sums of gradients in float32 may be taken in another order.
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
 def what_is_patched() -> list[Any]:
@@ -328,74 +268,12 @@ def test_capture_leaves_no_trace() -> None:
     assert patched == what_is_patched()
 
 
-def test_model_runs_as_before_after_a_capture_that_failed() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.mean.add_(1)
-        self.calls = self.calls + 1
-        self.fresh = x
-        return self.linear(x) * self.calls
-
-    kind = with_buffers(forward)
-    model = Stack(kind(calls=0), kind(calls=0))
-    attributes = [dict(vars(m)) for m in model.modules()]
-    with pytest.raises(CaptureError, match=r"changes attribute '\w+' of Block"):
-        lazyinline.capture(model, (example(),))
-    assert [dict(vars(m)) for m in model.modules()] == attributes
-    assert not model.layers[0].mean.any()
-    assert model(example()).shape == (3, 4)
-    assert model.layers[0].calls == 1
 
 
-def test_other_threads_run_models_undisturbed_while_one_captures() -> None:
-    model = Stack(*(block(lambda self, x: torch.tanh(self.linear(x)))() for _ in range(2)))
-    other = nn.Sequential(linear(), nn.Dropout(0.0), linear())
-    x, errors, stop = example(grad=False), [], threading.Event()
-    expected = other(x).detach()
-
-    def run() -> None:
-        while not stop.is_set():
-            result = other(x)
-            if type(result) is not torch.Tensor or not torch.equal(result, expected):
-                errors.append(result)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for _ in range(3):
-        lazyinline.capture(model, (example(),), train=True)
-    stop.set()
-    thread.join()
-    assert not errors
 
 
-@pytest.mark.parametrize("change", ["view", "base"])
-def test_buffer_changed_on_one_side_of_a_view_across_blocks_leaves_them_unshared(
-    change: str,
-) -> None:
-    """The view was made by another closure than the one that changes the buffer."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        view = self.mean[:2]
-        y = self.layers[0](x)
-        with torch.no_grad():
-            (view if change == "view" else self.mean).add_(y.mean())
-        y = self.layers[0](y)
-        return y if change == "view" else y * view.sum()
-
-    kind = with_buffers(forward)
-    model = kind(layers=nn.ModuleList([block(lambda self, x: torch.tanh(self.linear(x)))()]))
-    outcome = assert_equals_eager(model, [example()])
-    assert re.search(r"changes a tensor in place .*seen through a view", outcome.reasons[0])
 
 
-def test_gradient_of_an_input_changed_in_place_is_refused() -> None:
-    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            x.mul_(2)
-        return layers[0](x)
-
-    model = Around(body, block(lambda self, x: self.linear(x))())
-    with pytest.raises(CaptureError, match=r"forward changes args\.0 in place"):
-        lazyinline.compile(model, backend="eager", fallback="error")(example())
 
 
 @pytest.mark.parametrize("reuse", ["marked", "off"])

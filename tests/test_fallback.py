@@ -156,15 +156,6 @@ def test_a_bug_in_a_pass_is_told_and_the_model_runs_eagerly(
         lazyinline.compile(Mlp(), backend="eager")(*batches()[0])
 
 
-def test_modes_around_a_call_hold_in_its_parts() -> None:
-    model = Around(by_a_mask)
-    compiled = lazyinline.compile(model, backend="eager")
-    for (x,) in batches(2):
-        for training, autocast in ((True, False), (False, False), (False, True)):
-            model.train(training)
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                assert_close(compiled(x), model(x), tolerance=1e-2 if autocast else 1e-5)
-    assert is_compiled(compiled, "first")
 
 
 @pytest.mark.parametrize(
@@ -286,17 +277,8 @@ def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     assert num_lowered(compiled) <= lowered + 4
 
 
-def normalized() -> nn.Module:
-    seed_all()
-    model = nn.Sequential(Mlp(), Mlp(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    nn.utils.spectral_norm(model[0].up)
-    return model
 
 
-def test_layers_that_hooks_give_their_weights_are_compiled() -> None:
-    model, expected = normalized(), normalized()  # no copy of such a weight
-    compiled = assert_trains_like_eager(model, *batches(), reference=expected)
-    assert not compiled.last_report.ran_eagerly
 
 
 def doubling(module: Any, x: Tensor) -> Tensor:
@@ -475,22 +457,8 @@ def test_a_model_of_which_most_runs_eagerly_says_so_once(
         assert told(model, 3) == [], "once for each model that was compiled"
 
 
-class Filling(nn.Linear):
-    """Fills a table at its first call."""
-
-    table: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.ones(8)
-        return super().forward(x * self.table)
 
 
-def test_a_model_of_which_most_is_compiled_in_the_end_says_nothing() -> None:
-    assert told(lazyinline.compile(branches(1, 1), backend="eager"), 4) == []
-    model = lazyinline.compile(Filling(8, 8), backend="eager")
-    assert told(model, 4) == []
-    assert not model.last_report.ran_eagerly
 
 
 @functools.cache

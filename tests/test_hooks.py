@@ -151,12 +151,6 @@ class Pair:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.sweep(keep=["masked", "changed_in_place", "over_several"])
-def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
-    hooks: Callable[[Net, Log], list[Any]],
-) -> None:
-    assert_come_and_go(Pair("eager"), hooks)
 
 
 def test_hooks_of_all_kinds_run_one_after_another_as_in_eager_on_generated_kernels() -> None:

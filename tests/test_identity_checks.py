@@ -211,43 +211,14 @@ def test_no_check_at_all_holds(function: Function) -> None:
 pytestmark = pytest.mark.smoke
 
 
-class Settings:
-    scale, shift, power = 2.0, 3.0, 1.0
 
 
-def scaled_by_a_tuple(x: Tensor) -> Tensor:
-    for name in ("scale", "shift"):
-        x = x * getattr(Settings, name)
-    return x
 
 
-def scaled_by_a_list(x: Tensor) -> Tensor:
-    for name in ["scale", "shift", "power"]:
-        x = x * getattr(Settings, name)
-    return x
 
 
-def scaled_by_a_set_and_keys(x: Tensor) -> Tensor:
-    for name in {"scale": 1, "shift": 2}:
-        x = x * getattr(Settings, name) if name in {"scale", "shift", "power"} else x
-    return x
 
 
-@pytest.mark.parametrize("forward", [scaled_by_a_tuple, scaled_by_a_list, scaled_by_a_set_and_keys])
-def test_a_name_that_stands_among_others_is_watched(
-    forward: types.FunctionType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(x)
-
-    model = Model()
-    compiled = lazyinline.compile(model, backend="eager")
-    x = torch.ones(2)
-    assert torch.equal(compiled(x), model(x))
-    for name in ("scale", "shift"):
-        monkeypatch.setattr(Settings, name, 5.0)
-        assert torch.equal(compiled(x), model(x)), name
 
 
 def test_what_code_names_is_found_wherever_the_compiler_put_it() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import CaptureError, CompileReport, PlanError
 
-Log = list[Any]
 
 
 class Small(Net):
@@ -92,35 +91,8 @@ def test_what_tools_look_at_is_the_models() -> None:
         model(batch())
 
 
-def test_modes_and_dtypes_are_the_models_and_each_has_its_program() -> None:
-    model, expected = pair()
-    for _ in range(2):
-        assert_close(model(batch()), expected(batch()))
-        with torch.no_grad():
-            assert_close(model(batch(), scale=2.0), expected(batch(), scale=2.0))
-    assert report(model).num_compiles == 2
-    results = []
-    for run in (model, expected):
-        torch.manual_seed(7)  # the masks of dropout
-        results.append(run.train()(batch()))
-        results[-1].square().mean().backward()
-    assert_close(*results)
-    assert_same_gradients(model, expected)
-    assert model.eval().to(torch.float64) is model
-    x = batch().double()
-    assert_close(model(x), expected.eval().double()(x))
-    assert report(model).num_compiles == 4
 
 
-def test_a_state_dict_is_loaded_into_the_compiled_model(tmp_path: pathlib.Path) -> None:
-    model, _ = pair()
-    model(batch())
-    other = Small().eval()
-    nn.init.ones_(other.head.weight)
-    torch.save(other.state_dict(), tmp_path / "weights.pt")
-    model.load_state_dict(torch.load(tmp_path / "weights.pt"))
-    assert_close(model(batch()), other(batch()))
-    assert report(model).num_compiles == 1
 
 
 class OwnState(Small):
@@ -173,58 +145,14 @@ def test_a_class_with_a_call_of_its_own_is_refused_in_place_only() -> None:
     assert_equals_eager(Around(), (batch(),), calls=1)
 
 
-def with_scale(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return args, {**kwargs, "scale": 3.0}
 
 
-def doubled_products(module: nn.Module, args: Any, output: Any) -> Any:
-    return output * 2 if isinstance(module, nn.Linear) else None
 
 
-def collecting(log: Log) -> Callable[..., None]:
-    """Returns a hook that keeps a forward's output, or a backward's gradient."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        log.append((output if isinstance(output, Tensor) else output[0]).detach().clone())
-
-    return hook
 
 
-HOOKS: dict[str, Callable[[Any, Log], Any]] = {
-    "with keywords": lambda model, log: model.register_forward_pre_hook(
-        with_scale, with_kwargs=True
-    ),
-    "of a layer that collects": lambda model, log: model.blocks[0].register_forward_hook(
-        collecting(log)
-    ),
-    "on backward": lambda model, log: model.register_full_backward_hook(collecting(log)),
-    "before backward": lambda model, log: model.blocks[1].register_full_backward_pre_hook(
-        lambda m, outward: (outward[0] * 2,)
-    ),
-    "on all modules": lambda model, log: nn.modules.module.register_module_forward_hook(
-        doubled_products
-    ),
-}
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("compiled_before", [False, True])
-@pytest.mark.sweep(keep=["False-on backward", "True-of a layer that collects"])
-def test_hooks_run_at_each_call_as_in_eager(kind: str, compiled_before: bool) -> None:
-    model, expected = pair()
-    if compiled_before:
-        model(batch())
-    logs: list[Log] = [[], []]
-    for run, log in zip((model, expected), logs, strict=True):
-        handle = HOOKS[kind](run, log)
-        for seed in range(3):
-            x = batch(seed=seed).requires_grad_()
-            run(x).square().sum().backward()
-        handle.remove()
-    assert_same_gradients(model, expected)
-    assert_close(*logs)
-    assert all(type(tensor) is Tensor for tensor in logs[0])
-    assert_close(model(batch()), expected(batch()))
 
 
 def outer(inner: nn.Module) -> nn.Module:

@@ -465,31 +465,10 @@ def test_what_a_block_inside_read_counts_for_the_block_around_as_it_was_then() -
     assert Evidence(module, outer).side_effect == "its forward changes Linear.scale"
 
 
-@lazy_inline
-class Cell(nn.Module):
-    """On module level, so that it can be pickled."""
-
-    def __init__(self, width: int = 4, *, scale: float = 2.0) -> None:
-        super().__init__()
-        self.linear, self.scale = linear(width), scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.tanh(self.linear(x)) * self.scale
-        return result
 
 
-class Deeper(Cell):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(super().forward(x))
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_of_marked_modules_and_subclasses_share(way: Callable[[Any], Any]) -> None:
-    model = Stack(Cell(), Cell(4, scale=2.0), Deeper(), Deeper(width=4))
-    model.layers.append(way(model.layers[3]))
-    compiled = lazyinline.compile(way(model), backend="eager")
-    torch.testing.assert_close(compiled(example()), model(example()), rtol=1e-12, atol=0)
-    assert sum(d.shared for d in compiled.last_report.decisions) == 3
 
 
 def test_a_forward_that_tells_instances_apart_runs_eagerly_and_says_how() -> None:
@@ -588,15 +567,6 @@ def test_a_backward_hook_sees_what_it_sees_in_eager() -> None:
     assert_as_eager(SETUP, HALVING, "model = stack(3)", hook, scene=[""] * 3, state="SEEN")
 
 
-def test_a_mark_never_makes_a_model_fail() -> None:
-    """No closure can express it, so it is captured without blocks."""
-    name = "written, and seen through a view"
-    forward, body, *_ = BODIES[name]
-    assert "Y" not in forward
-    lines = "\n".join("    " + line for line in body.split("\n"))
-    outcome = assert_as_eager(HELPERS, BODY.format(forward=forward, body=lines))
-    assert all("nothing is shared" in reason for reason in outcome.reasons)
-    assert outcome.reports[-1].num_block_calls == 2
 
 
 def test_dropout_masks_of_micro_batches_equal_eagers_under_one_seed() -> None:
