@@ -1,6 +1,5 @@
 """Blocks: the key that shows their constructor's arguments, and blocks in blocks, to any depth."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,7 @@ from transformers import T5Config, T5Model
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.frontend.capture.regions import InitKeys, text_of_keys
-from lazyinline.reuse.ir.program import count_calls
 
 
 class Norm(nn.Module):
@@ -71,21 +68,6 @@ def test_keys_of_hugging_face_layers_are_found_in_the_modules_inside() -> None:
     )
     assert keys[1].differing(keys[2]) == ["layer_idx"]
     assert text_of_keys(keys[1:]) == "T5Block(config=T5Config, layer_idx=1..2)"
-
-
-class Strange(nn.Module):
-    """Keeps no argument, or makes a module or a tensor of it."""
-
-    def __init__(self, *widths: int, scale: Any = None, act: Any = nn.ReLU, bias: Any = 1) -> None:
-        super().__init__()
-        self.total = sum(widths)
-        self.act, self.bias = act(), nn.Parameter(torch.ones(1))
-
-
-def test_a_class_that_shows_nothing_has_a_key_without_arguments() -> None:
-    assert key(Strange(1, 2, scale=3, bias=2)) == "Strange()"
-    made: Any = type("Made", (nn.Module,), {"__init__": lambda self, a: nn.Module.__init__(self)})
-    assert key(made(3)) == "Made()"
 
 
 def test_the_mark_leaves_the_constructor_and_the_instance_alone() -> None:
@@ -152,22 +134,6 @@ def test_the_report_shows_keys_calls_and_where_evidence_said_otherwise(name: str
     assert lines[1 : 1 + len(rows)] == rows
 
 
-def test_the_likeliest_closure_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lazyinline.reuse.evidence.evidence import Evidence
-
-    asked: list[str] = []
-    mismatch_at = Evidence.mismatch_at
-
-    def counting(self: Evidence, places: Any) -> str:
-        reason = mismatch_at(self, places)
-        asked.append(reason)
-        return reason
-
-    monkeypatch.setattr(Evidence, "mismatch_at", counting)
-    table(nn.Sequential(*(Block(4, heads) for heads in (2, 4, 2, 2, 2))))
-    assert [bool(reason) for reason in asked] == [True, False, False, False]
-
-
 def test_calls_of_a_nested_block_are_those_of_the_block_around_it() -> None:
     lazyinline.lazy_inline(Norm)
     text = table(nn.Sequential(Block(4, 2), Block(4, 2)))
@@ -229,40 +195,6 @@ class Towers(Stack):
         return super().forward(x).square().mean()
 
 
-@lazy_inline
-class Scaled(nn.Module):
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.expert, self.scale = Expert(), scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.expert(x) * self.scale
-
-
-def captured(model: nn.Module) -> tuple[Any, Counter[str], Counter[str]]:
-    """Returns what was captured, and the closures and their call sites by class of block."""
-    found = capture_model(Subject(model, (example(),)), train=True)
-    calls: Counter[str] = Counter()
-    for closure, number in count_calls(found.program).items():
-        calls[closure.name] += number
-    return found, Counter(c.name for c in found.program.closures), calls
-
-
-@pytest.mark.parametrize(("num_layers", "num_experts"), [(2, 4), (32, 64)])
-@pytest.mark.sweep(keep="[2-4]")
-def test_each_level_is_traced_once_and_called_where_it_stands(
-    num_layers: int, num_experts: int
-) -> None:
-    found, closures, calls = captured(Towers(num_layers, num_experts))
-    assert (
-        sum(not d.shared for d in found.decisions) == 4
-    )  # one encoder, one layer in it, attention and an expert in that
-    expected = {"Encoder": 2, "Layer": num_layers, "Attention": 1, "Expert": num_experts}
-    assert {name: calls[name] for name in expected} == expected
-    assert all(closures[name] == 1 for name in expected)
-    assert found.program.num_nodes_if_inlined() > 2 * num_layers * num_experts * 3
-
-
 def test_nested_blocks_and_micro_batches_equal_eager() -> None:
     torch.manual_seed(0)
     x, kernels = example(4, 4, grad=False), []
@@ -271,10 +203,3 @@ def test_nested_blocks_and_micro_batches_equal_eager() -> None:
         outcome = assert_equals_eager(Towers(2, num_experts), (x,), calls=1, **options)
         kernels.append(outcome.told.num_kernels)
     assert kernels[0] <= kernels[1] <= kernels[0] + 8  # the slices of the gate's weights differ
-
-
-def test_constants_of_nested_blocks_do_not_multiply_closures() -> None:
-    found, closures, _ = captured(Stack(*(Scaled(0.1 * (i + 1)) for i in range(6))))
-    assert closures["Scaled"] == closures["Expert"] == 1
-    traced = [d.class_name for d in found.decisions if not d.shared]
-    assert Counter(traced) == {"Scaled": 6, "Expert": 1}  # each value is seen once, to be sure

@@ -126,20 +126,6 @@ class Blocks(nn.Module):
 
 
 @lazy_inline
-class Branching(Blocks):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the user's line
-            return self.linear(x)
-        return x
-
-
-@lazy_inline
-class Raising(Blocks):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + x[:, :3]  # the shapes differ
-
-
-@lazy_inline
 class Doubling(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
@@ -165,26 +151,6 @@ class Telling(Blocks):
 def stack(block: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), block(), block())
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize(
-    ("block", "line", "texts"),
-    [
-        (Branching, "# the user's line", ["value of a tensor", "torch.where"]),
-        (Raising, "# the shapes differ", [" Raising.forward: RuntimeError: "]),
-    ],
-)
-@pytest.mark.sweep(keep="eager")
-def test_an_error_in_a_marked_block_names_the_users_line_and_the_cause(
-    backend: str, block: Any, line: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
-    with pytest.raises(CaptureError) as caught:
-        lazyinline.compile(stack(block), backend=backend, fallback="error")(ONES)
-    assert f"{HERE}:{line_of(line)} {block.__name__}.forward" in str(caught.value)
-    assert all(text in str(caught.value) for text in texts)
-    assert block is Branching or isinstance(caught.value.__cause__, RuntimeError)
 
 
 def by_numpy(x: Tensor) -> Tensor:
@@ -280,25 +246,6 @@ def test_a_model_on_the_meta_device_is_captured_but_not_run() -> None:
     for parameter in real.parameters():
         nn.init.ones_(parameter)
     assert_close(compiled(ONES), real(ONES))
-
-
-@pytest.mark.parametrize("run", [lazyinline.compile, lazyinline.compile_step])
-@pytest.mark.sweep(keep="eager")
-def test_a_parameter_whose_memory_holds_other_numbers_is_refused_whenever_it_comes(
-    run: Callable[..., Any], backend: str
-) -> None:
-    # ``is_neg`` is a flag of the tensor: neither its address nor its layout tells.
-    model, is_step = nn.Linear(4, 4, bias=False), run is lazyinline.compile_step
-    options: Any = {"loss_fn": torch.sum} if is_step else {"fallback": "error"}
-    compiled = run(model, backend=backend, **options)
-    compiled(ONES)
-    numbers = model.weight.data.clone()
-    model.weight.data = torch.complex(numbers, -numbers).conj().imag
-    assert model.weight.is_neg()
-    with pytest.raises(CaptureError, match=r"weight is a lazily negated view.*resolve_neg\(\)"):
-        compiled(ONES)
-    model.weight.data = model.weight.data.resolve_neg()
-    assert_close(compiled(ONES), model(ONES).sum().detach() if is_step else model(ONES))
 
 
 @pytest.mark.parametrize("place", ["inside", "itself"])

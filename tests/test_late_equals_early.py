@@ -7,7 +7,6 @@ generator, so those stay in order. Random programs in random orders are in ``tes
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from programs import (
     VECTOR,
     LeafBuilder,
     binary_leaf,
-    closure_depth,
     inline_calls,
     merge_leaves,
     random_arguments,
@@ -49,7 +47,7 @@ from lazyinline.reuse.ir.leaf import (
     is_active,
 )
 from lazyinline.reuse.ir.operators import may_draw
-from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, Unpack, Value, count_calls
+from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, Value
 from lazyinline.reuse.ir.torch_updates import results_in_place
 from lazyinline.reuse.ir.types import StructType, TensorType
 from lazyinline.reuse.ir.verify import verify
@@ -111,54 +109,6 @@ def check_late_and_early(seed: int) -> None:
         call = Call(whole, lean.inputs, tuple(Value(v.type) for v in lean.outputs))
         merged = verify(Program(lean.inputs, (call,), call.results), "flat")
         assert_same_bits(interpret(merged, arguments), expected, f"seed {seed}, merged")
-
-
-@pytest.mark.parametrize(("seeds", "structs"), [(SEEDS, True), (GRADIENT_SEEDS, False)])
-def test_random_programs_cover_what_they_should(seeds: range, structs: bool) -> None:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        program = random_program(seed, structs=structs)
-        closures = count_calls(program)
-        bodies = [program, *(c.program for c in closures if isinstance(c, Composite))]
-        types = {v.type for b in bodies for c in b.calls for v in (*c.args, *c.results)}
-        kinds = {kind: [c for c in closures if isinstance(c, kind)] for kind in (Composite, Leaf)}
-        shared = {kind: any(closures[c] > 1 for c in kinds[kind]) for kind in kinds}
-        takes = [t for c in kinds[Composite] for t in c.input_types]
-        makes = [t for c in kinds[Leaf] for t in c.output_types]
-        uses = Counter(v for call in program.calls for v in call.args)
-        seen["fan-out"] += any(n > 1 for n in uses.values())
-        seen["depth 3"] += max(closure_depth(c.closure) for c in program.calls) >= 3
-        seen["shared composite"] += shared[Composite]
-        seen["shared leaf"] += shared[Leaf]
-        seen["same value twice to one call"] += any(
-            len(set(call.args)) < len(call.args) for b in bodies for call in b.calls
-        )
-        seen["written through a view"] += any(
-            node.target is aten.copy_.default for c in kinds[Leaf] for node in c.nodes
-        )
-        seen["value returned twice"] += any(len(set(b.outputs)) < len(b.outputs) for b in bodies)
-        seen["input returned"] += any(set(b.outputs) & set(b.inputs) for b in bodies)
-        seen["struct passed to a composite"] += any(isinstance(t, StructType) for t in takes)
-        seen["struct made by a leaf"] += any(isinstance(t, StructType) for t in makes)
-        seen["struct taken apart"] += any(isinstance(c, Unpack) for c in closures)
-        seen["broadcast value"] += any(isinstance(t, TensorType) and not t.is_dense for t in types)
-        seen["merged into one leaf"] += not has_structs(remove_unused_packs(inline_calls(program)))
-    few = {what for what, count in seen.items() if count < 10}
-    assert few == (set() if structs else {what for what in seen if "struct" in what}), seen
-
-
-def test_each_value_is_freed_once_after_its_last_use() -> None:
-    for seed in SEEDS:
-        flat = link(random_program(seed))
-        alive = set(flat.inputs)
-        for launch in flat.launches:
-            assert set(launch.operands) <= alive, f"seed {seed} reads a freed slot"
-            alive |= set(launch.results)
-            assert set(launch.frees) <= alive, f"seed {seed} frees a slot twice"
-            alive -= set(launch.frees)
-        assert set(flat.outputs) <= alive, f"seed {seed} frees an output"
-        used = {s for launch in flat.launches for s in (*launch.operands, *launch.results)}
-        assert alive & used <= set(flat.outputs), f"seed {seed} keeps a dead slot"
 
 
 def test_leaf_that_only_hands_its_operands_on_is_not_compiled() -> None:
@@ -278,23 +228,6 @@ def test_value_is_active_whatever_in_place_operators_did_to_it() -> None:
     leaf = builder.leaf([x, zeros, row, copy, doubled, constant, detached])
     assert is_active(leaf, [True]) == (True, True, True, True, True, False, False)
     assert not any(is_active(leaf, [False]))
-
-
-def test_frozen_weight_costs_nothing() -> None:
-    """No gradient of the frozen operand is computed, and what only it needs is not saved."""
-    program = one_call(binary_leaf(aten.mul.Tensor))
-    differentiator = Differentiator(lambda leaf: Recipe())
-    both = differentiator.vjp(Composite("main", program), [0, 1], [0])
-    one = differentiator.vjp(Composite("main", program), [0], [0])
-    assert both is not None and one is not None
-    assert both.backward.num_nodes == one.backward.num_nodes
-    leaf_nodes = [
-        next(c for c in d.backward.program.closures if isinstance(c, Leaf)).num_nodes
-        for d in (both, one)
-        if isinstance(d.backward, Composite)
-    ]
-    assert leaf_nodes == [2, 1]
-    assert both.kept_inputs == (0, 1) and one.kept_inputs == (1,)
 
 
 PICKS: list[Callable[[Sequence[int]], int]] = [

@@ -94,18 +94,6 @@ def test_a_module_around_a_compiled_one_saves_and_loads_it() -> None:
     assert_close(outer(ids), other(ids))
 
 
-def test_hooks_of_the_model_see_its_state_dict() -> None:
-    compiled, model = build()
-    seen = []
-    model.register_state_dict_post_hook(lambda *_: seen.append("saved"))
-    model.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
-    model.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
-    compiled.load_state_dict(compiled.state_dict())
-    outer = nn.Sequential(compiled)
-    outer.load_state_dict(outer.state_dict())
-    assert seen == ["saved", "loading", "loaded"] * 2
-
-
 def test_attributes_are_read_and_written_through() -> None:
     compiled, model = build()
     before = compiled(IDS)

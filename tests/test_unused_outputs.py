@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.missing_cotangents import MissingCotangents
-from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 
 
 @lazy_inline
@@ -233,20 +232,6 @@ def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
                 torch.stack([out[i].cos().sum() for i in used]).sum().backward()
             assert_same_gradients(model, expected)
         assert compiled.last_report.num_backwards == 3
-
-
-@pytest.mark.sweep
-def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, expected, compiled = made(Towers(), backend="inductor", dynamic=True)
-    x = torch.randn(5, 4)
-    out = compiled(x)
-    monkeypatch.setattr(InputSizes, "are_right", lambda self, values: False)
-    out[2].backward()
-    expected(x)[2].backward()
-    assert_same_gradients(model, expected)
-    assert compiled.last_report.num_backwards == 2
 
 
 def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
