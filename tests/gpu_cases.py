@@ -7,7 +7,6 @@ JSON for each case: the largest relative errors, and the arena's ratio.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import sys
 import time
@@ -26,7 +25,6 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.gpu import targets
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
 from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.run.planned import PlannedProgram
@@ -106,8 +104,7 @@ def main() -> None:
         torch.manual_seed(0)
         model, kwargs = CASES[name]()
         begin = time.process_time()
-        ways = {"offloading": offloading} if name == "own decoder" else {}
-        ways |= {"training": trained, "inference": inferred}
+        ways = {"training": trained, "inference": inferred}
         ways |= {"updates": updated} if name == "own decoder" else {}
         ways |= {"on a GPU": as_on_a_gpu} if name in ("own decoder", "llama", "gpt2") else {}
         for how, run in ways.items():
@@ -147,31 +144,14 @@ def launched(launch: Launch) -> tuple[Any, ...]:
     return text, [(v.dtype, v.shape, v.stride) for v in launch.views()]
 
 
-def offloading(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Trains with what is saved on the host: beside a GPU to which copies cost next to nothing."""
-    rates = {t: dataclasses.replace(t.rates, host_bytes_per_s=1e15) for t in targets.TARGETS}
-    near = tuple(dataclasses.replace(t, rates=rates[t]) for t in targets.TARGETS)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(targets, "TARGETS", near)
-    # So narrow for its batch that activations take more than gradients do.
-    narrow, (ids, goals) = models.llama(2, **{**SMALL, "hidden": 16, "vocab": 17, "batch": 8})
-    many = {"ids_BT": ids, "targets_BT": goals}
-    found = trained(narrow, many, lazyinline.Budget(fraction=0.0))
-    patch.undo()
-    return found
-
-
-def trained(
-    model: nn.Module, kwargs: dict[str, torch.Tensor], recompute: lazyinline.Budget | None = None
-) -> dict[str, float]:
+def trained(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
     """Two steps of both, with an update between."""
     model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
-    step, program = step_on_cpu_memory(model, kwargs, recompute)
+    step, program = step_on_cpu_memory(model, kwargs)
     errors = [
         step_error(lambda: step(**kwargs), model, reference, kwargs, seed) for seed in range(2)
     ]
-    copied_bytes = step.last_report.copied_bytes
-    return {"error": max(errors), "copied_bytes": copied_bytes, **memory(program)}
+    return {"error": max(errors), **memory(program)}
 
 
 def step_on_cpu_memory(

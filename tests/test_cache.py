@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -367,52 +366,23 @@ def accidents(directory: pathlib.Path) -> None:
         random.choice([*damage.WAYS.values()])(path, random)
 
 
-def objects_that_are_text(directory: pathlib.Path) -> None:
-    """Kernels name an object which has the right digest and is no kernel."""
-    content, known = b"no shared object", "|".join(path.stem for path in objects(directory))
-    digest = hashlib.sha256(content).hexdigest()
-    (directory / "objects" / f"{digest}.so").write_bytes(content)
-    for path in entries(directory):
-        resealed(path, lambda text: re.sub(known, digest, text))
-
-
-DEEP = b"[" * 100_000 + b"]" * 100_000
 FAULTS: dict[str, Fault] = {
     "accidents": accidents,
-    "entries swapped": lambda directory: damage.swap(entries(directory)),
     "objects swapped": lambda directory: damage.swap(objects(directory)),
-    "not JSON": each_entry(lambda p: p.write_bytes(sealed(b"{"))),
-    "nested too deep": each_entry(lambda p: p.write_bytes(sealed(DEEP))),
-    "a list": each_entry(lambda p: p.write_bytes(sealed([]))),
-    "a number": each_entry(lambda p: resealed(p, lambda _: "7")),
-    "an empty object": each_entry(lambda p: resealed(p, lambda _: "{}")),
     "unknown operators": each_entry(with_unknown_operators),
-    "objects that are text": objects_that_are_text,
-}
-# Derivatives are read and made like the rest: these faults are tried on them too.
-TRAINED = ("accidents", "unknown operators", "objects swapped")
-SILENT: dict[str, Fault] = {
-    "no entries": each_entry(lambda p: p.unlink()),
-    "no objects": lambda directory: [p.unlink() for p in objects(directory)],
-    "no folders": lambda directory: [shutil.rmtree(p) for p in directory.iterdir()],
 }
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *SILENT])
-@pytest.mark.sweep(keep=["accidents", "objects swapped", "unknown operators"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> None:
-    again = compiled_anew if fault in TRAINED else inferred_anew
-    (FAULTS | SILENT)[fault](directory)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        numbers, report = again()
+    FAULTS[fault](directory)
+    with pytest.warns(CacheWarning):
+        numbers, report = compiled_anew()
     assert_right(numbers)
     assert report.cache.num_made > 0
-    told = [w for w in caught if w.category is CacheWarning]
-    assert bool(told) is (fault in FAULTS), [str(w.message) for w in caught]
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
-        numbers, report = again()
+        numbers, report = compiled_anew()
     assert_right(numbers)
     assert report.cache.num_made == 0 and report.cache.num_loaded >= 4
 
@@ -528,14 +498,6 @@ def test_what_was_used_before_the_clock_went_back_goes_first(tmp_path: pathlib.P
     os.utime(entry, (ahead, ahead))
     store.trim()
     assert store.read("k1") is None and store.read("k3") == "x" * 200
-
-
-def test_a_compile_keeps_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYINLINE_CACHE_MAX_BYTES", "100000")
-    for _ in range(2):
-        numbers, _ = inferred_anew()
-        assert_right(numbers)
-        assert DiskCache(default_directory()).info().num_bytes <= 100_000
 
 
 def test_an_entry_that_goes_away_meanwhile_is_a_miss(

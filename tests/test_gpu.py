@@ -22,11 +22,11 @@ from programs import move_to
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.gpu.targets import TARGETS, is_product
+from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.kernels import lower, torch_recorder
 from lazyinline.backend.kernels.torch_attention import as_on_a_gpu
-from lazyinline.backend.launches.kernel_list import Launch, View
+from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.placement import Place, check_tensors_aligned
 
 pytestmark = pytest.mark.skipif(
@@ -98,15 +98,6 @@ def test_a_model_on_a_gpu_launches_what_a_target_does(cases: Any, case: str, how
     for_target, on_gpu = found["launches"]
     assert for_target == on_gpu > 50
     assert found["arenas"][0] == found["arenas"][1] > 0
-
-
-@pytest.mark.sweep  # that of a CPU with a host is in test_recompute.py
-@pytest.mark.parametrize("how", ["offloading"])
-@pytest.mark.parametrize("case", ["own decoder"])
-def test_what_waits_on_the_host_of_a_gpu_comes_back(cases: Any, case: str, how: str) -> None:
-    found = cases[case, how]
-    assert found["error"] < 1e-6
-    assert found["copied_bytes"] > 0
 
 
 def test_a_gpu_program_holds_less_with_its_updates() -> None:
@@ -345,11 +336,3 @@ def test_what_copies_misaligned_inputs_is_seen_through() -> None:
     assert aligned is not generated
     assert torch_recorder._function_of(aligned) == (None, generated)
     assert not torch_recorder.can_record(lambda inputs: generated(inputs))
-
-
-def test_products_are_told_from_other_launches() -> None:
-    products = [torch.mm, torch.bmm, torch.ops.aten.addmm.out, torch.ops.aten.mm.out]
-    others: list[Any] = [torch.add, print, TritonKernel("name", "")]
-    launched = {function: Launch("", function, (), ()) for function in (*products, *others)}
-    found = {function: is_product(launch) for function, launch in launched.items()}
-    assert [f for f, is_one in found.items() if is_one] == products

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import decoders as models
-import gpu
 import pytest
-import test_on_gpu
 import torch
 import torch.nn.functional as F
 from models import Around
@@ -35,7 +31,6 @@ from lazyinline.backend.kernels.torch_corrections import settings
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.placement import Place, aligned
 from lazyinline.backend.run.planned import Runtime
-from lazyinline.frontend.autograd import torch_engine
 from lazyinline.frontend.autograd.torch_engine import GeneratorStates
 from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.frontend.passes import link
@@ -341,23 +336,6 @@ def test_a_second_derivative_draws_what_the_forward_drew_on_its_gpu(
         pass
 
 
-def test_a_forward_notes_the_generators_of_all_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[list[torch.device]] = []
-
-    class Noted(GeneratorStates):
-        def __init__(self, devices: Any) -> None:
-            noted.append(list(devices))
-            super().__init__([])
-
-    monkeypatch.setattr(torch_engine, "GeneratorStates", Noted)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    compiled = lazyinline.compile(model, backend="eager")
-    x = torch.randn(2, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-    assert noted and all(set(devices) == {torch.device("cpu")} for devices in noted)
-
-
 def test_settings_of_a_user_do_not_make_graphs_inside_closures() -> None:
     asked = {"triton.cudagraphs": True, "graph_partition": True, "shape_padding": True}
     with config.patch(asked), settings():
@@ -401,36 +379,6 @@ def test_a_stage_of_a_pipeline_on_a_gpu_has_no_plan(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(link, "devices_of", lambda flats: [GPU])
     found = link.hindrance(state)  # type: ignore[arg-type]
     assert found is not None and found.reason == "a stage of a pipeline is planned on the CPU alone"
-
-
-def test_each_finding_is_a_line_as_soon_as_it_is_there(tmp_path: pathlib.Path) -> None:
-    lines = tmp_path / "gpu.jsonl"
-
-    def fails() -> None:
-        raise RuntimeError("no such kernel\nand more")
-
-    findings = gpu.Findings("hazards", 60.0, lines)
-    findings.tried("one", lambda: {"error": 1e-7})
-    findings.tried("two", fails)
-    gpu.Findings("times", -1.0, lines).tried("three", fails)
-    gpu.facts(gpu.Findings("facts", 60.0, lines), torch.device("cpu"))
-    told = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [(one["part"], one["ok"]) for one in told] == [
-        ("hazards", True),
-        ("hazards", False),
-        ("times", False),
-        ("facts", True),
-    ]
-    assert told[1]["error"] == "RuntimeError: no such kernel"
-    assert "time is over" in told[2]["skipped"]
-    assert findings.num_failed == 1
-
-
-def test_twenty_cases_decide_on_a_gpu() -> None:
-    listed = (*test_on_gpu.HAZARDS, *test_on_gpu.NUMBERS, *test_on_gpu.MEMORY)
-    here = [f for name, f in vars(test_on_gpu).items() if name.startswith("test_")]
-    assert list(listed) == here
-    assert len(here) + 2 >= 20, "with those of a step without a plan"
 
 
 def does(what: Callable[..., Any], region: Callable[[], Any]) -> nn.Module:
@@ -491,12 +439,6 @@ RULES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], torch.dtype]] = {
 def test_operators_get_what_pytorch_gives_them_on_a_gpu(rule: str) -> None:
     what, args, dtype = RULES[rule]
     assert result_dtype(what, *args) == dtype
-
-
-def test_a_program_names_its_casts_and_has_no_regions() -> None:
-    program = captured(does(F.linear, on_gpu), X, X)
-    assert str(program).count("to.dtype") == 2
-    assert "autocast" not in str(program)
 
 
 def test_attention_is_cast_where_its_operands_are_not_low() -> None:

@@ -1,60 +1,21 @@
 """How often a model is compiled, for each value of a float too, and how many programs are kept."""
 
 import copy
-import functools
-import logging
 import math
 import re
-import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same_gradients
-from models import Around, block
-from torch import Tensor, nn
+from models import block
+from torch import nn
 
 import lazyinline
 from lazyinline.frontend.checks.torch_state import TensorLayouts
 from lazyinline.frontend.dispatch import dispatcher
 from lazyinline.frontend.guards import guard
 from lazyinline.frontend.sizes import shapes as dynamic
-
-logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    logger.warning(text)
-
-
-def talking(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    """Says once what it does, as models of libraries do."""
-    warn_once("the loss type is unknown")
-    logger.info("the loss type is unknown")
-    return layers[0](x)  # type: ignore[no-any-return]
-
-
-def test_what_the_process_does_beside_a_model_that_logs_compiles_nothing_anew() -> None:
-    logger.addHandler(logging.NullHandler())
-    compiled, x = (
-        lazyinline.compile(Around(talking, nn.Linear(3, 3)), backend="eager"),
-        torch.ones(2, 3),
-    )
-    going = threading.Event()
-    thread = threading.Thread(target=going.wait)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled(x)
-        thread.start()
-        logging.getLogger(f"{__name__}.another").addHandler(logging.StreamHandler())
-        compiled(x)
-        going.set()
-        thread.join()
-        compiled(x)
-    assert num_programs(compiled) == 1
 
 
 class Varying(nn.Module):
@@ -124,112 +85,12 @@ def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
         assert not layouts.same(tensors)
 
 
-class Lora(nn.Module):
-    """A frozen layer, and products of low rank that are added to what it gives."""
-
-    def __init__(self, base: nn.Linear, names: tuple[str, ...] = ("a", "b")) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        size, rank = base.in_features, 2
-        self.down = nn.ModuleDict({n: nn.Linear(size, rank, bias=False) for n in names})
-        self.up = nn.ModuleDict({n: nn.Linear(rank, size, bias=False) for n in names})
-        self.scaling = dict.fromkeys(names, 2.0)
-        self.active = ["a"]
-        self.merged: list[str] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x)
-        for name in self.active if not self.merged else ():
-            result = result + self.up[name](self.down[name](x)) * self.scaling[name]
-        return result
-
-    def switch(self, name: str) -> None:
-        """Makes one adapter active, with a new list and dict, as ``set_adapter`` does."""
-        self.active, self.scaling = [name], dict(self.scaling)
-        for table in (self.down, self.up):
-            for key, layer in table.items():
-                layer.requires_grad_(key == name)
-
-    def merge(self, sign: int = 1) -> None:
-        for name in self.active:
-            change = self.up[name].weight @ self.down[name].weight * self.scaling[name]
-            self.base.weight.data += sign * change.detach()
-        self.merged = list(self.active) if sign > 0 else []
-
-
 Residual = block(lambda self, x: x + torch.tanh(self.linear(x)))
-
-
-def inject(model: Any) -> list[Lora]:
-    for layer in model:
-        layer.linear = Lora(layer.linear)
-    return [layer.linear for layer in model]
 
 
 def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(Residual(), Residual()).float()
-
-
-def compiles_of(model: Any) -> int:
-    report = lazyinline.last_report(model)
-    assert report is not None and not report.ran_eagerly
-    return report.num_compiles
-
-
-def trains_alike(model: Any, expected: Any, steps: int = 2) -> None:
-    for run in (model, expected):
-        optimizer = torch.optim.AdamW([p for p in run.parameters() if p.requires_grad], lr=0.05)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = run(torch.full((3, 4), 0.1 + step)).square().mean()
-            if loss.requires_grad:  # with adapters merged, only what is frozen is used
-                loss.backward()
-            optimizer.step()
-    assert_same_gradients(model, expected)
-    x = torch.ones(2, 4)
-    assert_close(model(x), expected(x))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.sweep(keep="after")
-def test_adapters_train_switch_and_merge_as_in_eager(when: str) -> None:
-    model = net()
-    if when == "before":
-        layers = inject(model)
-    lazyinline.compile(model, backend="eager", in_place=True)
-    if when == "after":
-        model(torch.ones(3, 4))
-        layers = inject(model)
-    for layer in layers:
-        layer.switch("a")
-    expected = copy.deepcopy(model)  # a copy of it is plain
-    for act in _ACTS:
-        for run in (model, expected):
-            for layer in run:
-                act(layer.linear)
-        trains_alike(model, expected)
-    assert_close(dict(model.state_dict()), dict(expected.state_dict()))
-
-
-_ACTS: tuple[Callable[[Lora], None], ...] = (
-    lambda layer: layer.switch("a"),
-    lambda layer: layer.switch("b"),
-    lambda layer: layer.switch("a"),
-    lambda layer: layer.merge(),
-    lambda layer: layer.merge(sign=-1),
-)
-
-
-def test_switching_back_costs_nothing_and_equal_lists_and_dicts_are_equal() -> None:
-    model = net()
-    layers = inject(model)
-    lazyinline.compile(model, backend="eager", in_place=True)
-    for name in "aaabababbb":
-        for layer in layers:
-            layer.switch(name)
-        model(torch.ones(3, 4)).sum().backward()
-    assert compiles_of(model) == 2
 
 
 VALUES = (0.5, 0.0, -0.0, math.nan)

@@ -6,7 +6,6 @@ That autograd is kept to where activations lie in gradients is in ``test_compile
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,32 +92,6 @@ def test_the_users_tensors_can_be_swapped_and_the_program_sees_what_they_are_the
     model.load_state_dict(Net().state_dict())
     for dtype in (torch.float32, torch.float64, torch.float32, torch.float32):
         assert_as_eager(run, model.to(dtype), dtype)
-
-
-@pytest.mark.usefixtures("swapping")
-def test_the_users_tensors_can_be_swapped_after_a_capture_that_failed() -> None:
-    class Branching(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) if x.sum() > 0 else x
-
-    model = Branching(3, 3)
-    with pytest.raises(lazyinline.CaptureError):
-        lazyinline.capture(model, (torch.ones(2, 3),))
-    model.to(torch.float64)
-    assert model.weight.dtype == torch.float64
-
-
-@pytest.mark.usefixtures("swapping")
-def test_a_hook_on_a_gradient_is_called_after_a_swap() -> None:
-    model = nn.Linear(3, 3)
-    run = compiled_by("compile/eager", model)
-    run(torch.ones(2, 3))
-    model.to(torch.float64)
-    seen: list[torch.Tensor] = []
-    model.weight.register_hook(seen.append)
-    run(torch.ones(2, 3, dtype=torch.float64))
-    assert len(seen) == 1
-    assert torch.equal(seen[0], model.weight.grad)
 
 
 CONVERSIONS = {
@@ -232,40 +205,6 @@ def test_a_step_uses_the_memory_that_parameters_have_now(move: str) -> None:
         wanted = [parameter.grad for parameter in reference.parameters()]
         assert_same(found, wanted, "gradients", 1e-6)
         exec(MOVES[move], {"torch": torch, "nn": nn, "m": model[0]})
-
-
-def test_a_parameter_that_comes_back_after_others_is_the_one_used() -> None:
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    compiled = lazyinline.compile(model, backend="eager")
-    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(5)]
-    for index in (0, 1, 2, 3, 2, 3, 2, 0, 4, 0):  # not each exchange is learnt
-        model.weight = parameters[index]
-        assert torch.equal(compiled(x), model(x))
-
-
-def test_what_a_thread_changed_is_used_by_its_next_call_while_others_call_too() -> None:
-    model, x, stop = nn.Linear(4, 4), torch.randn(2, 4), threading.Event()
-    compiled = lazyinline.compile(model, backend="eager")
-    compiled(x)
-
-    def work() -> None:
-        while not stop.is_set():
-            compiled(x)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for step in range(300):
-            if step % 2:
-                model.weight = nn.Parameter(torch.randn(4, 4))
-            else:
-                model.weight.data = torch.randn(4, 4)
-            assert torch.equal(compiled(x), model(x))
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def resize(gradient: torch.Tensor) -> None:
@@ -410,14 +349,6 @@ def test_what_was_received_stays_as_it_was_and_is_nobody_elses(subject: Subject)
     assert len(set(memories)) == len(memories)
     extra = sum(g.untyped_storage().nbytes() - g.nbytes for g in first)
     assert extra <= 0.01 * sum(g.nbytes for g in first)
-
-
-def test_gradients_are_taken_without_a_copy(subject: Subject) -> None:
-    """AccumulateGrad copies what somebody else still holds."""
-    subject.grads_of(0)
-    subject.clear(subject.model)
-    use = memory_use(lambda: subject.loss(0).backward())
-    assert not {"aten::clone", "aten::new_empty_strided"} & set(use.allocations), use.allocations
 
 
 def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> None:

@@ -188,28 +188,6 @@ def test_an_unplanned_step_trains_as_eager_does(
     assert step.last_report.peak_bytes is None
 
 
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.a + self.b).sum() + x.sum()  # one constant is the gradient of both
-
-
-def test_what_users_do_to_their_gradients_reaches_no_later_step(unplanned: None) -> None:
-    model, args = Sums(), (torch.ones(3, 4),)
-    changes: Any = (Tensor.zero_, lambda g: g.mul_(5), lambda g: g.set_(torch.ones(4)), Tensor.abs)
-    turns = iter(changes)
-
-    def change(step: Any) -> None:
-        one = next(turns)
-        for parameter in model.parameters():
-            one(parameter.grad)
-
-    assert_steps_are_eagers(model, *[args] * len(changes), lr=0, note=change)
-
-
 def test_buffers_that_the_forward_changes_are_changed(unplanned: None) -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
     options: dict[str, Any] = {"loss_fn": lambda y: y.square().sum(), "lr": 0.01}
