@@ -91,22 +91,6 @@ def test_forces_train_as_eager_ones_over_adam_steps(model: Potential) -> None:
     assert report.num_block_calls == 3
 
 
-def test_a_step_takes_forces_in_its_loss(model: Potential) -> None:
-    eager, inputs = copy.deepcopy(model), atoms()
-
-    def loss_fn(found: func.EnergyAndForces) -> Tensor:
-        return found.energy.square() + found.forces.square().sum()
-
-    potential = func.energy_and_forces(model)
-    step = lazyinline.compile_step(potential, loss_fn=loss_fn, backend="eager")
-    loss = step(*inputs)
-    expected = loss_fn(func.EnergyAndForces(*forces_of(eager, *inputs), None))
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0.0)
-    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_virial_is_the_slope_of_the_energy_over_a_strain(
     model: Potential, *, batched: bool

@@ -211,23 +211,6 @@ def test_other_numbers_run_eagerly_with_the_line(name: str) -> None:
     assert "needs the value of a tensor at test_forces.py" in told.ran_eagerly
 
 
-def test_a_number_of_a_buffer_that_is_an_input_is_asked_where_it_stands() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(3, dtype=torch.long))
-
-        def forward(self, x: Tensor, count: Tensor) -> Tensor:
-            self.count.add_(1)
-            return x * int(count.max())
-
-    model, twin = Counting(), Counting()
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(3):
-        found = [run(torch.ones(2), run.get_buffer("count")) for run in (compiled, twin)]
-        assert torch.equal(*found)
-
-
 def test_blocks_that_ask_are_each_captured_for_what_they_are_given() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -366,27 +349,6 @@ def test_a_step_leaves_nothing_of_it_and_says_so(act: Callable[..., Any]) -> Non
     report = step.last_report
     assert (report.num_compiles, report.num_links) == (1, 2), report.why_static
     assert "what the forward leaves in" in str(report)
-
-
-def test_blocks_that_keep_what_they_compute_do_so_each() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.inner(x).tanh()
-            return x + self.seen
-
-    model = nn.Sequential(*(Block() for _ in range(3)))
-    twin = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager", in_place=True)
-    x = graph(4)[1]
-    for factor in (1, 2):
-        assert_same(compiled(x * factor), twin(x * factor), "outputs", 1e-10)
-        assert_same(told_of(compiled), told_of(twin), "attributes", 1e-10)
-        assert len(told_of(twin)) == 3
-    assert not lazyinline.last_report(compiled).ran_eagerly  # type: ignore[union-attr]
 
 
 def test_a_size_that_the_forward_needs_as_a_number_is_named_with_its_line() -> None:

@@ -11,7 +11,7 @@ from comparing import Door, assert_equals_eager
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import func, lazy_inline
+from lazyinline import lazy_inline
 
 ATOMS, MOLECULES = 4, 2
 PLACES = torch.tensor([0, 1, 0, 1])
@@ -128,7 +128,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 roots = pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
-names = pytest.mark.parametrize("name", WRITES)
 
 
 @pytest.mark.parametrize("door", ["compile", "step"])
@@ -147,24 +146,6 @@ def test_forces_and_all_gradients_are_eagers(name: str, root: Root, door: Door) 
 def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
     model = Forces(root, lambda into, values: torch._foreach_add_([into], [values[:2]]))
     assert_equals_eager(model, (positions(),), calls=1)
-
-
-@roots
-@names
-@pytest.mark.usefixtures("eager_derivatives")
-@pytest.mark.sweep(keep="[scatter_add_-into_what_moves")
-def test_gradients_and_hessians_of_functions_are_pytorchs(name: str, root: Root) -> None:
-    energies = Energies(root, WRITES[name])
-
-    def value(x: Tensor) -> Tensor:
-        return energies(x).square().sum()
-
-    given = positions().requires_grad_()
-    (wanted,) = torch.autograd.grad(value(given), given)
-    torch.testing.assert_close(func.grad(value)(positions()), wanted)
-    if name == "scatter_add_":
-        hessian = torch.autograd.functional.hessian(value, positions())
-        torch.testing.assert_close(func.hessian(value)(positions())[:], hessian)
 
 
 class Writing(nn.Module):

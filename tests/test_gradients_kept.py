@@ -122,10 +122,6 @@ class Parametrized(nn.Module):
         return (self.linear(x) @ self.hyper(self.code).view(4, 4)).square().mean()
 
 
-def test_a_step_trains_what_the_forward_computes_weights_from() -> None:
-    assert_equals_eager(Parametrized(), (torch.randn(3, 4),), door="step")
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()

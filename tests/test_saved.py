@@ -623,21 +623,6 @@ def test_sizes_that_are_computed_of_others_are_taken_and_returned(
         loaded(batch(5, 3), batch(11, 3))
 
 
-def test_llama_takes_lengths_that_it_was_not_compiled_for(tmp_path: pathlib.Path) -> None:
-    model, _ = of_hugging_face("llama", layers=2)
-    model.config.use_cache = False
-    compiled: Any = lazyinline.compile(model.eval(), backend="eager", dynamic=True)
-    ids = torch.arange(80).view(2, 40) % 50
-    with torch.no_grad():
-        compiled(input_ids=ids[:, :12].contiguous())
-        loaded: Any = reloaded(compiled, tmp_path)
-        for length in (5, 12, 40):
-            given = ids[:, :length].contiguous()
-            found = loaded(input_ids=given).logits
-            assert torch.equal(found, compiled(input_ids=given).logits)
-            torch.testing.assert_close(found, model(input_ids=given).logits)
-
-
 def test_commands_take_a_file_in_place_of_a_target(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -685,10 +670,3 @@ def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: pathlib.
     tensors = {key: held for key, held in expected.items() if isinstance(held, Tensor)}
     assert tensors
     assert all(torch.equal(found[key], held) for key, held in tensors.items())
-
-
-def test_a_model_that_was_compiled_in_place_is_saved(tmp_path: pathlib.Path) -> None:
-    model = lazyinline.compile(Net(), backend="eager", in_place=True)
-    with torch.no_grad():
-        expected = model(batch())
-        assert torch.equal(reloaded(model, tmp_path)(batch()), expected)

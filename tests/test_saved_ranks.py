@@ -17,7 +17,6 @@ from torch import Tensor
 import lazyinline
 from lazyinline import FileError, PipelineError
 from lazyinline.frontend.passes.context import Context
-from lazyinline.pipeline_parallel.mesh.torch_collectives import forget_meshes
 
 HERE = "test_saved_ranks"
 
@@ -430,59 +429,6 @@ def test_each_rank_of_a_mesh_loads_its_part_and_goes_on_with_the_same_bits(
 
 
 # ---- ranks of a mesh that are not there ----------------------------------------------------------
-
-
-def texts_of_ranks(
-    model: torch.nn.Module, mesh: dict[str, int], plan: Any
-) -> tuple[list[str], list[str]]:
-    """The program of each rank: of all in one compile, and by a compile of its own."""
-    from parallel_models import mesh_of, tokens
-    from rank_threads import one_of_many
-
-    from lazyinline.frontend.compiler import PASSES
-    from lazyinline.frontend.mesh_planner import AskedPlan
-    from lazyinline.frontend.options import Batching, LossModel, Options
-    from lazyinline.frontend.passes.state import Subject, between, run, step_goal
-    from lazyinline.reuse.ir.printer import text_to_compare
-
-    args = tokens(rows=8)
-    elsewhere: Any = lazyinline.parallelize(model, args, mesh=mesh, plan=plan, backend="eager")
-    together = [text_to_compare(k.lowered.programs["step"]) for k in elsewhere.kept_on_mesh]
-    alone = []
-    for rank in range(len(together)):
-        forget_meshes()
-        with one_of_many(len(together), rank):
-            options = Options(reuse="auto", backend="eager", recompute=None, cache="off")
-            asked = AskedPlan(mesh_of(**mesh), plan, None, options)
-            subject = Subject(LossModel(model, None), args, {})
-            state = asked.step(subject, step_goal(Batching(1, "forward_first")))
-            state = run(between(PASSES, last="shard"), state)
-            alone.append(text_to_compare(state.programs["step"]))
-    forget_meshes()
-    return together, alone
-
-
-@pytest.mark.parametrize(
-    ("found", "mesh", "number"),
-    [
-        pytest.param(False, {"tp": 2}, 2, id="by hand"),
-        pytest.param(False, {"fsdp": 2}, 1, id="parameters"),
-        pytest.param(
-            *(True, {"tp": 2, "fsdp": 2}, 1), id="joint projections", marks=pytest.mark.sweep
-        ),
-    ],
-)
-def test_each_absent_rank_has_the_program_that_it_would_compile_itself(
-    *, found: bool, mesh: dict[str, int], number: int
-) -> None:
-    from parallel_models import MEGATRON, tiny, tiny_gpt
-    from torch.distributed.tensor.parallel import RowwiseParallel
-
-    model = (tiny_gpt() if found else tiny(1)).float()
-    by_hand = {**MEGATRON, "embed": RowwiseParallel()} if mesh == {"tp": 2} else None
-    together, alone = texts_of_ranks(model, mesh, "auto" if found else by_hand)
-    assert together == alone
-    assert len(set(together)) == number  # of ranks that have rows of a table, each looks up its own
 
 
 def test_what_ranks_have_alike_is_traced_for_two_and_linked_for_one(

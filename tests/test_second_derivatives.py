@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import decoders
 import pytest
 import torch
-from contracts import traced_on_fakes
 from models import WIDTH, block
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
 from lazyinline import PlanError
-from lazyinline.autodiff.flows import Draws
-from lazyinline.autodiff.traces.joint_trace import JointTrace
-from lazyinline.autodiff.traces.torch_make_fx import compute_anew
 from lazyinline.autodiff.training_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes import programs
 from lazyinline.reuse.errors import NotDifferentiatedError
 from lazyinline.reuse.ir.operators import is_draw
-from lazyinline.reuse.ir.types import TensorType
-from lazyinline.reuse.torch_names import memory_id
 
 Residual = block(lambda self, x: x + self.linear(x).tanh())
 
@@ -198,20 +190,6 @@ def test_gradients_that_are_constants_are_there_at_every_call() -> None:
                 torch.testing.assert_close(one, other)
 
 
-def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eager() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x + y).sin() * x
-
-    compiled, expected = pair(Sum())
-    with torch.inference_mode():
-        shift = points(seed=1)
-    x, twin = (points().requires_grad_() for _ in range(2))
-    compiled(x, shift).sum().backward()
-    expected(twin, shift).sum().backward()
-    torch.testing.assert_close(x.grad, twin.grad)
-
-
 def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = []
     original = Compiler.compile_gradients
@@ -354,74 +332,3 @@ def test_what_a_gradient_would_draw_otherwise_is_drawn_operator_by_operator() ->
         with pytest.warns(UserWarning, match="operator by operator. on cuda"):
             assert_same(compiled, expected, penalty, points())
             assert_same(compiled, expected, third_order, points(6, 1))
-
-
-def test_what_a_gradient_would_draw_otherwise_is_found() -> None:
-    program = SimpleNamespace(calls=[])
-    counted = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draws, "of", lambda self, calls: next(counted))
-        for counts in ("2 on cpu and 1 on cpu", "1 on cuda and 1 on cuda"):
-            with pytest.raises(NotDifferentiatedError, match=f"random numbers.* draw {counts}"):
-                programs._require_same_draws(program, program)  # type: ignore[arg-type]
-
-
-def test_a_parameter_changed_before_the_backward_is_noticed() -> None:
-    compiled, _ = pair(net())
-    x = points().requires_grad_()
-    y = compiled(x)
-    with torch.no_grad():
-        compiled.get_parameter("0.bias").add_(1)  # which no first derivative needs
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def test_a_change_in_place_of_what_nobody_else_reads_makes_a_new_tensor() -> None:
-    def changing(x: Tensor) -> tuple[Tensor, ...]:
-        formula = torch.empty_like(x).fill_(1).sub_(x)  # `1 - x` in a formula of PyTorch's
-        read, narrow = x.sin(), x.to(torch.bfloat16)
-        view = read.view(-1)
-        return formula, read.mul_(2), view, narrow.add_(x)
-
-    x = torch.randn(2, 3, device="cpu")
-    module = traced_on_fakes(changing, x)
-    compute_anew(module, ())
-    made = {str(node.target): node.meta.get("val") for node in module.graph.nodes}
-    assert made.keys() >= {"aten.fill.Scalar", "aten.sub.Tensor"}
-    assert made.keys() >= {"aten.mul_.Tensor", "aten.add_.Tensor"}, "it is read, or would be wider"
-    memory = {name: memory_id(value) for name, value in made.items() if isinstance(value, Tensor)}
-    parts = [memory[f"aten.{name}"] for name in ("empty_like.default", "fill.Scalar", "sub.Tensor")]
-    assert len({*parts}) == 3
-    for found, wanted in zip(module(x), changing(x), strict=True):
-        assert torch.equal(found, wanted)
-    kept = traced_on_fakes(changing, x)
-    compute_anew(kept, {torch.ops.aten.sub.Tensor})
-    assert "aten.sub_.Tensor" in {str(node.target) for node in kept.graph.nodes}
-
-
-@pytest.mark.parametrize("gradients", ["final", "differentiated"])
-def test_results_that_are_not_as_captured_are_found_by_their_trace(gradients: Any) -> None:
-    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return x @ w, x.sin(), (x @ w).t().tanh(), x.argmax(0)
-
-    inputs = torch.randn(3, 4, device="cpu"), torch.randn(4, 2, device="cpu")
-    types = [TensorType.of(tensor) for tensor in inputs]
-    module = traced_on_fakes(forward, *inputs)
-    runs = []
-    with pytest.MonkeyPatch.context() as patch:
-        run = JointTrace._joint
-        patch.setattr(JointTrace, "_joint", lambda *args: runs.append(1) or run(*args))
-        # The second result does not depend on what is wanted.
-        known, other, none = (
-            JointTrace(module, types, [1], outputs, {}, gradients)
-            for outputs in ([0, 2], [0, 1, 2], [1])
-        )
-        assert len(runs) == 1 + 2 + 1
-        for node in module.graph.nodes:
-            if str(node.target).startswith("aten.mm"):
-                node.meta["val"] = node.meta["val"].double()
-        wider = JointTrace(module, types, [1], [0, 2], {}, gradients)
-    assert len(runs) == 6
-    assert known.tangent_outputs == other.tangent_outputs == wider.tangent_outputs == (0, 2)
-    assert known.graph_module.code == other.graph_module.code == wider.graph_module.code
-    assert none.tangent_outputs == () and none.num_outputs == 4
