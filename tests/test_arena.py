@@ -17,8 +17,8 @@ from problem_csv import read_problem_csv, write_offsets_csv
 
 from lazyinline.backend.arena import arena
 from lazyinline.backend.arena import live_ranges as packing
-from lazyinline.backend.arena.arena import ArenaPlan, chains, patterns, splits
-from lazyinline.backend.arena.live_ranges import Buffers, IntArray, breadth, lower_bound
+from lazyinline.backend.arena.arena import ArenaPlan
+from lazyinline.backend.arena.live_ranges import Buffers, IntArray, lower_bound
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
 
@@ -110,16 +110,6 @@ def test_larger_plans_are_valid(seed: int) -> None:
     assert found.ratio < 1.1
 
 
-@given(problems(40))
-def test_every_way_is_valid(buffers: Buffers) -> None:
-    for _, order in packing.orders(buffers):
-        assert sorted(order) == list(range(len(buffers)))
-        bound = lower_bound(buffers)
-        tries = packing.attempts(buffers, order, bound, first_fit)
-        for offsets in itertools.islice(tries, 3):
-            check_no_overlap(buffers.birth, buffers.death, offsets, buffers.size)
-
-
 @given(st.lists(rows, min_size=1, max_size=6).map(from_rows))
 @settings(max_examples=60)
 def test_small_plans_are_optimal_and_the_search_finds_them(buffers: Buffers) -> None:
@@ -156,68 +146,7 @@ def test_bad_buffers(birth: list[int], death: list[int], size: list[int], messag
         Buffers(np.array(birth), np.array(death), np.array(size))
 
 
-def test_buffers_do_not_change() -> None:
-    birth = np.array([1])
-    buffers = Buffers(birth, np.array([2]), np.array([3]))
-    birth[0] = 7
-    assert buffers.birth.tolist() == [1]
-    with pytest.raises(ValueError, match="read-only"):
-        buffers.size[0] = 1
-
-
 # What plans are made of.
-
-
-@given(problems(40))
-def test_bounds_count_live_bytes(buffers: Buffers) -> None:
-    live = live_bytes(buffers)
-    assert lower_bound(buffers) == max(live.values(), default=0)
-    expected = [
-        max(n for t, n in live.items() if b <= t < d)
-        for b, d in zip(buffers.birth, buffers.death, strict=True)
-    ]
-    assert breadth(buffers).tolist() == expected
-
-
-@given(problems(60))
-def test_coloring_is_optimal(buffers: Buffers) -> None:
-    equal = Buffers(buffers.birth, buffers.death, np.ones(len(buffers), np.int64))
-    joined = chains(equal)
-    color, count = joined.member, len(joined.problem)
-    check_no_overlap(buffers.birth, buffers.death, color, np.ones(len(buffers)))
-    assert set(color.tolist()) == set(range(count))
-    assert count == lower_bound(equal)
-
-
-@given(problems(60), st.integers(0, 10))
-def test_chains_are_of_one_size_and_close(buffers: Buffers, max_gap: int) -> None:
-    joined = chains(buffers, max_gap=max_gap)
-    for item in range(len(joined.problem)):
-        inside = buffers.take(joined.member == item)
-        order = np.argsort(inside.birth)
-        gaps = inside.birth[order][1:] - inside.death[order][:-1]
-        assert ((gaps >= 0) & (gaps <= max_gap)).all()
-        assert (inside.size == joined.problem.size[item]).all()
-        assert inside.birth.min() == joined.problem.birth[item]
-        assert inside.death.max() == joined.problem.death[item]
-
-
-def test_repeated_scratch_is_found() -> None:
-    step = training_buffers.training_step(
-        training_buffers.RECOMPUTED, layers=6, micro_batches=4, in_flight=2
-    )
-    best = min(
-        splits(step, largest_block=100), key=lambda layers: len(layers.blocks) + len(layers.long)
-    )
-    found = patterns(step, best)
-    assert len(found.examples) < 10 < len(best.blocks)
-    assert sorted([*best.short, *best.long]) == list(range(len(step)))
-    for block, pattern in enumerate(found.of_block):
-        inside = step.take(best.short[best.block == block])
-        example = step.take(found.examples[pattern])
-        assert (inside.birth - inside.birth[0] == example.birth - example.birth[0]).all()
-        assert (inside.death - inside.birth[0] == example.death - example.birth[0]).all()
-        assert (inside.size == example.size).all()
 
 
 # The proof.
@@ -327,20 +256,6 @@ def test_the_search_keeps_to_its_steps_and_finds_the_same_every_time() -> None:
     peaks = [found_peak(hard, steps) for steps in (10**3, 10**6, 10**7)]
     assert peaks[0] is None
     assert peaks[1:] == [found_peak(hard, steps) for steps in (10**6, 10**7)]
-
-
-def test_the_search_is_asked_only_where_the_plan_is_not_enough() -> None:
-    asked: list[tuple[int, int, int]] = []
-
-    def exact(buffers: Buffers, enough: int, peak: int, steps: int) -> None:
-        asked.append((len(buffers), enough, peak))
-
-    assert plan(PUZZLE, alignment=1, enough=1.06, exact=exact).peak_bytes == 20
-    assert not asked
-    assert plan(PUZZLE, alignment=1, exact=exact).peak_bytes == 20
-    assert asked == [(6, 19, 20)]
-    plan(random_problem(2, 2500), effort_s=0.1, exact=exact)
-    assert len(asked) == 1
 
 
 def test_a_training_step_is_searched_on_chains_of_equal_buffers() -> None:

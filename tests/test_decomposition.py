@@ -143,39 +143,6 @@ def test_a_rule_is_fused_and_planned(derivative: str) -> None:
     assert_close(loss, expected(points()).detach())
 
 
-@both
-def test_blocks_that_call_it_are_shared(derivative: str) -> None:
-    program = lazyinline.capture(Net(MADE[derivative]("shared"), depth=4), (points(),), train=True)
-    assert len([c for c in program.closures if "Block" in c.name]) == 1
-
-
-def test_dynamo_hands_it_on() -> None:
-    model = Net(without_derivative("dynamo"))
-    expected = using(gate, model)
-    compiled = torch.compile(model, backend="lazyinline")
-    with torch.no_grad():
-        assert_close(compiled(points()), expected(points()))
-
-
-def test_autocast_does_not_reach_into_a_rule() -> None:
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # what a kernel in C++ does: it just computes
-            return x @ y
-
-    operator = new_operator("uncast", product)
-    operator.register_fake(lambda x, y: x.new_empty(x.shape[0], y.shape[1]))
-    lazyinline.decomposition(operator)(lambda x, y: x @ y)
-
-    def forward(operator: Operator, x: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            return operator(x, x)  # type: ignore[no-any-return]
-
-    model, x = of(forward, operator), torch.randn(WIDTH, WIDTH)
-    compiled = lazyinline.compile(model, backend="eager")
-    with torch.no_grad():
-        assert_close(compiled(x), model(x))
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("own", [False, True])
 def test_an_operator_may_have_several_results(own: bool) -> None:
@@ -261,16 +228,6 @@ def test_second_derivatives_go_through_rules(derivative: str) -> None:
         torch.testing.assert_close(own, other)
 
 
-@pytest.mark.parametrize("train", [False, True])
-@both
-@pytest.mark.sweep(keep="True")
-def test_it_is_written_as_onnx(derivative: str, train: bool, tmp_path: Any) -> None:
-    model = Net(MADE[derivative](f"onnx_{train}"))
-    report = lazyinline.export_onnx(model, (points(),), tmp_path / "model.onnx", train=train)
-    assert report.max_relative_error is not None
-    assert report.max_relative_error < 1e-4
-
-
 @both
 @pytest.mark.sweep(keep="none")
 def test_it_is_kept_on_disk_and_not_mistaken_for_a_changed_rule(derivative: str) -> None:
@@ -298,18 +255,6 @@ def test_it_is_kept_on_disk_and_not_mistaken_for_a_changed_rule(derivative: str)
     other, changed = losses(0.5)
     assert changed.num_made > 0
     assert not torch.allclose(other, first)
-
-
-@pytest.mark.slow
-def test_it_is_compiled_for_a_gpu_that_is_not_here() -> None:
-    pytest.importorskip("triton")
-    step = lazyinline.compile_step(Net(with_derivative("gpu")), target="cuda:sm_90")
-    with pytest.raises(lazyinline.PlanError, match="which is not here"):
-        step(points())
-    gpu = lazyinline.last_report(step).gpu  # type: ignore[union-attr]
-    assert gpu is not None
-    assert gpu.num_built == gpu.num_kernels
-    assert gpu.allocating == ()
 
 
 def adding(operator: Operator, x: Tensor) -> Tensor:
@@ -454,15 +399,6 @@ def test_an_operator_whose_own_schema_or_fake_kernel_is_wrong_has_no_rule() -> N
     operator.register_fake(torch.empty_like)
     with pytest.raises(DecompositionError, match=r"itself: .*FakeTensor.*Shapes"):
         lazyinline.decomposition(operator)(lambda x: x[:1] * 1)
-
-
-def test_random_numbers_are_drawn_alike() -> None:
-    def noisy(x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
-
-    state = torch.get_rng_state()
-    lazyinline.decomposition(new_operator("noisy", noisy))(noisy)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_rule_takes_what_the_operator_takes() -> None:

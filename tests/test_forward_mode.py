@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forward_cases import (
-    Wrapped,
     assert_series,
     captured,
     closure_of,
@@ -27,9 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lazyinline import PlanError, lazy_inline
-from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.autodiff.forward_mode.jets import Series
-from lazyinline.autodiff.traces.torch_interpreters import DIFFERENTIABLE
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass
@@ -299,49 +296,8 @@ def network(depth: int = 3, width: int = 6) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, 1)).double()
 
 
-def reversed_through(
-    closure: Closure,
-    values: list[Tensor],
-    wanted: list[int],
-    output: int,
-    cotangent: Callable[[Tensor], Tensor],
-) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Differentiates a derived closure in reverse; returns its results, and gradients by input."""
-    recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
-    made = Differentiator(lambda leaf: recipe).vjp(closure, wanted, [output])
-    assert made is not None
-    results = interpret(program_of(made.forward), values)
-    kept = [values[i] for i in made.kept_inputs] + [results[i] for i in made.kept_outputs]
-    seeds = [cotangent(results[output])]
-    gradients = interpret(program_of(made.backward), [results[-1], *kept, *seeds])
-    return results, dict(zip(made.gradient_inputs, gradients, strict=True))
-
-
 def program_of(closure: Closure) -> Program:
     return closure.program if isinstance(closure, Composite) else one_call(closure)
-
-
-@pytest.mark.parametrize("function", [stops_a_value, changes_in_place])
-def test_what_stops_a_tangent_stops_the_gradient_of_a_series_too(function: Any) -> None:
-    series = Series(2, 1)
-    program, values = captured(Wrapped(function), [X])
-    derivative = derived(closure_of(program), (True,), series, "lines")
-    line = matrix(1, 3, 4, seed=5)
-    place = len(derivative.outputs) + 1
-    _, gradients = reversed_through(
-        derivative.closure, [*values, line], [0, 1], place, torch.ones_like
-    )
-
-    def second(x: Tensor, along: Tensor) -> Tensor:
-        def first(y: Tensor) -> Tensor:
-            slope: Tensor = torch.func.jvp(function, (y,), (along,))[1]
-            return slope
-
-        return torch.func.jvp(first, (x,), (along,))[1].sum() / 2
-
-    wanted = torch.func.grad(second, (0, 1))(X, line[0])
-    torch.testing.assert_close(gradients[0], wanted[0])
-    torch.testing.assert_close(gradients[1][0], wanted[1])
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4, 5])

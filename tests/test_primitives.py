@@ -119,19 +119,6 @@ def test_a_custom_operator_stays_whole_and_is_named_at_its_line() -> None:
             verify(program, "primitive")
 
 
-def test_a_rule_of_the_users_reduces_a_custom_operator() -> None:
-    @torch.library.custom_op("lazyinline_tests::halved", mutates_args=())
-    def halved(x: Tensor) -> Tensor:
-        return x / 2
-
-    halved.register_fake(torch.empty_like)
-    halved.register_autograd(lambda context, gradient: halved(gradient))
-    lazyinline.decomposition(torch.ops.lazyinline_tests.halved)(lambda x: x / 2)
-    programs = reduced(stack(lambda x: halved(x).relu()), (example(),), train=True)
-    for program in programs.values():
-        verify(program, "primitive")
-
-
 def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
     programs = reduced(stack(F.silu), (example(),), train=True)
     for program in programs.values():
