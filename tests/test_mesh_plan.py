@@ -26,18 +26,12 @@ from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.numbers import note_examples
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
-from lazyinline.pipeline_parallel.mesh import problem
 from lazyinline.pipeline_parallel.mesh.choices import Choices, _fits
 from lazyinline.pipeline_parallel.mesh.layouts import (
-    SUM,
-    WHOLE,
     Axis,
     AxisRates,
     Layout,
-    Layouts,
     Moves,
-    split,
-    text,
 )
 from lazyinline.pipeline_parallel.mesh.plan import Placements
 from lazyinline.pipeline_parallel.mesh.planner import (
@@ -295,21 +289,6 @@ def test_no_choice_is_cheaper(bytes_per_s: float) -> None:
     assert found.seconds == pytest.approx(cheapest)
 
 
-@pytest.mark.parametrize("share", [1.01, 0.66])
-def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, axes = decoder_step("llama"), [axis("tensor", 4)]
-    limit = int(share * find_plan(step, axes, RATES).plan.held_bytes)
-    plain = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
-    monkeypatch.setattr(problem, "_SIMPLEX_STEPS", 1)
-    found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
-    solution, before = found.taken.solution, plain.taken.solution
-    assert solution.bound_s == pytest.approx(before.bound_s)
-    assert solution.is_scarce == before.is_scarce == (share < 1)
-    assert ("no plan with equal layers takes less" in found.plan.table) == (share < 1)
-
-
 class WithoutRule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -357,36 +336,6 @@ def test_every_kind_of_operator_can_be_split() -> None:
     for item in items:
         if any(tensor is not None and tensor.dim() for tensor in item.inputs):
             assert len(item.ways[0]) > 1, item.node
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "steps"),
-    [
-        ((split(0), WHOLE), (WHOLE, WHOLE), ["all_gather 0 800"]),
-        ((SUM, WHOLE), (WHOLE, WHOLE), ["all_reduce 0 800"]),
-        ((SUM, split(1)), (split(0), split(1)), ["reduce_scatter 0 200"]),
-        (
-            (split(0), split(1)),
-            (split(1), split(0)),
-            ["all_gather 1 400", "all_to_all 0 400", "slice 1 100"],
-        ),
-        (
-            (split(0), split(0)),
-            (WHOLE, split(0)),
-            ["all_gather 1 400", "all_gather 0 800", "slice 1 200"],
-        ),
-        ((split(0, 3), WHOLE), (split(0), WHOLE), ["all_gather 0 800", "slice 0 400"]),
-        ((split(0, 4), WHOLE), (split(0), WHOLE), ["all_to_all 0 400"]),
-        ((split(1), WHOLE), (split(0, 3), WHOLE), ["all_to_all 0 400"]),
-    ],
-    ids=lambda one: text(one) if isinstance(one, tuple) else "",
-)
-def test_a_tensor_is_brought_to_another_layout(
-    before: Layouts, after: Layouts, steps: list[str]
-) -> None:
-    moves = Moves([Axis("a", 2), Axis("b", 4)])
-    found = moves.steps(before, after, 800)
-    assert [f"{s.kind} {s.axis} {s.num_bytes}" for s in found] == steps
 
 
 def test_rates_are_the_same_on_every_rank_and_in_the_file(tmp_path: pathlib.Path) -> None:

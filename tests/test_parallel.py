@@ -265,29 +265,6 @@ def test_a_plan_is_found_or_given() -> None:
                 lazyinline.parallelize(model, tokens(), mesh=mesh, plan="auto")
 
 
-def test_split_tokens_are_exchanged_for_split_heads() -> None:
-    with one_of_many(4):
-        given: dict[str, Any] = {"mesh": mesh_of(tensor=4), "backend": "eager"}
-        step = lazyinline.parallelize(tokens_for_heads(1), tokens(rows=1), **given)
-        assert "forward: 3 all_to_all over tensor, 768 bytes" in str(step.plan)
-
-
-@pytest.mark.parametrize("policy", ["selective", "full"])
-@pytest.mark.sweep(keep="full")
-def test_of_what_is_computed_again_less_is_saved(policy: Any) -> None:
-    with one_of_many(2):
-        peaks, mesh = [], mesh_of(tp=2)
-        options: dict[str, Any] = {"plan": MEGATRON, "mesh": mesh, "backend": "eager"}
-        for one in (None, policy):
-            made = lazyinline.parallelize(tiny(3), tokens(), recompute=one, **options)
-            peaks.append(made.last_report.peak_bytes)
-        assert peaks[1] < peaks[0]
-        with pytest.raises(lazyinline.PlanError, match="a rank's is not"):
-            lazyinline.parallelize(
-                tiny(), tokens(), mesh=mesh, recompute=lazyinline.Budget(fraction=1)
-            )
-
-
 def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -317,21 +294,6 @@ def test_megatrons_plan_sums_twice_per_layer_and_moves_the_bytes_that_were_predi
     assert {one.kind for one in plan.collectives} == {"all_reduce"}
     assert sum(moved) == plan.num_bytes
     assert len(moved) == len(plan.collectives) == 12
-
-
-def test_gradients_of_split_parameters_are_scattered_and_parameters_gathered() -> None:
-    def kinds(rank: int) -> Any:
-        parallel = lazyinline.parallelize(
-            tiny(1), tokens(), mesh=mesh_of(fsdp=2), plan=None, backend="eager"
-        )
-        parallel.step(*tokens())
-        layer = parallel.model.layers[0].up.weight  # type: ignore[attr-defined, union-attr]
-        assert layer.placements == layer.grad.placements == (Shard(0),)
-        assert layer.to_local().shape == (16, 16)
-        # The loss and its count are summed, which is a number each.
-        return {one.kind for one in parallel.plan.collectives if one.num_bytes > 8}
-
-    assert run_in_threads(2, kinds) == [{"all_gather", "reduce_scatter"}] * 2
 
 
 def test_micro_batches_are_added_up_in_float32_on_each_rank_where_asked_for() -> None:

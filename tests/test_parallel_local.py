@@ -14,9 +14,7 @@ from parallel_models import (
     MEGATRON,
     VOCABULARY,
     far_off,
-    llama,
     mesh_of,
-    named_tokens,
     tiny,
     tokens,
     tokens_for_heads,
@@ -33,7 +31,6 @@ from lazyinline.pipeline_parallel.mesh.sharded import Sharder
 from lazyinline.pipeline_parallel.mesh.torch_sharding import local_type
 from lazyinline.pipeline_parallel.mesh.traffic import Collective, collectives_in
 from lazyinline.reuse.ir.leaf import interpret
-from lazyinline.reuse.ir.program import Leaf, walk_closures
 from lazyinline.reuse.ir.types import TensorType
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -90,15 +87,6 @@ def test_tensors_are_moved_between_dimensions_by_one_exchange(
         return
     with one_of_many(RANKS):
         move(0)
-
-
-def test_a_plan_is_found_where_an_empty_cache_is_concatenated() -> None:
-    model, batch = llama(1), named_tokens()
-    with one_of_many(2):
-        mesh = mesh_of(tensor=2)
-        step = lazyinline.parallelize(model, (), batch, mesh=mesh, plan="auto", backend="eager")
-    leaves = [one for one in walk_closures(step._step.program) if isinstance(one, Leaf)]
-    assert any(n.target is torch.ops.aten.cat.default for leaf in leaves for n in leaf.nodes)
 
 
 MESHES: dict[str, dict[str, int]] = {

@@ -19,7 +19,7 @@ from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import LossModel, Options
 from lazyinline.frontend.page.page import ShownPlan, plan_page
-from lazyinline.frontend.page.sections import arena_section, plan_rows
+from lazyinline.frontend.page.sections import arena_section
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import Splitting, started
@@ -103,14 +103,6 @@ def test_the_bubble_of_equal_stages_is_the_known_one(
     assert timeline.bubble == pytest.approx(known)
 
 
-def test_zero_bubble_waits_less_than_interleaved() -> None:
-    bubbles = [
-        simulate(table_of(s, 4, 16), lambda a: 2.0 if a.kind == "B" else 1.0, lambda a: 0.0).bubble
-        for s in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS")
-    ]
-    assert bubbles[0] < bubbles[1] < bubbles[2] + 1e-9
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_starts_before_what_it_needs(schedule: str) -> None:
     found = plan(schedule)
@@ -156,17 +148,6 @@ def test_its_page_has_every_action_and_the_memory_of_each_rank(schedule: str) ->
         assert most == found.peak_bytes(rank) == drawn["peak_bytes"]
     waits = [drawn["bubble"] for drawn in section["ranks"]]
     assert sum(waits) / len(waits) == pytest.approx(found.bubble)
-
-
-def test_its_page_has_predicted_beside_measured() -> None:
-    found = plan("1F1B")
-    measured = {(s.index, kind): 0.25 for s in found.stages for kind in "FB"}
-    *actions, step, bubble = plan_rows(found, measured)
-    assert [row[3] for row in actions] == [0.25] * 4
-    assert actions[0][2] == found.stages[0].backward_s  # sorted: B before F
-    assert step[2:] == (found.step_s, found.simulated(measured).step_s)
-    assert [row[3] for row in plan_rows(found, None)] == [None, None]
-    assert plan_page(ShownPlan.of(found))["predicted"]["rows"][1] == (*bubble[:3], None)
 
 
 def test_costs_count_the_products_of_a_layer() -> None:
@@ -216,16 +197,6 @@ def test_what_counts_as_delivered_has_arrived_whatever_the_timing(
                     assert start[taker] <= start[order.actions[number]], (action, number)
                     num_known += 1
     assert num_known
-
-
-def test_nothing_is_known_over_a_boundary_that_nothing_crosses() -> None:
-    table = table_of("Interleaved1F1B", 2)
-    both = rank_order(table, 0, everything(table)).delivered
-    forward_only = Boundaries(everything(table).forward, frozenset())
-    less = rank_order(table, 0, forward_only).delivered
-    assert set(less) == {a for a in both if a.kind == "F"}
-    assert all(less[a] >= both[a] for a in less)
-    assert any(less[a] > both[a] for a in less)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
