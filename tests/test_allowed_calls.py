@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.frontend.effects.torch_allowed_calls import ALLOWED, is_allowed
+from lazyinline.frontend.effects.torch_allowed_calls import is_allowed
 from lazyinline.frontend.tracing.torch_settings import settings
 
 
@@ -191,8 +191,6 @@ def test_methods_of_numbers_texts_and_containers_are_allowed() -> None:
             if isinstance(method, types.MethodDescriptorType) and name not in outward:
                 method = method.__get__(thing)
                 assert is_allowed(method), (type(thing), name)
-
-
 
 
 def product(x: Tensor) -> Tensor:

@@ -156,8 +156,6 @@ def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
         assert report.num_compiles == 2
 
 
-
-
 class Weight(nn.Parameter):
     """A parameter of a class of its own, whose operators are PyTorch's."""
 
@@ -273,16 +271,6 @@ def test_the_class_of_an_input_is_asked_at_each_call(way: str) -> None:
     x = torch.ones(3, 2)
     for given in (x, nn.Parameter(x), x, Weight(x)):
         torch.testing.assert_close(run(given), model(given), rtol=0, atol=0)
-
-
-
-
-
-
-
-
-
-
 
 
 def refused(module: nn.Module, x: Tensor) -> bool:

@@ -2,10 +2,7 @@
 
 import collections
 import contextlib
-import copy
 import dataclasses
-import re
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from comparing import assert_equals_eager
-from models import Around, Stack, block, example, linear
+from models import Around, Stack, block, example
 from torch import nn
 from values import HELPERS
 from worlds import assert_as_eager
@@ -101,10 +98,6 @@ def test_model_that_returns_an_object_full_of_tensors_is_refused() -> None:
         lazyinline.compile(model, backend="eager", fallback="error")(example())
 
 
-
-
-
-
 def test_model_arguments_may_be_nested_and_mixed() -> None:
     def body(layers: Any, x: Any, *rest: Any, options: Any = None, scale: float = 1.0) -> Any:
         y = layers[0](x["a"]) * scale + rest[0][0]
@@ -171,14 +164,6 @@ def with_buffers(forward: Callable[..., Any]) -> type[nn.Module]:
     return kind
 
 
-
-
-
-
-
-
-
-
 def fill(y: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     change(y)
     return y
@@ -242,10 +227,6 @@ def test_gradients_equal_eager(name: str) -> None:
     assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
 
 
-
-
-
-
 def what_is_patched() -> list[Any]:
     names = ("__call__", "__getattr__", "__setattr__", "__delattr__", "__getattribute__")
     apply = vars(torch.autograd.Function)["apply"]
@@ -266,14 +247,6 @@ def test_capture_leaves_no_trace() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()
     assert patched == what_is_patched()
-
-
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize("reuse", ["marked", "off"])

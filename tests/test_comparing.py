@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from comparing import DOORS, Door, assert_equals_eager
-from models import Attention, BatchNormBlock, Block, Net, batch
+from models import BatchNormBlock, Block, Net, batch
 from torch import Tensor, nn
 from values import HELPERS, HIDDEN, MOVING, ROWS, USUAL
 from worlds import World
 
-from lazyinline import CaptureError, lazy_inline
+from lazyinline import CaptureError
 from lazyinline.reuse.freeze import Freezer, Snapshot, describe, same_value
 from lazyinline.reuse.kinds import WHOLE_FUNCTION, is_unrepeatable
 
@@ -35,13 +35,6 @@ def test_dropout_and_running_statistics_are_eagers_by_every_door(door: Door, bac
         if door == "compile":
             model.zero_grad()  # a copy has no gradients
             assert_equals_eager(model.eval(), (batch(5, 8),), backend=backend)
-
-
-def test_blocks_are_shared_marked_or_not() -> None:
-    tokens = torch.randn(2, 5, 8).requires_grad_()  # as between layers
-    for kind in (Attention, lazy_inline(type("Marked", (Attention,), {}))):
-        outcome = assert_equals_eager(nn.Sequential(kind(), kind(), kind()), (tokens,))
-        assert outcome.shared == 2
 
 
 class Differs(nn.Module):

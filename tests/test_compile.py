@@ -123,8 +123,6 @@ def test_loss_and_gradients_equal_eager_in_steps_of_adamw(
     assert_equals_eager(model.to(dtype), args, calls=6, optimizer=adamw, **options)
 
 
-
-
 class NormOfChannels(nn.Module):
     """An image whose channels are normalised where they lie, as ConvNeXt and Swin begin."""
 
@@ -416,10 +414,6 @@ def test_outputs_and_gradients_held_by_the_user_do_not_change_later(backend: str
     assert all(torch.equal(now, before) for now, before in held)
 
 
-
-
-
-
 def change_parameter(model: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         model.head.weight.mul_(2)
@@ -488,8 +482,6 @@ def test_an_output_needed_again_and_changed_in_place_is_refused_or_right(backend
     assert is_refused(twin(theirs.model)(batch()).mul_(2).sum())
     if not is_refused(ours.run(batch()).mul_(2).sum()):
         assert_same_gradients(ours.model, theirs.model)
-
-
 
 
 @pytest.mark.sweep(keep="eager")

@@ -156,8 +156,6 @@ def test_a_bug_in_a_pass_is_told_and_the_model_runs_eagerly(
         lazyinline.compile(Mlp(), backend="eager")(*batches()[0])
 
 
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -275,10 +273,6 @@ def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     for (x,) in batches(8, rows=11):
         compiled(x)
     assert num_lowered(compiled) <= lowered + 4
-
-
-
-
 
 
 def doubling(module: Any, x: Tensor) -> Tensor:
@@ -455,10 +449,6 @@ def test_a_model_of_which_most_runs_eagerly_says_so_once(
     assert share in said and "fallback='error' makes that an error" in said
     with torch.no_grad():
         assert told(model, 3) == [], "once for each model that was compiled"
-
-
-
-
 
 
 @functools.cache

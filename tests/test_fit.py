@@ -114,17 +114,6 @@ def test_stages_are_counted_for_each_rank_and_the_one_that_holds_most_is_told() 
     assert max(map(len, str(found).splitlines())) <= 100
 
 
-@needs_triton
-@pytest.mark.sweep
-def test_what_fits_instead_is_compiled() -> None:
-    model, args = decoder()
-    options: dict[str, Any] = {"mesh": {"fsdp": 2}, "target": TARGET}
-    limit = lazyinline.fit(model, args, **options).memory.num_bytes - 1
-    found = lazyinline.fit(model, args, memory_bytes_per_rank=limit, **options)
-    assert found.memory.num_bytes == limit + 1
-    assert found.instead is not None and found.instead.fits
-
-
 def test_the_command_prints_what_fit_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

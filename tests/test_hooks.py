@@ -151,8 +151,6 @@ class Pair:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-
-
 def test_hooks_of_all_kinds_run_one_after_another_as_in_eager_on_generated_kernels() -> None:
     pair = Pair("inductor")
     for hooks in HOOKS:

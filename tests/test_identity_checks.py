@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import lazyinline
 from lazyinline.backend.launches.torch_native import native_library
 from lazyinline.reuse.evidence.functions import (
     globals_read,
@@ -209,16 +207,6 @@ def test_no_check_at_all_holds(function: Function) -> None:
 
 
 pytestmark = pytest.mark.smoke
-
-
-
-
-
-
-
-
-
-
 
 
 def test_what_code_names_is_found_wherever_the_compiler_put_it() -> None:

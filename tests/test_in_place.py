@@ -18,7 +18,6 @@ import lazyinline
 from lazyinline import CaptureError, CompileReport, PlanError
 
 
-
 class Small(Net):
     """Three blocks with dropout, and a head."""
 
@@ -91,10 +90,6 @@ def test_what_tools_look_at_is_the_models() -> None:
         model(batch())
 
 
-
-
-
-
 class OwnState(Small):
     """Hands everything on when it is copied."""
 
@@ -143,16 +138,6 @@ def test_a_class_with_a_call_of_its_own_is_refused_in_place_only() -> None:
     with pytest.raises(PlanError, match=r"Around overrides __call__.*in_place=False"):
         lazyinline.compile(Around(), in_place=True)
     assert_equals_eager(Around(), (batch(),), calls=1)
-
-
-
-
-
-
-
-
-
-
 
 
 def outer(inner: nn.Module) -> nn.Module:

@@ -3,11 +3,9 @@
 import builtins
 import gc
 import logging
-import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -46,18 +44,6 @@ def state() -> list[Any]:
         *(builtins.print, logging.Logger.handle, gc.isenabled(), torch.is_grad_enabled()),
         *(sys.getprofile(), signal.getsignal(signal.SIGINT), torch.get_rng_state().tolist()),
     ]
-
-
-def started(cache: pathlib.Path, *arguments: str) -> subprocess.Popen[str]:
-    """Starts Python; it hears SIGINT, which a shell that starts tests in the background ignores."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "LAZYINLINE_CACHE_DIR": str(cache)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
 
 
 def assert_ends_here(error: BaseException) -> None:
@@ -207,54 +193,3 @@ def test_a_signal_at_any_time_leaves_a_process_that_compiles(
 ) -> None:
     printed = forked.run(SCRIPT, backend, str(seconds), LAZYINLINE_CACHE_DIR=str(tmp_path))
     assert re.search(r"(?s)Interrupt.*\nworks\n$", printed), printed
-
-
-def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
-    running = started(tmp_path, "-m", "lazyinline", "bench", "--layers", "2")
-    assert running.stdout is not None
-    running.stdout.readline()  # what it is about to do
-    time.sleep(1)
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=120)
-    # A shell says 130 of either. Python ends itself by the signal, whatever the command returned,
-    # where the interrupt met it inside an `exec` of text, as `dataclasses` and `namedtuple` run.
-    assert running.returncode in (130, -signal.SIGINT), said
-    assert said.splitlines()[-1] == "lazyinline: interrupted", said
-    # Where the interrupt comes before a compile, in a callback from C, Python shows and forgets it.
-    ignored = r"Exception ignored in.*?\nKeyboardInterrupt"
-    assert "Traceback" not in re.sub(ignored, "", said, flags=re.DOTALL)
-
-
-class Asks(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum().item() else x
-
-
-ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "fallback": lambda m, x: lazyinline.compile(m, backend="eager", fallback="error")(x),
-    "in place": lambda m, x: lazyinline.compile(
-        m, backend="eager", fallback="error", in_place=True
-    )(x),
-    "recompute": lambda m, x: lazyinline.compile(m, backend="eager", recompute="full")(x),
-    "step": lambda m, x: lazyinline.compile_step(m, loss_fn=torch.sum, backend="eager")(x),
-    "capture": lambda m, x: lazyinline.capture(m, (x,)),
-    "export": lambda m, x: lazyinline.export_onnx(m, (x,), "unwritten.onnx"),
-    "advise": lambda m, x: lazyinline.advise(m, (x,), backend="eager"),
-    "pipeline": lambda m, x: lazyinline.pipeline(m, (x,), num_stages=2, micro_batches=2),
-}
-
-
-@pytest.mark.parametrize("way", ERRORS)
-def test_the_traceback_of_an_error_of_ours_ends_at_the_public_function(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, x = nn.Sequential(Block(8), Asks(8)), torch.randn(4, 8)
-    with pytest.raises(lazyinline.LazyInlineError) as caught:
-        ERRORS[way](net, x)
-    assert_ends_here(caught.value)
-    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
-    with pytest.raises(lazyinline.LazyInlineError) as whole:
-        ERRORS[way](net, x)
-    assert str(whole.value) == str(caught.value)
-    shown, all_ = (traceback.extract_tb(e.value.__traceback__) for e in (caught, whole))
-    assert len(all_) > len(shown)

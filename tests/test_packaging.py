@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
-from run_versions import PAIRS, MissingError, Pair, find_python
+from run_versions import PAIRS, Pair
 from test_architecture import imported_names, package_of, sources, tree_of
 
 import lazyinline
@@ -305,16 +305,6 @@ def test_the_pairs_that_are_tried_reach_from_the_oldest_to_the_newest() -> None:
     pythons = {tuple(map(int, pair.python.split("."))) for pair in pairs}
     assert (min(torches), max(torches)) == (process.OLDEST_TORCH, process.NEWEST_TORCH)
     assert (min(pythons), max(pythons)) == ((3, 10), process.NEWEST_PYTHON)
-
-
-@pytest.mark.smoke
-def test_an_interpreter_is_found_where_it_is_said_to_be_and_a_missing_one_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONS", sys.executable)
-    assert find_python(".".join(map(str, sys.version_info[:2]))) == sys.executable
-    with pytest.raises(MissingError, match=r"there is no python3\.99 in \$PYTHONS, on the PATH"):
-        find_python("3.99")
 
 
 # ---- what counts as the code of lazyinline: for the key of the cache, and for frames

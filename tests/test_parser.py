@@ -197,24 +197,6 @@ def test_every_kind_of_operand_and_type_comes_back() -> None:
     assert_inverse(program)
 
 
-def test_types_may_be_left_out_where_the_operators_give_them() -> None:
-    short = """
-closure @block(%x: f32[3,4], %w: f32[4,4]) {
-  %y = mm(%x, %w)  // a comment
-  %z = no_grad(tanh(%y))
-  return %z
-}
-program @main(%x: f32[3,4], %w: f32[4,4]) {
-  %h = call @block(%x, %w)
-  return %h
-}
-"""
-    program = verify(parse_program(short))
-    assert_inverse(program)
-    assert "closure @block(%x: f32[3,4], %w: f32[4,4]) -> (f32[3,4]) {" in str(program)
-    assert "  %2: f32[3,4] = mm(%x, %w)\n  %3: f32[3,4] = no_grad(tanh(%2))\n" in str(program)
-
-
 # What stands in a leaf or in a program: the place that is refused, and what is said of it.
 LEAF = "closure @f(%x: f32[3]) -> (f32[3]) {\n  <>\n  return %y\n}"
 MAIN = (

@@ -13,7 +13,7 @@ from torch import nn
 import lazyinline
 from lazyinline import VerifyError, lazy_inline
 from lazyinline.frontend.compiler import Compiler, passes_for
-from lazyinline.frontend.options import Batching, Options
+from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import decompose
 from lazyinline.frontend.passes.state import (
     Compilation,
@@ -22,7 +22,6 @@ from lazyinline.frontend.passes.state import (
     Subject,
     compile_pass,
     run,
-    step_goal,
 )
 from lazyinline.frontend.report import CompileReport
 from lazyinline_command.main import main
@@ -139,23 +138,6 @@ def test_wrong_questions_say_what_to_do(
     monkeypatch.syspath_prepend(ROOT / "tests")
     assert main(["inspect", *arguments]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_reports_have_the_rows_of_their_list() -> None:
-    """All of them in order, but for passes that nothing asked for."""
-    compiler = Compiler(Options(backend="eager", recompute="full"))
-    _, module = compiler.compile(Net(), (torch.randn(4, 4),), {}, Goal(train=True))
-    _, step = compiler.compile(Net(), (torch.randn(2, 4),), {}, step_goal(Batching(2)))
-    # For attention with a mask, a forward that takes gradients, fused boundaries, an optimizer, a
-    # mesh, an input that wants a gradient, a GPU not here.
-    others = ("masks", "derive", "rotate", "update", "plan", "shard", "defer", "predict")
-    for report, passes in ((module, MODULE), (step, STEP)):
-        assert [row.name for row in report.passes] == [
-            one.name for one in passes if one.name not in others
-        ]
-    _, plain = Compiler(Options(backend="eager")).compile(Net(), (torch.ones(4, 4),), {}, Goal())
-    rows = [p.name for p in MODULE if p.name not in ("recompute", *others)]
-    assert [row.name for row in plain.passes] == rows
 
 
 def started() -> Compilation:

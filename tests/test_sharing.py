@@ -3,22 +3,18 @@
 Whatever value they hold, and however they reach it, is in ``test_soundness.py``.
 """
 
-import copy
-import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from comparing import assert_equals_eager
-from models import Around, Stack, block, example, linear
+from models import Around, Stack, block, example
 from torch import nn
 from values import HELPERS
 from worlds import World, assert_as_eager
 
 import lazyinline
-from lazyinline import lazy_inline
 from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.reuse.evidence.evidence import Evidence
 from lazyinline.reuse.evidence.reads import Reads
@@ -465,12 +461,6 @@ def test_what_a_block_inside_read_counts_for_the_block_around_as_it_was_then() -
     assert Evidence(module, outer).side_effect == "its forward changes Linear.scale"
 
 
-
-
-
-
-
-
 def test_a_forward_that_tells_instances_apart_runs_eagerly_and_says_how() -> None:
     outcome = assert_as_eager(
         "B = block(lambda self, x: x * (id(self) * 0 + 1))", "model = Stack(B(), B())"
@@ -565,8 +555,6 @@ def test_a_backward_hook_runs_at_each_backward_and_the_reason_is_reported(
 def test_a_backward_hook_sees_what_it_sees_in_eager() -> None:
     hook = "model.layers[1].register_full_backward_hook(seeing)"
     assert_as_eager(SETUP, HALVING, "model = stack(3)", hook, scene=[""] * 3, state="SEEN")
-
-
 
 
 def test_dropout_masks_of_micro_batches_equal_eagers_under_one_seed() -> None:

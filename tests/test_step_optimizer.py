@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import PlanError
 from lazyinline.autodiff.training_program import ORDERS, NotUpdatedError
-from lazyinline.backend.link.link import FlatProgram, Launch, check_flat, link
+from lazyinline.backend.link.link import FlatProgram, Launch, check_flat
 from lazyinline.frontend.passes import programs
 from lazyinline.frontend.torch_optimizer import StateFacts
 from lazyinline.reuse.errors import VerifyError
@@ -313,26 +313,6 @@ def test_programs_for_several_sizes_share_state_and_read_the_same_numbers(
 
 def refuse(*_: Any) -> Any:
     raise NotUpdatedError("there is no room")
-
-
-def test_an_update_stands_where_its_gradient_is_complete() -> None:
-    model, args = decoder()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
-    programs = []
-
-    def watch(one: Any, before: Any, after: Any) -> None:
-        if one.name == "update":
-            programs.append(after.programs["step"])
-
-    step._watch = watch  # type: ignore[method-assign]
-    step(*args)
-    flat = link(programs[0])
-    check_flat(flat)
-    names = [launch.leaf.name for launch in flat.launches]
-    assert names.index("adam") < len(names) - names.count("adam")
-    # One closure for the two large matrices, which are alike, and one for all small parameters.
-    assert len({launch.leaf for launch in flat.launches if launch.leaf.name == "adam"}) <= 3
 
 
 def test_reading_a_parameter_after_its_update_is_an_error() -> None:
