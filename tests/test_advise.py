@@ -123,22 +123,3 @@ def test_frozen_parameters_and_modes_are_named() -> None:
         "freeze all of them, or none",
         "put all of them in one mode",
     ]
-
-
-def test_the_part_of_an_object_that_differs_is_named() -> None:
-    class Config:
-        def __init__(self, window: int) -> None:
-            self.sizes = {"window": window, "other": 1}
-
-    class Configured(Layer):
-        def __init__(self, config: Config) -> None:
-            super().__init__()
-            self.config = config
-
-        def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-            h = super().forward(x, offset)
-            return h.sin() if self.config.sizes["window"] > 1 else h.cos()
-
-    (apart,) = advise(Stack(*(Configured(Config(w)) for w in (1, 1, 2)))).kept_apart
-    assert apart.cause == "attribute config.sizes['window'] is 2, not 1"
-    assert "the same config.sizes" in apart.change

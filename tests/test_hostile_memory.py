@@ -126,31 +126,6 @@ def gradients_not_shrunk(model: nn.Module, step: Callable[..., Tensor], x: Tenso
     assert_same_gradients(model, eagerly(model, x)[0])
 
 
-def other_default_device(backend: str) -> None:
-    model, x = made()
-    compiled = lazyinline.compile(model, backend=backend)
-    step = lazyinline.compile_step(model, backend=backend, micro_batches=2)
-    with torch.device("meta"):
-        assert_right(model, compiled, step, x)
-    torch.set_default_device("meta")
-    assert_right(model, compiled, step, x)
-    torch.set_default_device(None)
-    model = Around(lambda layers, x: (mean_square(layers, x), torch.ones(3)), Block(), Block())
-    compiled = lazyinline.compile(model, backend=backend)
-    for device in ("meta", "cpu", "meta"):
-        with torch.device(device):
-            for found, want in zip(compiled(x), model(x), strict=True):
-                assert found.device == want.device
-                if not found.is_meta:
-                    assert_close(found, want)
-
-
-@pytest.mark.sweep
-@BACKENDS
-def test_another_default_device_changes_nothing_but_what_the_forward_makes(backend: str) -> None:
-    run_apart(other_default_device, backend)
-
-
 MAKING = {
     *("arange", "as_tensor", "empty", "empty_strided", "eye", "frombuffer", "full", "linspace"),
     *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"),
