@@ -275,6 +275,20 @@ def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     assert num_lowered(compiled) <= lowered + 4
 
 
+def packed(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    rnn = nn.utils.rnn
+    sequence = rnn.pack_padded_sequence(module.mlp(x), lengths, batch_first=True)
+    return rnn.pad_packed_sequence(module.rnn(sequence)[0], batch_first=True)[0]
+
+
+@pytest.mark.sweep
+def test_packed_sequences_run_between_compiled_parts() -> None:
+    seed_all()
+    steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
+    model = Part(packed, mlp=Mlp(), rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True))
+    assert is_compiled(assert_trains_like_eager(model, *steps), "mlp")
+
+
 def doubling(module: Any, x: Tensor) -> Tensor:
     x.mul_(2)
     return torch.sin(x) + module.linear(x)
