@@ -172,35 +172,9 @@ def setter_of(name: str, put: Callable[[Any, float], None], function: Any = Scal
     return type(name, (Block,), members)
 
 
-SetsStrength = setter_of("SetsStrength", lambda self, value: setattr(Scaled, "strength", value))
 SetsOnOwnClass = setter_of(
     "SetsOnOwnClass", lambda self, value: setattr(type(self), "strength_of_all", value), OfItsLayer
 )
-SETTERS = [
-    SetsStrength,
-    setter_of("ThroughAttribute", lambda self, v: setattr(self.function, "strength", v)),
-    setter_of("ThroughItem", lambda self, v: setattr(self.table["functions"][0], "strength", v)),
-    SetsOnOwnClass,
-]
-
-
-@pytest.mark.parametrize("setter", SETTERS)
-@pytest.mark.parametrize("strengths", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)])
-@pytest.mark.sweep(keep=["strengths1", "-SetsStrength"])
-def test_a_strength_that_layers_set_is_what_the_last_of_them_set(
-    strengths: tuple[float, ...], setter: type[Block]
-) -> None:
-    model = Model(Scaled, setter)
-    for block, strength in zip(model.blocks, strengths, strict=True):
-        block.strength = strength
-    expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, backend="eager")
-    for _ in range(3):
-        x = torch.randn(3, 4)
-        wanted = gradients(expected, expected, x)
-        set_strength(1.0)  # as the first layer of one of them finds it
-        SetsOnOwnClass.strength_of_all = 1.0
-        torch.testing.assert_close(gradients(model, compiled, x), wanted)
 
 
 def scripted_source(x: Tensor, w: Tensor) -> Tensor:
@@ -225,17 +199,3 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
         wanted = gradients(expected, expected, torch.arange(4.0))
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     torch.testing.assert_close(gradients(model, compiled, torch.arange(4.0)), wanted)
-
-
-def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
-    traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
-
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return traced(x) * 2
-
-    compiled = lazyinline.compile(Calls(), backend="eager")
-    torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2).sin() * 2)
-    report = lazyinline.last_report(compiled)
-    assert report is not None
-    assert "torch.jit" in report.ran_eagerly

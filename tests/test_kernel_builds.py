@@ -190,19 +190,6 @@ def test_what_inductor_writes_today_shares_files(
 
 
 @pytest.mark.sweep
-def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path) -> None:
-    bundles = bundles_in(folder, [])
-    promise = bundles.ask(source_of(text_of('throw std::runtime_error("no such thing");')))
-    bundles.finish()
-    kernel = promise.result()
-    x = torch.ones(16)
-    with pytest.raises(RuntimeError, match="requires 3 args"):
-        kernel(x, x)
-    with pytest.raises(RuntimeError, match="no such thing"):
-        kernel(x, x, 16)
-
-
-@pytest.mark.sweep
 def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: pathlib.Path) -> None:
     with pytest.raises(KeyError), deferred_builds():
         promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[1])
