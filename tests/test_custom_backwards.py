@@ -151,32 +151,6 @@ def test_a_backward_that_does_more_than_compute_runs_eagerly(
     assert report.ran_eagerly
 
 
-# Reads its strength from the class of the layer that applied it.
-OfItsLayer = function_of(
-    "OfItsLayer", lambda ctx, x: x.view_as(x), lambda ctx, g: -SetsOnOwnClass.strength_of_all * g
-)
-
-
-def setter_of(name: str, put: Callable[[Any, float], None], function: Any = Scaled) -> Any:
-    """Makes a block class that leaves a strength where the backward of every layer will find it."""
-
-    def init(self: Any, _: Any) -> None:
-        Block.__init__(self, function)
-        self.table = {"functions": [function]}
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        put(self, float(self.strength))
-        return Block.forward(self, x)
-
-    members = {"__init__": init, "forward": forward, "strength_of_all": 1.0}
-    return type(name, (Block,), members)
-
-
-SetsOnOwnClass = setter_of(
-    "SetsOnOwnClass", lambda self, value: setattr(type(self), "strength_of_all", value), OfItsLayer
-)
-
-
 def scripted_source(x: Tensor, w: Tensor) -> Tensor:
     """Returns what ``torch.jit`` makes a graph of with a derivative of its own."""
     y = torch.stack([x, x * x, x * w], -1)

@@ -193,3 +193,38 @@ def test_a_signal_at_any_time_leaves_a_process_that_compiles(
 ) -> None:
     printed = forked.run(SCRIPT, backend, str(seconds), LAZYINLINE_CACHE_DIR=str(tmp_path))
     assert re.search(r"(?s)Interrupt.*\nworks\n$", printed), printed
+
+
+class Asks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() else x
+
+
+ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "fallback": lambda m, x: lazyinline.compile(m, backend="eager", fallback="error")(x),
+    "in place": lambda m, x: lazyinline.compile(
+        m, backend="eager", fallback="error", in_place=True
+    )(x),
+    "recompute": lambda m, x: lazyinline.compile(m, backend="eager", recompute="full")(x),
+    "step": lambda m, x: lazyinline.compile_step(m, loss_fn=torch.sum, backend="eager")(x),
+    "capture": lambda m, x: lazyinline.capture(m, (x,)),
+    "export": lambda m, x: lazyinline.export_onnx(m, (x,), "unwritten.onnx"),
+    "advise": lambda m, x: lazyinline.advise(m, (x,), backend="eager"),
+    "pipeline": lambda m, x: lazyinline.pipeline(m, (x,), num_stages=2, micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("way", ERRORS)
+def test_the_traceback_of_an_error_of_ours_ends_at_the_public_function(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = nn.Sequential(Block(8), Asks(8)), torch.randn(4, 8)
+    with pytest.raises(lazyinline.LazyInlineError) as caught:
+        ERRORS[way](net, x)
+    assert_ends_here(caught.value)
+    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
+    with pytest.raises(lazyinline.LazyInlineError) as whole:
+        ERRORS[way](net, x)
+    assert str(whole.value) == str(caught.value)
+    shown, all_ = (traceback.extract_tb(e.value.__traceback__) for e in (caught, whole))
+    assert len(all_) > len(shown)
