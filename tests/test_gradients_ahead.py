@@ -141,11 +141,6 @@ def twice(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
     return [found, *slopes]
 
 
-def left(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
-    """Looks at an energy, and asks for nothing."""
-    return [energy(model, pos, edges)]
-
-
 def checkpointed(model: Model, pos: Tensor, edges: Tensor) -> list[Tensor]:
     """Runs the forward again for its backward, which counts what it saves."""
     found = checkpoint(energy, model, pos, edges, use_reentrant=False)
@@ -163,7 +158,7 @@ OTHERS = (
     hessian,
     third,
     twice,
-    left,
+    alone,
 )
 
 
@@ -282,7 +277,7 @@ def test_forces_of_what_draws_are_computed_ahead_with_the_draws_of_eager() -> No
 def test_a_forward_whose_gradients_nobody_asks_for_computes_none_in_the_end(
     num_ahead: Callable[[], int],
 ) -> None:
-    assert_as_eager(Potential(), [forces] * 2 + [left] * 12)
+    assert_as_eager(Potential(), [forces] * 2 + [alone] * 12)
     assert num_ahead() == 9
 
 
