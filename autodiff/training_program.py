@@ -84,23 +84,15 @@ class StepProgram:
 def step_program(
     program: ir.Program,
     derivative: Derivative,
-    differentiator: Differentiator,
+    differentiator: Differentiator,  # makes the closures that add gradients
     *,
     micro_batches: int,
+    # "forward_first" runs all forwards, then all backwards from the last to the first; "one_by_one"
+    # runs each backward right after its forward and needs less memory.
     order: Order,
-    sums: Sums = "as_gradients",
+    sums: Sums = "as_gradients",  # the precision in which gradients of micro-batches are summed
 ) -> StepProgram:
-    """Builds the step of a captured micro-batch.
-
-    Args:
-        program: the captured micro-batch; output 0 is its loss.
-        derivative: of the program, with respect to output 0.
-        differentiator: makes the closures that add gradients.
-        micro_batches: how many.
-        order: ``"forward_first"`` runs all forwards, then all backwards from the last to the first;
-            ``"one_by_one"`` runs each backward right after its forward and needs less memory.
-        sums: the precision in which gradients of micro-batches are summed.
-    """
+    """Builds the step of a captured micro-batch, whose output 0 is its loss."""
     exact = sums == "float32" and micro_batches > 1
     composer = _Composer(program, derivative, differentiator, exact_sums=exact)
     return composer.compose(micro_batches, order)

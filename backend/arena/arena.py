@@ -283,25 +283,17 @@ class ArenaPlan:
 
 
 def plan(
-    buffers: Buffers,
+    buffers: Buffers,  # sizes in bytes, live ranges in launches or any other clock
     *,
     fit: FirstFit,
-    alignment: int = ALIGNMENT,
+    alignment: int = ALIGNMENT,  # every offset is a multiple of this many bytes
+    # How long to look for a better plan, in seconds of a nominal machine: the same effort gives the
+    # same plan everywhere. The near-linear part is always done.
     effort_s: float = EFFORT_S,
-    enough: float = 1.0,
-    exact: ExactSearch | None = None,
+    enough: float = 1.0,  # ratio of peak to lower bound at which to stop
+    exact: ExactSearch | None = None,  # if the others are not enough, with the same effort again
 ) -> ArenaPlan:
-    """Plans an arena.
-
-    Args:
-        buffers: sizes in bytes, live ranges in launches or any other clock.
-        fit: places buffers along an order.
-        alignment: every offset is a multiple of this many bytes.
-        effort_s: how long to look for a better plan, in seconds of a nominal machine. The same
-            effort gives the same plan everywhere. The near-linear part is always done.
-        enough: ratio of peak to lower bound at which to stop.
-        exact: exact search, used if the other plans are not enough, with the same effort again.
-    """
+    """Plans an arena."""
     padded = buffers.aligned(alignment)
     sized = np.flatnonzero(padded.size)
     problem = padded.take(sized)

@@ -311,21 +311,15 @@ def _kernel_in(path: Path, source: KernelSource) -> BuiltKernel:
 
 
 class Bundles:
-    """The kernels of one compile.
-
-    Args:
-        known: opens the built kernels; not called while there are no kernels.
-        build: builds a shared object from a C++ file.
-        build_alone: builds one kernel as Inductor does; takes its parameters' types and source.
-        num_threads: how many compilers may run at once.
-    """
+    """The kernels of one compile."""
 
     def __init__(
         self,
-        known: Callable[[], BuiltKernels],
-        build: Callable[[str], Path],
+        known: Callable[[], BuiltKernels],  # not called while there are no kernels
+        build: Callable[[str], Path],  # builds a shared object from a C++ file
+        # Builds one kernel as Inductor does, from its parameters' types and source.
         build_alone: Callable[[Sequence[str], str], Kernel],
-        num_threads: int,
+        num_threads: int,  # how many compilers may run at once
     ) -> None:
         self._known = functools.cache(known)
         self._build = build

@@ -28,29 +28,18 @@ runs; or one for each call of a block and each launch."""
 
 @dataclass(eq=False)
 class CodeWriter:
-    """Writes one part of a layout as a Python function ``program(inputs) -> outputs``.
-
-    Args:
-        layout: the whole layout.
-        offsets: start of each instance in the arena, in bytes (unused for other kinds).
-        part: which part to write.
-        fixed: instances whose tensors are bound beforehand (the model's).
-        num_returned: how many leading outputs the function returns; the others stay in the arena.
-        extra_inputs: foreign instances and hosts that an earlier part allocated and this one uses.
-        extra_outputs: foreign instances and hosts that a later part uses.
-        overlay: hosts, which the first part allocates, and the arena instances placed in them.
-        regions: instance -> region of the arena that its offset counts from, if not from the start.
-        ranges: what a profiler sees.
-    """
+    """Writes one part of a layout as a Python function ``program(inputs) -> outputs``."""
 
     layout: Layout
-    offsets: Sequence[int]
+    offsets: Sequence[int]  # of each instance in the arena, in bytes (unused for other kinds)
     part: Part
-    fixed: set[int]
-    num_returned: int
-    extra_inputs: Sequence[int] = ()
-    extra_outputs: Sequence[int] = ()
+    fixed: set[int]  # instances whose tensors are bound beforehand (the model's)
+    num_returned: int  # of the outputs, from the first; the others stay in the arena
+    extra_inputs: Sequence[int] = ()  # foreign instances and hosts that an earlier part allocated
+    extra_outputs: Sequence[int] = ()  # foreign instances and hosts that a later part uses
+    # The region of the arena that an instance's offset counts from, if not from the start.
     regions: Mapping[int, int] = field(default_factory=dict)
+    # Hosts, which the first part allocates, and the arena instances placed in them.
     overlay: Overlay = field(default_factory=Overlay)
     ranges: Ranges = "none"
 

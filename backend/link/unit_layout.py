@@ -115,27 +115,18 @@ class PlacedBuffer:
 
 
 class UnitLayout:
-    """One unit's parts on one timeline, their regions, and their code.
-
-    Args:
-        parts: in the order in which one flight runs them.
-        kernel_lists: of all leaves.
-        tensor_types: of the model's tensors, and then of the sums.
-        given_types: of the tensors that the caller passes.
-        plan: places the scratch of a phase.
-        num_phases: most phases of a part. More of them need less memory and more regions.
-        results: ``"allocated"`` if launches allocate their results. These may be views of operands,
-            so the memory of operands is not reused.
-    """
+    """One unit's parts on one timeline, their regions, and their code."""
 
     def __init__(
         self,
-        parts: Sequence[PartSpec],
+        parts: Sequence[PartSpec],  # in the order in which one flight runs them
         kernel_lists: Mapping[Leaf, KernelList],
-        tensor_types: Sequence[TensorType],
-        given_types: Sequence[TensorType],
-        plan: PlanBuffers,
-        num_phases: int = 1,
+        tensor_types: Sequence[TensorType],  # of the model's tensors, and then of the sums
+        given_types: Sequence[TensorType],  # of the tensors that the caller passes
+        plan: PlanBuffers,  # places the scratch of a phase
+        num_phases: int = 1,  # at most, of a part: more need less memory and more regions
+        # "allocated" if launches allocate their results. These may be views of operands, so the
+        # memory of operands is not reused.
         results: UnitResults = "planned",
     ) -> None:
         self.specs = parts

@@ -50,37 +50,28 @@ class PlannedProgram:
     """One or two flat programs (a forward, and its backward) over one planned arena.
 
     On a GPU a program with pinned results is one CUDA graph; ``why_no_graph`` is the reason if not.
-
-    Args:
-        flats: the flat programs, in the order they run.
-        kernel_lists: the kernel list of each leaf.
-        model_inputs: which inputs of the first program are the model's own tensors.
-        num_results: for each program, how many of its leading outputs the user receives.
-        backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
-            ``("input", i)`` of the forward, or ``("new", type)``.
-        results: ``"owned"`` allocates results in each run, for the user to keep; ``"pinned"``
-            leaves every output at one place in the arena until the next run. If all launches
-            allocate their results, so that the arena is empty: ``"allocated"`` returns them,
-            ``"copied"`` returns copies at the same addresses in every run.
-        tools: place buffers and run launches.
-        gradients: ``"apart"`` allocates them when the backward begins; ``"overlaid"`` when the
-            forward begins, and their memory holds activations until they are written.
-        names: the user's names of the first of ``model_inputs``.
-        roots: for each result of the forward what it is a view of; equal ones share memory.
     """
 
     def __init__(
         self,
-        flats: Sequence[FlatProgram],
+        flats: Sequence[FlatProgram],  # in the order they run
         kernel_lists: Mapping[Leaf, KernelList],
-        model_inputs: Sequence[int],
-        num_results: Sequence[int],
+        model_inputs: Sequence[int],  # of the first program: the model's own tensors
+        num_results: Sequence[int],  # per program, of its outputs: the first go to the user
+        # For a backward, where each input comes from: ("output", i) or ("input", i) of the forward,
+        # or ("new", type).
         backward_inputs: Sequence[tuple[str, Any]] = (),
+        # "owned" allocates results in each run, for the user to keep; "pinned" leaves every output
+        # at one place in the arena until the next run. If all launches allocate their results, so
+        # that the arena is empty: "allocated" returns them, "copied" returns copies at the same
+        # addresses in every run.
         results: layout.Results = "owned",
         tools: Tools = TOOLS,
+        # "apart" allocates them when the backward begins; "overlaid" when the forward begins, and
+        # their memory holds activations until they are written.
         gradients: Literal["apart", "overlaid"] = "apart",
-        names: Sequence[str] = (),
-        roots: Sequence[object] = (),
+        names: Sequence[str] = (),  # the user's, of the first of ``model_inputs``
+        roots: Sequence[object] = (),  # what each result is a view of; equal ones share memory
     ) -> None:
         self._names = names
         target = tools.place.target

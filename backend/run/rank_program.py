@@ -72,21 +72,14 @@ class BufferRow:
 
 @dataclass(eq=False)
 class RankPlan:
-    """One arena for all that a rank runs.
+    """One arena for all that a rank runs."""
 
-    Args:
-        units: by number.
-        schedule: the order of runs.
-        plan: places regions.
-        tensors_of: for each unit, the numbers of its model tensors and sums among all.
-        sums: types of the sums in the arena, which are live from the first run that adds to them to
-            the last of a unit that uses them. They are the last of all tensors.
-    """
-
-    units: Mapping[int, UnitLayout]
+    units: Mapping[int, UnitLayout]  # by number
     schedule: Schedule
-    plan: InitVar[Callable[[Buffers], ArenaPlan]]
-    tensors_of: Mapping[int, Sequence[int]]
+    plan: InitVar[Callable[[Buffers], ArenaPlan]]  # places regions
+    tensors_of: Mapping[int, Sequence[int]]  # per unit, of its model tensors and sums among all
+    # Types of the sums in the arena, which are live from the first run that adds to them to the
+    # last of a unit that uses them. They are the last of all tensors.
     sums: Sequence[TensorType] = ()
 
     def __post_init__(self, plan: Callable[[Buffers], ArenaPlan]) -> None:

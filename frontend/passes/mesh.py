@@ -24,7 +24,7 @@ from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, 
 from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
-from .rank import RankCompilation, Splitting, colors_of, part_name, parts_of
+from .rank import RankCompilation, Splitting, colors_of, named_parts, part_name, parts_of
 from .recompute import choose_recompute
 from .recompute_choice import ProgramPeaks
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
@@ -164,8 +164,7 @@ def shard_stages(state: RankCompilation) -> RankCompilation:
     check_draws([one.forward for one in made], backwards, on_mesh.mesh.device_type)
     plan = replace(plan, whole=tuple(sharder.whole))
     state = replace(state, derived=tuple(made), mesh_plan=plan)
-    programs = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
-    return replace(state, programs=programs)
+    return replace(state, programs=named_parts(state.own))
 
 
 def _local_stages(
@@ -342,10 +341,9 @@ def rank_orders(state: RankCompilation) -> dict[str, str]:
     from ...pipeline_parallel.mesh.traffic import collectives_in
 
     linked = rank_traffic(state) if state.planned is not None else {}
-    parts = {part_name(d, kind): p for d in state.own for kind, p in parts_of(d).items()}
     return {
         name: str([(c.kind, c.axis, c.num_bytes) for c in linked.get(p) or collectives_in(p)])
-        for name, p in parts.items()
+        for name, p in named_parts(state.own).items()
     }
 
 

@@ -6,7 +6,7 @@ The stages of a rank share one arena, planned in the order of the schedule.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias, get_args
@@ -307,6 +307,11 @@ def parts_of(derived: StageDerivative) -> dict[str, Program]:
         if program is not None:
             found[name] = program
     return found
+
+
+def named_parts(stages: Iterable[StageDerivative]) -> dict[str, Program]:
+    """Returns the programs of stages, under their names among those of the rank."""
+    return {part_name(one, kind): p for one in stages for kind, p in parts_of(one).items()}
 
 
 def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.planner import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.program import ModelTensor
 from .link import hindrance, launches, linked
 from .programs import PARTS, decompose, estimate, lower
 from .rank import (
@@ -26,8 +26,7 @@ from .rank import (
     boundaries_of,
     colors_of,
     held_sums,
-    part_name,
-    parts_of,
+    named_parts,
     plan_rank,
     unit_of,
     update_name,
@@ -103,9 +102,9 @@ class StageRecompute:
         if self._table.splits_backward:
             halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
         derived = replace(plain, derivative=derivative, request=request, halves=halves)
-        programs = {part_name(derived, kind): p for kind, p in parts_of(derived).items()}
         # Linked as the rank will run it: what a micro-batch holds depends on where halves end.
-        state = linked(apply((decompose, kernels), replace(self._state, programs=programs)))
+        state = replace(self._state, programs=named_parts([derived]))
+        state = linked(apply((decompose, kernels), state))
         if hindrance(state) is not None:
             return derivative.saved_type.num_bytes
         unit = unit_of(
@@ -159,7 +158,7 @@ def split(state: RankCompilation) -> RankCompilation:
 def differentiate_stages(state: RankCompilation) -> RankCompilation:
     """Makes a forward and a backward of each stage, from the last stage to the first."""
     plain = tuple(derivatives_of(state.stages, state.context.differentiator, halves=False))
-    return replace(state, plain=plain, derived=plain, programs=_programs(plain))
+    return replace(state, plain=plain, derived=plain, programs=named_parts(plain))
 
 
 @compile_pass("recompute", goals=("rank",))
@@ -174,7 +173,7 @@ def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
     state = replace(state, derived=tuple(derived))
     requests = [one.request for one in state.own if one.derivative is not None]
     state.context.recompute.note(requests, state.report)
-    return replace(state, programs=_programs(state.own))
+    return replace(state, programs=named_parts(state.own))
 
 
 @compile_pass("update", goals=("rank",), wanted=lambda state: bool(state.goal.updates))
@@ -234,10 +233,4 @@ def predict(state: RankCompilation) -> RankCompilation:
 def of_rank(state: RankCompilation, rank: int) -> RankCompilation:
     """Returns the state for another rank, before its kernels are made."""
     state = replace(state, rank=rank)
-    return replace(state, programs=_programs(state.own))
-
-
-def _programs(derived: Iterable[StageDerivative]) -> dict[str, Program]:
-    return {
-        part_name(one, kind): program for one in derived for kind, program in parts_of(one).items()
-    }
+    return replace(state, programs=named_parts(state.own))

@@ -244,26 +244,20 @@ def axes_of_mesh(
 
 
 def find_plan(
-    step: StepProgram,
+    step: StepProgram,  # decomposed, of global shapes; its tensors may be on the meta device
     axes: Sequence[Axis],
-    rates: Rates,
+    rates: Rates,  # of a rank's device
     *,
+    # The most bytes of parameters, gradients, optimizer state and tensors saved for backward; other
+    # tensors within one closure are not counted.
     memory_bytes_per_rank: int | None = None,
+    # By name, for parameters that the user fixed: the position of an axis, and the placement.
     pinned: Mapping[str, tuple[int, Placement]] | None = None,
 ) -> FoundPlan:
     """Finds the plan that takes the least time by the costs of a device and of a mesh.
 
     Each different closure is planned once, forward and backward together, so equal layers get one
     plan, and their number does not matter.
-
-    Args:
-        step: the decomposed step, of global shapes; its tensors may be on the meta device.
-        axes: the axes of the mesh.
-        rates: the speed of a rank's device.
-        memory_bytes_per_rank: the most bytes of parameters, gradients, optimizer state and tensors
-            saved for backward; other tensors within one closure are not counted.
-        pinned: for parameters that the user fixed, by name: the position of an axis, and the
-            placement.
 
     Raises:
         PlanError: if no plan fits memory, or equal layers are pinned in different ways.
