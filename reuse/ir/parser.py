@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NoReturn, get_args
 
 import sympy
@@ -42,7 +42,7 @@ _SIGNS_TEXT = r"""
     (?P<text>'(?:[^'\\\n]|\\.)*')
     | (?P<comment>(?<!\S)//.*)
     | ^(?P<head>[\w ]*\b(?:closure|program)[ ]) (?=@)
-    | (?P<name>(?<![\w\]])[%@$][\w.]+)
+    | (?P<name>(?<![\w\]])[%@$][\w.]+(?:,[ ][%@$][\w.]+)*)
     | (?P<type>TYPE)
     | (?P<skipped>\bcall[ ](?=@) | (?<=\w)\[\] | \})
     | (?P<broken>,\n(?=[ ]{6}))
@@ -164,7 +164,7 @@ class _Reader:
         """Returns Python's text for a sign that Python does not have; columns stay as they are."""
         sign, text = str(found.lastgroup), found[0]
         if sign == "name":
-            return _LETTERS[text[0]] + text[1:].replace(".", _LETTERS["."])
+            return reduce(lambda found, pair: found.replace(*pair), _LETTERS.items(), text)
         if sign == "type":
             return text.translate(reading.AS_NAMES)
         if sign == "foreign":
