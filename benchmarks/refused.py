@@ -22,6 +22,7 @@ import torch
 import torch._functorch.config as functorch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 import lazyinline
 
@@ -129,6 +130,47 @@ def swapped(compile: Compile) -> str:
     found, expected = compile(Swapped())(x), Swapped()(x)
     verdict = "right" if torch.equal(found, expected) else "WRONG"
     return f"rows {found[:, 0].tolist()}, eager {expected[:, 0].tolist()}: {verdict}"
+
+
+# ---- a gradient of averages, and a cast ----------------------------------------------------------
+
+
+class Averages(nn.Module):
+    """Averages windows of three, of which ``ceil_mode`` leaves two elements of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool1d(x * self.weight, 3, 2, ceil_mode=True)
+
+
+def averaged(compile: Compile) -> str:
+    """Says whether the last element's gradient is a half, as the forward has it, or a third."""
+    module = Averages()
+    compiled = compile(module)
+    for _ in range(2):  # the first call of a program may run on PyTorch's kernels
+        module.zero_grad()
+        compiled(torch.ones(1, 6)).sum().backward()
+    assert module.weight.grad is not None
+    last = module.weight.grad[0, -1].item()
+    return f"gradient {last:.3f}, eager 0.500: {'right' if last == 0.5 else 'WRONG'}"
+
+
+class Lost(nn.Module):
+    """Computes what a cast to bfloat16 and back loses, as sums that are compensated do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        return x - x.bfloat16().float()
+
+
+def rounded(compile: Compile) -> str:
+    """Says whether a cast rounds."""
+    found, expected = compile(Lost())(torch.ones(8) / 7), Lost()(torch.ones(8) / 7)
+    verdict = "right" if torch.equal(found, expected) else "WRONG"
+    return f"lost {found[0].item():.1e}, eager {expected[0].item():.1e}: {verdict}"
 
 
 # ---- more blocks than the limit ------------------------------------------------------------------
@@ -253,6 +295,14 @@ ROWS: Mapping[str, Row] = {
     ),
     "rows swapped": Row(
         "no issue found", lambda: swapped(compile_afresh), lambda: swapped(lazyinline.compile)
+    ),
+    "averages": Row(
+        "pytorch#198119", lambda: averaged(compile_afresh), lambda: averaged(lazyinline.compile)
+    ),
+    "cast": Row(
+        "pytorch#176565, #179561",
+        lambda: rounded(compile_afresh),
+        lambda: rounded(lazyinline.compile),
     ),
     "limit per block": Row("vllm#27178, torchtitan#3737", blocks_of_torch, blocks_of_ours),
     "functions in ONNX": Row(

@@ -34,8 +34,7 @@ from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
 from lazyinline.backend.kernels import torch_inductor
 from lazyinline.backend.kernels.torch_corrections import (
-    NOT_FROM_THE_END,
-    decompositions,
+    casts_rounded,
     dtype_rules_made_once,
     home_of_strides,
     indices_printed_once,
@@ -48,6 +47,7 @@ from lazyinline.backend.kernels.torch_corrections import (
     values_as_traced,
     values_kept_apart,
 )
+from lazyinline.backend.kernels.torch_decompositions import NOT_FROM_THE_END, decompositions
 from lazyinline.backend.kernels.torch_inductor import (
     NotCompiled,
     compile_leaves,
@@ -302,6 +302,24 @@ def test_a_sum_has_no_tile_with_a_loop_between(
         assert TilingSelect()._select_tiling_indices([], [sizes], 16) == kept
 
 
+@contract(
+    f"{INDUCTOR}.lowering.lowerings",
+    f"{INDUCTOR}.codegen.cpp.CppKernel.cache_dtype_convert",
+)
+def test_a_cast_is_lowered_where_a_setting_makes_it_round() -> None:
+    from torch._inductor import config
+    from torch._inductor.lowering import lowerings
+
+    def is_rounding(*args: Any) -> bool:
+        return bool(config.emulate_precision_casts)
+
+    cast = torch.ops.prims.convert_element_type.default
+    with mock.patch.dict(lowerings, {cast: is_rounding}), casts_rounded():
+        assert lowerings[cast]()
+        assert not config.emulate_precision_casts
+    assert lowerings[cast] is not is_rounding
+
+
 @contract(f"{INDUCTOR}.sizevars: stride_at_vec_range?", f"{INDUCTOR}.codegen.cpp")
 def test_inductor_expands_the_indices_that_it_would_simplify() -> None:
     home = home_of_strides()
@@ -428,7 +446,7 @@ def test_a_quotient_of_integers_is_written_as_a_division() -> None:
 def test_pooling_is_taken_apart_before_inductor_has_compiled_anything() -> None:
     code = (
         "import torch\n"
-        "from lazyinline.backend.kernels.torch_corrections import decompositions\n"
+        "from lazyinline.backend.kernels.torch_decompositions import decompositions\n"
         "operator = torch.ops.aten.max_pool2d_with_indices.default\n"
         "x = torch.randn(1, 1, 4, 4)\n"
         "found = decompositions()[operator](x, [2, 2])\n"

@@ -76,6 +76,21 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "swapped": lambda: torch.randn(2, 6, 8, 6).transpose(1, 2),
     "backwards": lambda: torch.randn(6, 6, 8, 2).permute(3, 2, 1, 0),
 }
+
+
+class Into(torch.autograd.Function):
+    """Writes a product into a tensor, as PyTorch's ``linear_cross_entropy`` in chunks does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(1)
+        return torch.mm(rows, rows.t(), out=x.new_empty(len(x), len(x))) * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.sum() * gradient.new_ones(2, 8, 6, 6)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "group_norm, silu, conv2d": lambda x: F.conv2d(
         F.silu(F.group_norm(x, 4, ONES, ONES)), WEIGHT, padding=1
@@ -94,6 +109,13 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "index_put of a copy": lambda x: x.index_put((torch.tensor([1, 0]),), x[:2].clone()),
     # Its derivative writes a power in place, under a name that another operator has out of place.
     "norm of order 3": lambda x: x / torch.linalg.vector_norm(x, 3),
+    "product into a buffer": lambda x: Into.apply(x),
+    # Inductor's gradient of it looks at the sizes alone; twice the size is a case of its own.
+    "upsampled": lambda x: F.interpolate(x, scale_factor=(1.7, 2.1)),
+    # Inductor's gradient divides by the whole window (pytorch/pytorch#198119).
+    "averages cut off": lambda x: F.avg_pool2d(x, 4, 3, 1, ceil_mode=True),
+    # Inductor reads the number before the cast (pytorch/pytorch#176565).
+    "what a cast lost": lambda x: (x - x.detach().bfloat16().float()) * 100,
 }
 CASES = list(itertools.product(OPERATORS, LAYOUTS))
 
@@ -113,13 +135,23 @@ class Net(nn.Module):
 
 
 def assert_as_eager(model: nn.Module, x: Tensor) -> None:
-    """In inference and in training."""
-    for given in (x, x.clone().requires_grad_()):
+    """In inference and in training, where a first call may run on PyTorch's kernels."""
+    for given, calls in ((x, 1), (x.clone().requires_grad_(), 2)):
         with torch.set_grad_enabled(given.requires_grad):
-            assert_equals_eager(model, [given], calls=1, backend="inductor")
+            assert_equals_eager(model, [given], calls=calls, backend="inductor")
 
 
-@pytest.mark.sweep(keep=["conv2d-channels last", "order 3-contiguous", "of a copy-contiguous"])
+@pytest.mark.sweep(
+    keep=[
+        "conv2d-channels last",
+        "3-contig",
+        "buffer-contig",
+        "copy-contig",
+        "upsampled-contig",
+        "off-contig",
+        "lost-contig",
+    ]
+)
 @pytest.mark.parametrize("operator, layout", CASES, ids=map("-".join, CASES))
 def test_results_are_eagers_and_lie_as_eagers_do(operator: str, layout: str) -> None:
     assert_as_eager(Net(OPERATORS[operator]), LAYOUTS[layout]())
@@ -134,6 +166,10 @@ def test_a_layout_that_no_rule_knows_is_copied_into_the_promised_one(
     x = LAYOUTS["swapped" if operator == "batch_norm" else "channels last"]()
     net = Net(OPERATORS[operator])
     assert_as_eager(Around(lambda layers, x: layers[0](x).contiguous(), net), x)
+
+
+def test_no_rows_have_gradients_without_a_launch() -> None:
+    assert_as_eager(Around(lambda layers, x: (x * 1.5).tanh() * 2), torch.randn(0, 3))
 
 
 def test_a_sum_in_tiles_with_a_loop_between_them_writes_its_own_rows_only() -> None:

@@ -31,7 +31,7 @@ from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View
-from . import torch_corrections, torch_inductor
+from . import torch_decompositions, torch_inductor
 from .torch_attention import as_on_a_gpu, with_plain_attention
 from .torch_recorder import Traced, record_graph, record_wrapper
 from .torch_recorder import can_record as can_record_wrapper
@@ -122,7 +122,7 @@ class InductorBackend:
     @cached_property
     def _recipes(self) -> list[Recipe]:
         """The recipes for a CPU and for a GPU."""
-        table, rewrite_joint = torch_corrections.decompositions(), torch_inductor.rewrite_joint
+        table, rewrite_joint = torch_decompositions.decompositions(), torch_inductor.rewrite_joint
         rewrites = with_plain_attention, as_on_a_gpu
         return [Recipe(table, "min_cut", rewrite_joint, rewrite=one) for one in rewrites]
 
@@ -248,7 +248,7 @@ def is_tiny(leaf: Leaf) -> bool:
 def _wants_compiler(leaf: Leaf) -> bool:
     """Whether a leaf is compiled; for one that only returns operands Inductor has no wrapper."""
     wants = leaf.kernels != "eager" and leaf.num_nodes > 0 and _has_compiler(leaf)
-    return wants and not torch_corrections.scatters_into_complex(leaf.module)
+    return wants and not torch_decompositions.scatters_into_complex(leaf.module)
 
 
 def _has_compiler(leaf: Leaf) -> bool:

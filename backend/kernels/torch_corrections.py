@@ -20,10 +20,10 @@ Each correction of its code generation is a context manager; outside of it Induc
 * Atomic adds from tiles. In a kernel of several threads that adds to memory from two-dimensional
   tiles, torch before 2.15 adds the offset within the tile to the index twice
   (pytorch/pytorch#191837): it adds to other memory, even out of bounds.
+* Casts to fewer bits. In a kernel that reads the result of ``x.bfloat16()`` as float32 again,
+  Inductor reads ``x``: what quantizes, or adds up what a cast lost, computed something else.
 * Sums in tiles. Where a loop stands between the two of a tile, and the inner one is summed over, a
   kernel stores whole vectors past the end of a row, even out of bounds (pytorch/pytorch#196681).
-
-The table of decompositions has corrections, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
-from ...autodiff.traces.joint_trace import draw_mask
 from ...reuse.ir.operators import is_view, may_draw
-from ...reuse.ir.types import TensorType
 from ...reuse.process import package_digest
 
 _MESSAGE = '"ZeroDivisionError"'
@@ -273,6 +271,26 @@ def sums_tiled_beside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def casts_rounded() -> Iterator[None]:
+    """Makes casts in kernels generated inside round, though the kernel computes in float32."""
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppKernel
+    from torch._inductor.lowering import lowerings
+
+    cast = torch.ops.prims.convert_element_type.default
+    lower = lowerings[cast]
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(emulate_precision_casts=True):
+            return lower(*args, **kwargs)
+
+    # With it a C++ kernel takes the number before the cast for what reads the result as float32.
+    unrounded = mock.patch.object(CppKernel, "cache_dtype_convert", lambda *args: None, create=True)
+    with mock.patch.dict(lowerings, {cast: rounded}), unrounded:
+        yield
+
+
 class _Sympy:
     """The module ``sympy``, with another ``simplify``."""
 
@@ -306,127 +324,7 @@ def is_polynomial(expression: Any) -> bool:
 
 aten = torch.ops.aten
 
-NOT_FROM_THE_END = (
-    torch.ops.aten.index_select.default,
-    torch.ops.aten.index_add.default,
-    torch.ops.aten.index_copy.default,
-    torch.ops.aten.index_reduce.default,
-)
-"""Inductor generates ``x[index]`` for these, but in eager their index -1 is an error."""
-
-_POOLING = (
-    torch.ops.aten.max_pool2d_with_indices.default,
-    torch.ops.aten.max_pool3d_with_indices.default,
-)
-
-_PUTTING = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
-
-
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with seven corrections.
-
-    * Operators that refuse negative indices refuse them here, too.
-    * ``cat`` of one tensor and empty ones has PyTorch's layout.
-    * ``bernoulli.p`` becomes ``native_dropout``, which draws the same mask out of place. Inductor
-      makes it an in-place draw, and may fuse a reader of the mask into a kernel that runs before.
-    * ``bernoulli`` of float64 probabilities draws float64 numbers, as in eager.
-    * Pooling imports the module that its decompositions use, and that Inductor imports later.
-    * ``index_put`` into a tensor with overlapping elements works on a copy.
-    * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
-    """
-    from torch._inductor.decomposition import select_decomp_table
-
-    with settings():
-        table = dict(select_decomp_table())
-    table[torch.ops.aten.bernoulli.p] = draw_mask
-    table[torch.ops.aten.bernoulli.default] = _below_probabilities
-    for operator in NOT_FROM_THE_END:
-        table[operator] = _without_wrapping(table[operator])
-    table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
-    for operator in _POOLING:
-        if operator in table:
-            table[operator] = _with_lowerings(table[operator])
-    table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
-    return {operator: rule for operator, rule in table.items() if operator not in SCATTERS}
-
-
-def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
-    """Decomposes ``bernoulli`` into the comparison that PyTorch's CPU kernel makes."""
-    if generator is not None or not probabilities.is_floating_point():
-        return NotImplemented
-    is_double = probabilities.dtype is torch.float64
-    numbers = torch.rand(
-        probabilities.shape,
-        dtype=torch.float64 if is_double else torch.float32,
-        device=probabilities.device,
-    )
-    return (numbers < probabilities).to(probabilities.dtype)
-
-
-def _into_a_copy(operator: Any) -> Callable[..., Any]:
-    """Applies an operator to a clone of a tensor that has gaps or overlapping elements."""
-
-    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
-
-    return decomposition
-
-
-def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Imports the module that a decomposition of PyTorch needs to be imported."""
-
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module("torch._inductor.lowering")
-        return decomposition(*args, **kwargs)
-
-    return decomposed
-
-
-def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the result of ``cat`` contiguous, unless it is channels-last: it may be a mere copy."""
-
-    def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
-        made = cat(tensors, dim)
-        if not isinstance(made, torch.Tensor) or (made.dim() in (4, 5) and _is_channels_last(made)):
-            return made
-        return made.contiguous()
-
-    return decomposition
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=form)
-
-
-def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces negative indices by one that is out of range, for which a kernel raises."""
-
-    def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        size = x.shape[dim] if x.dim() else 1
-        return decomposition(x, dim, torch.where(index < 0, size, index), *rest, **options)
-
-    return checked
-
-
-SCATTERS = (
-    aten.diagonal_scatter.default,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-    aten.as_strided_scatter.default,
-)
-
-
-def scatters_into_complex(module: torch.fx.GraphModule) -> bool:
-    """Whether a graph scatters into a complex tensor.
-
-    Inductor turns scatters into an in-place write through a view, and runs later readers after the
-    write only if the view is its own. Views of complex tensors are PyTorch's: a product after the
-    write could run before it.
-    """
-    scatters = (n for n in module.graph.nodes if n.target in SCATTERS)
-    return any(node.meta["val"].is_complex() for node in scatters)
-
+PUTTING = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
 
 _PADDED = (aten.slice_scatter.default, aten.constant_pad_nd.default)
 
@@ -479,7 +377,7 @@ def values_kept_apart(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     from torch._inductor.fx_passes.post_grad import noop_registry
 
     graph = module.graph
-    puts = [n for o in _PUTTING for n in graph.find_nodes(op="call_function", target=o)]
+    puts = [n for o in PUTTING for n in graph.find_nodes(op="call_function", target=o)]
     shown: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # whose memory a node may show
     for node in graph.nodes if puts else ():
         is_call = isinstance(node.target, torch._ops.OpOverload)

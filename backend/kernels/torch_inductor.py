@@ -39,6 +39,7 @@ from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import check_cpp_compiler, native_library
 from .bundles import HEADER, BuiltKernels, Bundles, Promise, guarded, kept, kernel_source
 from .torch_corrections import (
+    casts_rounded,
     drawn_in_order,
     offsets_added_once,
     pads_realized,
@@ -231,6 +232,7 @@ def _corrections() -> Iterator[None]:
         quicker_writing(),
         offsets_added_once(),
         sums_tiled_beside(),
+        casts_rounded(),
         drawn_in_order(),
         quotients_checked(),
     ):

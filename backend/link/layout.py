@@ -200,7 +200,9 @@ class Layout:
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
         for slot in flat.outputs:
             if slot not in sinks:
-                self.instances[slots[slot].instance].death = self.time
+                instance = self.instances[slots[slot].instance]
+                # A part without a launch takes no time, but an empty result of it is a buffer.
+                instance.death = max(instance.death, self.time)
         self.parts.append(part)
         return part
 
@@ -420,7 +422,7 @@ def _pin_results(layout: Layout, num_results: int) -> None:
         taken[placed.instance].append(own)
     for instance in taken:
         if taken[instance]:
-            layout.instances[instance].death = layout.time
+            layout.instances[instance].death = max(layout.instances[instance].death, layout.time)
 
 
 def _bytes_of(placed: Placed) -> tuple[int, int]:

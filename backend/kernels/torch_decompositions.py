@@ -1,0 +1,244 @@
+"""Adapter: Inductor's table of decompositions, corrected where its kernels would differ from eager.
+
+A rule that returns ``NotImplemented`` leaves the operator to Inductor's lowering.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...autodiff.traces.joint_trace import draw_mask
+from ...reuse.ir.types import TensorType
+from .torch_corrections import PUTTING, settings
+
+aten = torch.ops.aten
+
+NOT_FROM_THE_END = (
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_copy.default,
+    torch.ops.aten.index_reduce.default,
+)
+"""Inductor generates ``x[index]`` for these, but in eager their index -1 is an error."""
+
+_POOLING = (
+    torch.ops.aten.max_pool2d_with_indices.default,
+    torch.ops.aten.max_pool3d_with_indices.default,
+)
+
+_AVERAGE_BACKWARDS = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Returns Inductor's decomposition table, with ten corrections.
+
+    * Operators that refuse negative indices refuse them here, too.
+    * ``cat`` of one tensor and empty ones has PyTorch's layout.
+    * ``bernoulli.p`` becomes ``native_dropout``, which draws the same mask out of place. Inductor
+      makes it an in-place draw, and may fuse a reader of the mask into a kernel that runs before.
+    * ``bernoulli`` of float64 probabilities draws float64 numbers, as in eager.
+    * Pooling imports the module that its decompositions use, and that Inductor imports later.
+    * ``index_put`` into a tensor with overlapping elements works on a copy.
+    * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
+    * Nearest upsampling and its gradient take eager's elements.
+    * Before torch 2.13, what is cast to fewer bits is written to memory.
+    * The gradient of average pooling with ``ceil_mode`` divides by what a window at the border has.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    with settings():
+        table = dict(select_decomp_table())
+    table[torch.ops.aten.bernoulli.p] = draw_mask
+    table[torch.ops.aten.bernoulli.default] = _below_probabilities
+    for operator in NOT_FROM_THE_END:
+        table[operator] = _without_wrapping(table[operator])
+    table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
+    for operator in _POOLING:
+        if operator in table:
+            table[operator] = _with_lowerings(table[operator])
+    table |= {operator: _into_a_copy(operator) for operator in PUTTING}
+    if torch.__version__ < "2.13":
+        copying = torch.ops.aten._to_copy.default
+        table[copying] = _rounding(table[copying])
+    nearest = aten.upsample_nearest2d.default
+    table[nearest] = _doubled(table[nearest])
+    table[aten.upsample_nearest2d_backward.default] = _by_scales
+    table |= {operator: _by_window(operator) for operator in _AVERAGE_BACKWARDS}
+    # A rule of an operator is one of its ``out`` overload, too, but takes no ``out``.
+    left_out = {o for o in table if o in SCATTERS or str(o).endswith(".out")}
+    return {operator: rule for operator, rule in table.items() if operator not in left_out}
+
+
+def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
+    """Decomposes ``bernoulli`` into the comparison that PyTorch's CPU kernel makes."""
+    if generator is not None or not probabilities.is_floating_point():
+        return NotImplemented
+    is_double = probabilities.dtype is torch.float64
+    numbers = torch.rand(
+        probabilities.shape,
+        dtype=torch.float64 if is_double else torch.float32,
+        device=probabilities.device,
+    )
+    return (numbers < probabilities).to(probabilities.dtype)
+
+
+def _into_a_copy(operator: Any) -> Callable[..., Any]:
+    """Applies an operator to a clone of a tensor that has gaps or overlapping elements."""
+
+    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
+
+    return decomposition
+
+
+def _rounding(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes the result of a cast to fewer bits to memory, where no lowering can make it round."""
+    import torch._inductor.test_operators
+
+    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = cast(x, *args, **kwargs)
+        is_short = made.dtype in (torch.bfloat16, torch.float16)
+        is_longer = x.dtype in (torch.float32, torch.float64)
+        return torch.ops._inductor_test.realize.default(made) if is_short and is_longer else made
+
+    return decomposition
+
+
+def _by_scales(
+    gradient: torch.Tensor,
+    output_size: Sequence[Any],
+    input_size: Sequence[Any],
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Any:
+    """Leaves the gradient of nearest upsampling to PyTorch's kernel where Inductor's differs.
+
+    Inductor's follows the sizes alone: with ``scale_factor=0.6`` eager takes every 1.67th element
+    of seven, Inductor the gradient of every 1.75th. Its lowering is for the operator in 2d; that
+    in 3d, of depth 1, is PyTorch's kernel.
+    """
+    heights, widths = zip(output_size, input_size[-2:], strict=True)
+    if _is_doubled(*heights, scales_h) and _is_doubled(*widths, scales_w):
+        return NotImplemented
+    batch, (height, width) = input_size[:-2], input_size[-2:]
+    sizes, sizes_before = [1, *output_size], [*batch, 1, height, width]
+    scales = (None, scales_h, scales_w)
+    return aten.upsample_nearest3d_backward.default(
+        gradient.unsqueeze(2), sizes, sizes_before, *scales
+    ).squeeze(2)
+
+
+def _is_doubled(size: Any, size_before: Any, scale: float | None) -> bool:
+    """Whether a size is another one times a power of two, so that no quotient is rounded."""
+    if not (isinstance(size, int) and isinstance(size_before, int)) or size % size_before:
+        return False
+    factor = size // size_before
+    # Twice the size, or the same, is what eager takes without a look at the scale.
+    return factor in (1, 2) or (factor & (factor - 1) == 0 and scale in (None, factor))
+
+
+def _doubled(upsample: Callable[..., Any]) -> Callable[..., Any]:
+    """Upsamples to twice the size (2.1 times seven is 14, too) as eager: each element twice."""
+
+    def decomposition(
+        x: torch.Tensor,
+        output_size: Sequence[Any],
+        scales_h: float | None = None,
+        scales_w: float | None = None,
+    ) -> Any:
+        scales = zip(output_size, x.shape[-2:], (scales_h, scales_w), strict=True)
+        return upsample(x, output_size, *(None if _is_doubled(*one) else one[2] for one in scales))
+
+    return decomposition
+
+
+def _by_window(backward: Any) -> Callable[..., Any]:
+    """Corrects the gradient of average pooling for windows that ``ceil_mode`` cuts off.
+
+    Inductor divides by the size of a whole window, eager and the forward by what is left of it.
+    """
+
+    def decomposition(
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        *how: Any,
+    ) -> Any:
+        ceil_mode, count_include_pad, divisor = (*how, None)[:3]
+        if not (ceil_mode and count_include_pad) or divisor is not None:
+            return NotImplemented
+        kind = torch.promote_types(gradient.dtype, torch.float32)
+        scaled = gradient.to(kind)
+        axes = zip(kernel_size, stride or kernel_size, padding, strict=True)
+        for dim, (window, step, pad) in enumerate(axes, -len(kernel_size)):
+            starts = torch.arange(gradient.shape[dim], device=gradient.device) * step
+            left = (x.shape[dim] + 2 * pad - starts).clamp(max=window)
+            scaled = scaled * (window / left.to(kind)).view([-1] + [1] * (-dim - 1))
+        pooled = (scaled.to(gradient.dtype), x, kernel_size, stride, padding, True, True)
+        return backward(*pooled, math.prod(kernel_size))
+
+    return decomposition
+
+
+def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Imports the module that a decomposition of PyTorch needs to be imported."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return decomposition(*args, **kwargs)
+
+    return decomposed
+
+
+def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the result of ``cat`` contiguous, unless it is channels-last: it may be a mere copy."""
+
+    def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+        made = cat(tensors, dim)
+        if not isinstance(made, torch.Tensor) or (made.dim() in (4, 5) and _is_channels_last(made)):
+            return made
+        return made.contiguous()
+
+    return decomposition
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=form)
+
+
+def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces negative indices by one that is out of range, for which a kernel raises."""
+
+    def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        size = x.shape[dim] if x.dim() else 1
+        return decomposition(x, dim, torch.where(index < 0, size, index), *rest, **options)
+
+    return checked
+
+
+SCATTERS = (
+    aten.diagonal_scatter.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.as_strided_scatter.default,
+)
+
+
+def scatters_into_complex(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph scatters into a complex tensor.
+
+    Inductor turns scatters into an in-place write through a view, and runs later readers after the
+    write only if the view is its own. Views of complex tensors are PyTorch's: a product after the
+    write could run before it.
+    """
+    scatters = (n for n in module.graph.nodes if n.target in SCATTERS)
+    return any(node.meta["val"].is_complex() for node in scatters)
