@@ -152,6 +152,18 @@ def test_a_model_that_holds_the_cache_that_it_is_given_runs_eagerly() -> None:
     assert "its own" in run.last_report.ran_eagerly
 
 
+class StartsEmpty(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        keys = (x * 2 + 1).view(2, 3, 4, 8).transpose(1, 2)
+        return torch.cat([torch.tensor([]), keys], dim=-2), keys.sum()
+
+
+def test_a_tensor_appended_to_an_empty_one_is_laid_out_as_in_eager() -> None:
+    x = torch.randn(2, 3, 32)
+    run = lazyinline.compile(StartsEmpty(), backend="inductor")
+    assert_close(run(x), StartsEmpty()(x))
+
+
 def test_a_cache_passed_twice_is_one() -> None:
     class Two(nn.Module):
         def forward(self, x: Tensor, a: Cache, b: Cache) -> tuple[Tensor, Cache]:

@@ -228,6 +228,16 @@ def test_second_derivatives_go_through_rules(derivative: str) -> None:
         torch.testing.assert_close(own, other)
 
 
+@pytest.mark.parametrize("train", [False, True])
+@both
+@pytest.mark.sweep(keep="True")
+def test_it_is_written_as_onnx(derivative: str, train: bool, tmp_path: Any) -> None:
+    model = Net(MADE[derivative](f"onnx_{train}"))
+    report = lazyinline.export_onnx(model, (points(),), tmp_path / "model.onnx", train=train)
+    assert report.max_relative_error is not None
+    assert report.max_relative_error < 1e-4
+
+
 @both
 @pytest.mark.sweep(keep="none")
 def test_it_is_kept_on_disk_and_not_mistaken_for_a_changed_rule(derivative: str) -> None:

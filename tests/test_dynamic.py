@@ -334,6 +334,19 @@ def test_sizes_that_are_named_from_the_start_may_meet_numbers_and_further_shapes
         assert_close(run(x, 3), model(x, 3))
 
 
+def test_an_input_that_is_not_contiguous_is_compiled_for_itself() -> None:
+    inputs = [
+        x
+        for length in (4, 6, 7)
+        for x in (torch.randn(2, length, 8), torch.randn(length, 2, 8).transpose(0, 1))
+    ]
+    model = Wrapped(torch.tanh)
+    compiled = lazyinline.compile(model, backend="eager")
+    for x in inputs:
+        assert_close(compiled(x), model(x))
+    assert counts(compiled)[1] == 1
+
+
 def in_layouts(shape: Shape) -> list[Tensor]:
     """One tensor of four dimensions in each layout that views of the same shape may have."""
     wide = torch.randn(shape[0], 9, *shape[2:], generator=torch.Generator().manual_seed(0))

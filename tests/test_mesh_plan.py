@@ -26,6 +26,7 @@ from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.numbers import note_examples
 from lazyinline.frontend.passes.state import Subject, between, run, step_goal
+from lazyinline.pipeline_parallel.mesh import problem
 from lazyinline.pipeline_parallel.mesh.choices import Choices, _fits
 from lazyinline.pipeline_parallel.mesh.layouts import (
     Axis,
@@ -287,6 +288,21 @@ def test_no_choice_is_cheaper(bytes_per_s: float) -> None:
     options = (dict(zip(choices.groups, pick, strict=True)) for pick in every)
     cheapest = min(evaluated(choices, moves, {}, picked).seconds for picked in options)
     assert found.seconds == pytest.approx(cheapest)
+
+
+@pytest.mark.parametrize("share", [1.01, 0.66])
+def test_a_plan_takes_as_long_where_the_simplex_method_takes_too_many_steps(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, axes = decoder_step("llama"), [axis("tensor", 4)]
+    limit = int(share * find_plan(step, axes, RATES).plan.held_bytes)
+    plain = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
+    monkeypatch.setattr(problem, "_SIMPLEX_STEPS", 1)
+    found = find_plan(step, axes, RATES, memory_bytes_per_rank=limit)
+    solution, before = found.taken.solution, plain.taken.solution
+    assert solution.bound_s == pytest.approx(before.bound_s)
+    assert solution.is_scarce == before.is_scarce == (share < 1)
+    assert ("no plan with equal layers takes less" in found.plan.table) == (share < 1)
 
 
 class WithoutRule(nn.Module):

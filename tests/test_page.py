@@ -20,7 +20,7 @@ from torch.utils.benchmark import Measurement
 import lazyinline
 from lazyinline.backend.cache.results import CacheUse
 from lazyinline.frontend import measure
-from lazyinline.frontend.capture.regions import SharingDecision
+from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory, PartRecord, PassRecord
 from lazyinline.frontend.measure import Errors
 from lazyinline.frontend.page import sections, write
@@ -28,6 +28,7 @@ from lazyinline.frontend.page.page import compile_page, measured_page
 from lazyinline.frontend.page.sections import arena_section, runs
 from lazyinline.frontend.page.write import PageData, as_json, ratio_range, times_less, write_page
 from lazyinline.frontend.report import CompileReport
+from lazyinline.frontend.reuse_table import reuse_table
 from lazyinline.reuse.ir.printer import WIDTH, bytes_text, flops_text, folded, seconds_text
 
 ASSETS = pathlib.Path(write.__file__).parent / "assets"
@@ -196,6 +197,20 @@ class Layer(nn.Module):
         super().__init__()
         self.number, self.hidden, self.dropout = number, hidden, dropout
         self.act, self.bias = act, bias
+
+
+def test_a_table_of_long_keys_fits_a_screen() -> None:
+    settings = (4096, 0.125, "an activation with a long name", True)
+    first, second = (InitKeys().key(Layer(number, *settings)) for number in range(2))
+    decisions = [
+        SharingDecision("layers.0", "Layer", False, key=first),
+        SharingDecision("layers.1", "Layer", True, compared_with="layers.0", key=second),
+    ]
+    head, *lines, note = reuse_table(decisions)
+    assert max(map(len, (head, *lines, note))) <= 98
+    assert head.endswith("  calls") and lines[0].endswith("  2")
+    assert "".join(lines).count("=") == 5
+    assert note == "    one closure although number differs"
 
 
 def test_every_buffer_of_a_plan_is_a_box_at_its_address(

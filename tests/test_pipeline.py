@@ -183,6 +183,29 @@ class Layouts(nn.Module):
         return y, y.t(), y[:, :1].expand(-1, 6), wide[..., 1], wide[::2, 1:, 0], y.sum(), x[:, 1:]
 
 
+class Unpacking(nn.Module):
+    """Takes a batch apart; each block needs a part of it in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, both: Tensor) -> Tensor:
+        _, x = both.unbind(1)
+        y, row = x * self.scale, x
+        for block in self.blocks:
+            y, row = block(y, row)
+        return y.square().mean()
+
+
+def test_a_stage_that_takes_its_batch_apart_keeps_the_right_part(alone: None) -> None:
+    torch.manual_seed(0)
+    model, args = Unpacking(), (torch.rand(BATCH, 2, 3, 8),)
+    pipe = make(model, args, "1F1B", num_stages=1, backend="inductor")
+    assert not train(pipe, model, args, steps=2)
+
+
 @pytest.mark.parametrize("schedule", OF_ONE_RANK)
 @pytest.mark.sweep(keep=["Interleaved1", "ZBV"])
 def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str) -> None:

@@ -24,6 +24,7 @@ from test_pipeline import (
 from torch import nn
 
 from lazyinline import PipelineError
+from lazyinline.frontend.passes import link
 from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 HERE = "test_pipeline_processes"
@@ -268,6 +269,22 @@ def test_five_steps_have_the_bits_of_fused(alone: None, schedule: str) -> None:
     assert apart.step_peak_bytes < pipe.step_peak_bytes <= apart.step_peak_bytes + sums + 4096
     if schedule == "LoopedBFS":  # all forwards come first, and sums lie where activations lay
         assert pipe.step_peak_bytes < apart.step_peak_bytes + sums / 2
+
+
+def test_what_cannot_be_in_the_program_is_done_after_the_step_and_named(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = link.Unplanned("not planned in this test")
+    monkeypatch.setattr(link, "other_devices", lambda devices: why)
+    model, args = net_and_batch(**SIZES)
+    expected = copy.deepcopy(model)
+    pipe = make(model, args, optimizer=adamw(model))
+    apart, theirs = make(expected, args), adamw(expected)
+    for _ in range(2):
+        assert torch.equal(pipe.step(*args), apart.step(*args))
+        theirs.step()
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert "memory is not planned" in pipe.last_report.update_after
 
 
 def test_an_optimizer_that_changed_is_an_error_while_it_differs(alone: None) -> None:
