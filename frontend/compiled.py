@@ -17,7 +17,7 @@ from ..backend.launches.torch_native import Hold
 from ..backend.run.planned import PlannedProgram, Runtime
 from ..reuse.ir.leaf import interpret
 from ..reuse.ir.program import Closure, ModelTensor, Program
-from ..reuse.ir.torch_symbols import Values
+from ..reuse.ir.torch_symbols import Values, type_at
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
 from .capture.surroundings import one_at_a_time
@@ -176,6 +176,10 @@ class CompiledProgram:
     def interpret(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program operator by operator, so that autograd records each one."""
         return interpret(self.captured.program, inputs, self.values)
+
+    def with_numbers(self, types: Sequence[Type]) -> list[Type]:
+        """Returns types of its derivative with the numbers that its symbols have here."""
+        return [type_at(t, self.values or Values()) for t in types]
 
     @property
     def has_late_backward(self) -> bool:

@@ -39,8 +39,7 @@ def partition(
     _pick_of_unused(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition
     forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
-    _drop_second_draws(backward)
-    return forward, backward
+    return forward, _without_second_draws(backward)
 
 
 def _drop_unused_picks(joint: GraphModule) -> None:
@@ -64,8 +63,8 @@ def _pick_of_unused(joint: GraphModule) -> None:
         pick.meta.update({**node.meta, "val": value[0]})
 
 
-def _drop_second_draws(backward: GraphModule) -> None:
-    """Removes random operators that a partitioner copied into the backward.
+def _without_second_draws(backward: GraphModule) -> GraphModule:
+    """Returns a backward without the random operators that a partitioner copied into it.
 
     Their results are unused there (the draws are saved), but running them would advance the
     generator, and every later mask would differ from eager's. One may feed another, so all unused
@@ -76,7 +75,7 @@ def _drop_second_draws(backward: GraphModule) -> None:
             backward.graph.erase_node(node)
         else:
             assert not is_draw(node), f"{node.target} would be drawn twice"
-    backward.recompile()
+    return module_of(backward.graph, backward)  # the partitioner's is not lazy
 
 
 # ---- cuts of our own -----------------------------------------------------------------------------

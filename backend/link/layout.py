@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -331,7 +332,7 @@ def layout_of(
 def least_bytes(layout: Layout) -> int:
     """Returns the fewest bytes that a layout holds at its peak, in the arena and outside."""
     placed = [b for b in layout.instances if b.kind == "arena" and b.device is None]
-    return most_bytes(placed) + most_bytes(outside(layout))
+    return sum(most_bytes(changes(buffers)) for buffers in (placed, outside(layout)))
 
 
 def outside(layout: Layout) -> list[Instance]:
@@ -340,10 +341,15 @@ def outside(layout: Layout) -> list[Instance]:
     return found + layout.scratch + layout.workspaces
 
 
-def most_bytes(instances: Sequence[Instance], numbers: Numbers = PLAIN) -> int:
-    """Returns the most bytes of buffers that are live at one time."""
-    both = [((b.birth, n := int(numbers.of(b.num_bytes))), (b.death, -n)) for b in instances]
-    return max(accumulate((n for _, n in sorted(chain.from_iterable(both))), initial=0))
+def changes(instances: Sequence[Instance]) -> list[tuple[int, int]]:
+    """Returns what buffers add to the live bytes (1) or take (-1), in time; ends come first."""
+    both = (((b.death, -1, b.num_bytes), (b.birth, 1, b.num_bytes)) for b in instances)
+    return [(s, n) for _, s, n in sorted(chain.from_iterable(both), key=itemgetter(0, 1))]
+
+
+def most_bytes(changed: Sequence[tuple[int, int]], numbers: Numbers = PLAIN) -> int:
+    """Returns the most bytes that are live at one time, of the changes of buffers."""
+    return max(accumulate((sign * int(numbers.of(n)) for sign, n in changed), initial=0))
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:

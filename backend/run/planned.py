@@ -195,8 +195,8 @@ class PlannedProgram:
         return layout.most_bytes(self._outside, self._numbers)
 
     @functools.cached_property
-    def _outside(self) -> list[layout.Instance]:
-        return layout.outside(self.layout)
+    def _outside(self) -> list[tuple[int, int]]:
+        return layout.changes(layout.outside(self.layout))
 
     @property
     def workspace_bytes(self) -> int:

@@ -36,7 +36,7 @@ class Backward:
         assert derivative is not None
         self.runtime = compiled.runtime
         self.outputs = derivative.cotangent_outputs
-        self.types: Sequence[Any] = derivative.backward.input_types[-len(self.outputs) :]
+        self.types = compiled.with_numbers(derivative.backward.input_types[-len(self.outputs) :])
         self.places = [full.gradient_inputs.index(i) for i in derivative.gradient_inputs]
         self._copied: tuple[int, ...] | None = None
 
@@ -143,6 +143,7 @@ class Bridge:
         assert compiled.derivative is not None
         self.program = compiled.captured.program
         self._compiled, self.facts = compiled, compiled.facts
+        self.with_numbers = compiled.with_numbers
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
         self.aliases = engine.Aliases(self.facts.view_roots, derivative.cotangent_outputs)
@@ -153,9 +154,6 @@ class Bridge:
         watched = [i for i in compiled.watched_inputs if i not in written]
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
-        types = derivative.backward.input_types
-        self.saved = engine.SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
-        self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
         # Inputs that only a derivative of the backward may need. Those that the forward overwrites
         # come last: no gradient depends on them, so they are not checked for changes.
@@ -182,6 +180,12 @@ class Bridge:
             request = GradientRequest(used, (), places, is_differentiated=False)
         self.facts.habit.note(request)
         return request is not None
+
+    @cached_property
+    def saved(self) -> engine.SavedTensors:
+        """Checks saved tensors before a backward reads them."""
+        types = self.derivative.backward.input_types[1 : self.num_kept + 1]
+        return engine.SavedTensors(self.with_numbers(types))  # type: ignore[arg-type]
 
     @cached_property
     def gradients(self) -> Gradients:
@@ -420,11 +424,11 @@ class _CompiledFunction(torch.autograd.Function):
             results[place + 1] = gradient
         if unused:
             absent = bridge.facts.absent_gradients(unused)
-            for place, type_ in enumerate(bridge.gradient_types):
+            for place, type_ in enumerate(derivative.backward.output_types):
                 if place in absent:
                     results[place + 1] = None
                 elif results[place + 1] is None:
-                    results[place + 1] = engine.cotangent_like(type_)
+                    results[place + 1] = engine.cotangent_like(bridge.with_numbers([type_])[0])
             if any(output in left for output in backward.outputs):
                 _refuse_no_numbers(bridge.program, left, [g for g in results if g is not None])
         return results

@@ -18,7 +18,7 @@ from ...backend.gpu.torch_triton import LoadedKernel
 from ...backend.kernels.lower import InductorBackend, can_record, closure_list
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
-from ...backend.link.layout import Layout, layout_of, least_bytes, most_bytes, outside
+from ...backend.link.layout import Layout, changes, layout_of, least_bytes, most_bytes, outside
 from ...backend.link.link import FlatProgram, copied_between_devices, link
 from ...backend.link.placement import Place, Tools, UnalignedError
 from ...backend.run.planned import PlannedProgram, Runtime
@@ -319,7 +319,8 @@ def held_bytes(state: Compilation) -> int:
         return losses + least_bytes(_layout(state))
     if is_step:
         lists = {leaf: closure_list(leaf) for leaf in leaves_of(state.linked)}
-        return losses + most_bytes(outside(layout_of(state.linked, lists, [0], results="copied")))
+        own = outside(layout_of(state.linked, lists, [0], results="copied"))
+        return losses + most_bytes(changes(own))
     assert state.derivative is not None
     return state.derivative.saved_type.num_bytes
 

@@ -9,7 +9,7 @@ planned again. A shape that fits none of these programs gets another one, or a l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import TensorType, strides_that_matter
 from .context import Context, leaves_of
 from .link import devices_of, noted, plan_at, runs_of, why_unplanned
-from .numbers import check_layouts, results_at, signature_at, with_numbers
+from .numbers import check_layouts, results_at, with_numbers
 from .state import Compilation, State
 
 _CPU = torch.device("cpu")
@@ -69,12 +69,7 @@ class ManyShapes:
         for pattern in reversed(self._patterns):
             numbers = pattern.at(values)
             if numbers is not None:
-                derivative, runs = state.derivative, pattern.runs.at(numbers)
-                if derivative is not None and state.goal.kind != "step":
-                    # The first input is the saved tensors, whose type nobody reads.
-                    backward = signature_at(derivative.backward, values, num_open=1)
-                    derivative = replace(derivative, backward=backward)
-                return noted(state, runs, values=values, derivative=derivative)
+                return noted(state, pattern.runs.at(numbers), values=values)
         return None
 
     def _room_for(self, state: Compilation, values: Values) -> Values:

@@ -114,13 +114,9 @@ def check_layouts(kernels: Any) -> None:
             raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
 
 
-def signature_at(closure: Closure, values: torch_symbols.Values, num_open: int = 0) -> Composite:
-    """Returns an empty closure with the types of another one, with the numbers of a shape.
-
-    The first ``num_open`` inputs keep their symbols.
-    """
-    given = closure.input_types
-    inputs = (*given[:num_open], *(torch_symbols.type_at(t, values) for t in given[num_open:]))
+def signature_at(closure: Closure, values: torch_symbols.Values) -> Composite:
+    """Returns an empty closure with the types of another one, with the numbers of a shape."""
+    inputs = (torch_symbols.type_at(t, values) for t in closure.input_types)
     outputs = (torch_symbols.type_at(t, values) for t in closure.output_types)
     program = Program(tuple(map(Value, inputs)), (), tuple(map(Value, outputs)))
     return Composite(closure.name, program)
