@@ -173,3 +173,17 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
         wanted = gradients(expected, expected, torch.arange(4.0))
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     torch.testing.assert_close(gradients(model, compiled, torch.arange(4.0)), wanted)
+
+
+def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
+    traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return traced(x) * 2
+
+    compiled = lazyinline.compile(Calls(), backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2).sin() * 2)
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    assert "torch.jit" in report.ran_eagerly

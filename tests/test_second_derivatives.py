@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import decoders
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
 from lazyinline import PlanError
+from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.training_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes import programs
@@ -190,6 +193,20 @@ def test_gradients_that_are_constants_are_there_at_every_call() -> None:
                 torch.testing.assert_close(one, other)
 
 
+def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eager() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x + y).sin() * x
+
+    compiled, expected = pair(Sum())
+    with torch.inference_mode():
+        shift = points(seed=1)
+    x, twin = (points().requires_grad_() for _ in range(2))
+    compiled(x, shift).sum().backward()
+    expected(twin, shift).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
 def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = []
     original = Compiler.compile_gradients
@@ -332,3 +349,13 @@ def test_what_a_gradient_would_draw_otherwise_is_drawn_operator_by_operator() ->
         with pytest.warns(UserWarning, match="operator by operator. on cuda"):
             assert_same(compiled, expected, penalty, points())
             assert_same(compiled, expected, third_order, points(6, 1))
+
+
+def test_what_a_gradient_would_draw_otherwise_is_found() -> None:
+    program = SimpleNamespace(calls=[])
+    counted = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draws, "of", lambda self, calls: next(counted))
+        for counts in ("2 on cpu and 1 on cpu", "1 on cuda and 1 on cuda"):
+            with pytest.raises(NotDifferentiatedError, match=f"random numbers.* draw {counts}"):
+                programs._require_same_draws(program, program)  # type: ignore[arg-type]
