@@ -32,11 +32,22 @@ _POOLING = (
     torch.ops.aten.max_pool3d_with_indices.default,
 )
 
+_TRUTHS = tuple(
+    getattr(packet, overload)
+    for packet in (aten.all, aten.any)
+    for overload in ("default", "dim", "dims")
+)
+
+_EXTREMES = (
+    *(getattr(aten, name).default for name in ("amin", "amax", "argmin", "argmax", "min", "max")),
+    *(getattr(aten, name).dim for name in ("min", "max")),
+)
+
 _AVERAGE_BACKWARDS = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with ten corrections.
+    """Returns Inductor's decomposition table, with twelve corrections.
 
     * Operators that refuse negative indices refuse them here, too.
     * ``cat`` of one tensor and empty ones has PyTorch's layout.
@@ -46,6 +57,9 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     * Pooling imports the module that its decompositions use, and that Inductor imports later.
     * ``index_put`` into a tensor with overlapping elements works on a copy.
     * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
+    * ``all`` and ``any`` of bytes are bytes, as in eager.
+    * The least and greatest of 8-bit integers are found among 32-bit ones: Inductor's vectors of bytes
+      are filled in part, and the zeros of the rest count (pytorch/pytorch#191499).
     * Nearest upsampling and its gradient take eager's elements.
     * Before torch 2.13, what is cast to fewer bits is written to memory.
     * The gradient of average pooling with ``ceil_mode`` divides by what a window at the border has.
@@ -66,6 +80,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     if torch.__version__ < "2.13":
         copying = torch.ops.aten._to_copy.default
         table[copying] = _rounding(table[copying])
+    table |= {operator: _of_bytes(operator, table.get(operator)) for operator in _TRUTHS}
+    table |= {operator: _among_wider(operator, table.get(operator)) for operator in _EXTREMES}
     nearest = aten.upsample_nearest2d.default
     table[nearest] = _doubled(table[nearest])
     table[aten.upsample_nearest2d_backward.default] = _by_scales
@@ -93,6 +109,31 @@ def _into_a_copy(operator: Any) -> Callable[..., Any]:
 
     def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
+
+    return decomposition
+
+
+def _of_bytes(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Makes the result of ``all`` or ``any`` a byte where the operand has bytes."""
+
+    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is torch.uint8:
+            return operator(x != 0, *args, **kwargs).to(torch.uint8)
+        return rule(x, *args, **kwargs) if rule is not None else NotImplemented
+
+    return decomposition
+
+
+def _among_wider(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Finds the least or greatest of 8-bit integers among 32-bit ones."""
+
+    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype not in (torch.int8, torch.uint8):
+            return rule(x, *args, **kwargs) if rule is not None else NotImplemented
+        found = operator(x.to(torch.int32), *args, **kwargs)
+        places = found if isinstance(found, tuple) else (found,)
+        narrow = [t.to(x.dtype) if t.dtype is torch.int32 else t for t in places]
+        return tuple(narrow) if isinstance(found, tuple) else narrow[0]
 
     return decomposition
 
