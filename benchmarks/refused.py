@@ -132,7 +132,7 @@ def swapped(compile: Compile) -> str:
     return f"rows {found[:, 0].tolist()}, eager {expected[:, 0].tolist()}: {verdict}"
 
 
-# ---- a gradient of averages, and a cast ----------------------------------------------------------
+# ---- averages, a cast, bytes --------------------------------------------------------------------
 
 
 class Averages(nn.Module):
@@ -171,6 +171,19 @@ def rounded(compile: Compile) -> str:
     found, expected = compile(Lost())(torch.ones(8) / 7), Lost()(torch.ones(8) / 7)
     verdict = "right" if torch.equal(found, expected) else "WRONG"
     return f"lost {found[0].item():.1e}, eager {expected[0].item():.1e}: {verdict}"
+
+
+class Least(nn.Module):
+    """Finds the least of some bytes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x | x).amin(), x + 1
+
+
+def least(compile: Compile) -> str:
+    """Says whether what is found is one of the bytes."""
+    found = compile(Least())(torch.arange(50, 150, dtype=torch.uint8))[0].item()
+    return f"least {found}, eager 50: {'right' if found == 50 else 'WRONG'}"
 
 
 # ---- more blocks than the limit ------------------------------------------------------------------
@@ -303,6 +316,9 @@ ROWS: Mapping[str, Row] = {
         "pytorch#176565, #179561",
         lambda: rounded(compile_afresh),
         lambda: rounded(lazyinline.compile),
+    ),
+    "bytes": Row(
+        "pytorch#191499", lambda: least(compile_afresh), lambda: least(lazyinline.compile)
     ),
     "limit per block": Row("vllm#27178, torchtitan#3737", blocks_of_torch, blocks_of_ours),
     "functions in ONNX": Row(
