@@ -58,8 +58,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     * ``index_put`` into a tensor with overlapping elements works on a copy.
     * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
     * ``all`` and ``any`` of bytes are bytes, as in eager.
-    * The least and greatest of 8-bit integers are found among 32-bit ones: Inductor's vectors of bytes
-      are filled in part, and the zeros of the rest count (pytorch/pytorch#191499).
+    * The least and greatest of 8-bit integers are found among 32-bit ones: Inductor fills vectors
+      of bytes in part, and the zeros of the rest count (pytorch/pytorch#191499).
     * Nearest upsampling and its gradient take eager's elements.
     * Before torch 2.13, what is cast to fewer bits is written to memory.
     * The gradient of average pooling with ``ceil_mode`` divides by what a window at the border has.
