@@ -55,9 +55,8 @@ def results_at(program: Program, values: torch_symbols.Values) -> Program:
 
 
 def _at(values: torch_symbols.Values, held: Any) -> Any:
-    size = (
-        held.size if isinstance(held, torch_symbols.SizeLiteral) else held
-    )  # a literal comes from a file
+    # A literal comes from a file.
+    size = held.size if isinstance(held, torch_symbols.SizeLiteral) else held
     is_size = held is not size or isinstance(held, torch_symbols.SIZE_TYPES)
     return torch_symbols.value_of(torch_symbols.expression_of(size), values) if is_size else held
 
