@@ -28,6 +28,7 @@ from contracts import (
 )
 from hugging_face import example
 from torch import Tensor
+from torch.nn import functional as F
 
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
@@ -148,6 +149,18 @@ def test_elements_are_put_into_a_copy_of_what_has_one_place_for_several() -> Non
     copied = decompositions()[aten._unsafe_index_put.default]
     assert copied(x.clone(), (index,), row) is NotImplemented
     assert torch.equal(copied(x, (index,), row), x.clone().index_put((index,), row))
+
+
+@pytest.mark.parametrize(
+    "how", [([3], [2], [1]), ([4], [], [0]), ([3, 4], [2, 3], [1, 0])], ids=str
+)
+def test_gradients_of_averages_take_one_number_for_all_dimensions(how: Any) -> None:
+    """Of windows of which ``ceil_mode`` cuts some off."""
+    x = torch.randn(1, 2, 9, 8)
+    gradient = torch.randn_like(F.avg_pool2d(x, *map(tuple, how), ceil_mode=True))
+    backward = aten.avg_pool2d_backward.default
+    found = decompositions()[backward](gradient, x, *how, True, True)
+    torch.testing.assert_close(found, backward(gradient, x, *how, True, True, None))
 
 
 @contract(f"{INDUCTOR}.decomposition.select_decomp_table")

@@ -286,8 +286,8 @@ def casts_rounded() -> Iterator[None]:
             return lower(*args, **kwargs)
 
     # With it a C++ kernel takes the number before the cast for what reads the result as float32.
-    unrounded = mock.patch.object(CppKernel, "cache_dtype_convert", lambda *args: None, create=True)
-    with mock.patch.dict(lowerings, {cast: rounded}), unrounded:
+    no_cache = mock.patch.object(CppKernel, "cache_dtype_convert", lambda *args: None, create=True)
+    with mock.patch.dict(lowerings, {cast: rounded}), no_cache:
         yield
 
 

@@ -43,7 +43,7 @@ _EXTREMES = (
     *(getattr(aten, name).dim for name in ("min", "max")),
 )
 
-_AVERAGE_BACKWARDS = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+_AVERAGE_BACKWARDS = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -85,7 +85,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     nearest = aten.upsample_nearest2d.default
     table[nearest] = _doubled(table[nearest])
     table[aten.upsample_nearest2d_backward.default] = _by_scales
-    table |= {operator: _by_window(operator) for operator in _AVERAGE_BACKWARDS}
+    table |= {operator: _by_window(operator, n) for n, operator in _AVERAGE_BACKWARDS.items()}
     # A rule of an operator is one of its ``out`` overload, too, but takes no ``out``.
     left_out = {o for o in table if o in SCATTERS or str(o).endswith(".out")}
     return {operator: rule for operator, rule in table.items() if operator not in left_out}
@@ -199,7 +199,7 @@ def _doubled(upsample: Callable[..., Any]) -> Callable[..., Any]:
     return decomposition
 
 
-def _by_window(backward: Any) -> Callable[..., Any]:
+def _by_window(backward: Any, num_dims: int) -> Callable[..., Any]:
     """Corrects the gradient of average pooling for windows that ``ceil_mode`` cuts off.
 
     Inductor divides by the size of a whole window, eager and the forward by what is left of it.
@@ -218,13 +218,14 @@ def _by_window(backward: Any) -> Callable[..., Any]:
             return NotImplemented
         kind = torch.promote_types(gradient.dtype, torch.float32)
         scaled = gradient.to(kind)
-        axes = zip(kernel_size, stride or kernel_size, padding, strict=True)
-        for dim, (window, step, pad) in enumerate(axes, -len(kernel_size)):
+        # Each is a list of one number, for all dimensions, or of one for each.
+        given = (kernel_size, stride or kernel_size, padding)
+        windows, steps, pads = each = [[*one] * (num_dims // len(one)) for one in given]
+        for dim, window, step, pad in zip(range(-num_dims, 0), windows, steps, pads, strict=True):
             starts = torch.arange(gradient.shape[dim], device=gradient.device) * step
             left = (x.shape[dim] + 2 * pad - starts).clamp(max=window)
             scaled = scaled * (window / left.to(kind)).view([-1] + [1] * (-dim - 1))
-        pooled = (scaled.to(gradient.dtype), x, kernel_size, stride, padding, True, True)
-        return backward(*pooled, math.prod(kernel_size))
+        return backward(scaled.to(gradient.dtype), x, *each, True, True, math.prod(windows))
 
     return decomposition
 
