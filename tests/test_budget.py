@@ -50,7 +50,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_092, 21),
     "recompute": (1_080, 4),
     "pipeline_parallel": (7_173, 25),
-    "backend": (12_382, 44),
+    "backend": (12_383, 44),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
