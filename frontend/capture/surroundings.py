@@ -166,7 +166,10 @@ def generator_kept(effects: OnEffects) -> Iterator[None]:
     finally:
         generator.set_state(state)
     if seeded and effects == "refuse":
-        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
+        raise EffectError(
+            "The model's forward (or another thread meanwhile) sets the state of PyTorch's random "
+            "generator."
+        )
 
 
 @contextmanager
