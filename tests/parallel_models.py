@@ -211,7 +211,7 @@ def far_off(
     """
     alone, wrong, seen = copy.deepcopy(model), [], set[str]()
     args, kwargs = _arguments(batches(0))
-    dist.barrier()  # ranks may be threads: none seeds, to make its model, while another one captures
+    dist.barrier()  # ranks may be threads: none seeds for its model while another one captures
     parallel = lazyinline.parallelize(model, args, kwargs, mesh=mesh, plan=plan, **options)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone))
     for step in range(5):
