@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.guards.guard import CompiledRepeatedlyWarning
+from lazyinline.frontend.guard import CompiledRepeatedlyWarning
 
 STATES = (  # type, train or eval, which blocks are active
     (torch.float32, True, (0, 1)),

@@ -17,14 +17,14 @@ from ..reuse.errors import door
 from ..reuse.ir.printer import folded
 from ..reuse.ir.program import count_calls, inlined_sizes
 from .capture.regions import SharingDecision
-from .checks.refusals import check_example
+from .compile_record import alike
 from .compiler import Compiler
 from .marks import is_marked
 from .measure import generators_kept, warm_up_compiler
 from .options import Options
 from .passes.state import Goal
+from .refusals import check_example
 from .report import CompileReport
-from .reuse_table import alike
 
 _REASONS_INDENT = 15
 """The column at which reasons begin, below a pair of blocks that were kept apart."""

@@ -24,7 +24,7 @@ from . import inspection
 from .advise import advise
 from .fit import fit
 from .measure import MeasureReport, measure
-from .onnx.export import export_onnx
+from .onnx_file import export_onnx
 from .options import Options
 from .page.page import measured_page
 from .page.write import about, error_text, write_page

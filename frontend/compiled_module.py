@@ -24,8 +24,8 @@ from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modu
 from ..reuse.ir.printer import folded
 from ..reuse.ir.program import Program
 from ..reuse.torch_names import global_hook_tables
+from . import refusals
 from .capture.blocks import Reuse
-from .checks import refusals
 from .dispatch import torch_slot
 from .dispatch.dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
 from .dispatch.model_dispatcher import ModelDispatcher

@@ -38,12 +38,11 @@ from .compiled import (
     GradientRequest,
     step_without_tensors,
 )
-from .effects.kept import OnContents
+from .effects.effects import OnContents
 from .options import Options
 from .passes import programs, stages
 from .passes.context import Context
-from .passes.link import describe_gpu, link_program, linked
-from .passes.many_shapes import ManyShapes
+from .passes.link import ManyShapes, describe_gpu, link_program, linked
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
 from .passes.numbers import results_at
 from .passes.recompute import choose_recompute

@@ -19,10 +19,9 @@ from ..reuse.errors import PlanError, door
 from ..reuse.ir.costs import Cost
 from ..reuse.ir.program import Program
 from .capture.blocks import Reuse
-from .checks.refusals import check_example
 from .compiler import PASSES
-from .mesh_planner import AskedPlan, Plan, stage_dimension
-from .onnx.check import copied
+from .mesh_placement import AskedPlan, Plan, stage_dimension
+from .onnx_file import copied
 from .options import Batching, LossFunction, LossModel, Options, split_batch
 from .passes.context import Context
 from .passes.link import launched
@@ -30,6 +29,7 @@ from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, shard
 from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
 from .passes.stages import of_rank
 from .passes.state import Subject, between, run, step_goal
+from .refusals import check_example
 
 if TYPE_CHECKING:
     from ..pipeline_parallel.mesh.layouts import Axis

@@ -24,12 +24,12 @@ from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
-from .checks.refusals import check_example
 from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
 from .options import Batching, LossModel, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal
+from .refusals import check_example
 from .saved.load import Opened, load
 from .saved.parts import read_texts
 from .saved.ranks import read_table

@@ -28,14 +28,14 @@ from ..reuse import torch_pytree
 from ..reuse.errors import PlanError, door
 from ..reuse.ir.printer import folded
 from .capture.blocks import Reuse
-from .checks.refusals import check_example, check_runnable
 from .compiled_module import CompiledModule
 from .compiler import Compiler
-from .onnx.check import copied, gap
+from .onnx_file import copied, gap
 from .options import Batching, LossModel, Options, check_count, loss_of, split_batch
 from .page.page import measured_page
 from .page.write import error_text, write_page
 from .passes.state import Goal, step_goal
+from .refusals import check_example, check_runnable
 from .report import CompileReport, cpu_seconds
 from .training_step import TrainingStep
 

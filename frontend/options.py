@@ -17,8 +17,8 @@ from ..reuse import torch_pytree
 from ..reuse.errors import LazyInlineError, PipelineError, PlanError, ReuseError
 from ..reuse.torch_names import is_lazy
 from .capture.blocks import REUSE_CHOICES, Reuse
-from .checks.refusals import refuse_containers
-from .checks.torch_state import why_no_memory, why_watched
+from .refusals import refuse_containers
+from .tracing.torch_state import why_no_memory, why_watched
 
 Boundaries = Literal["kept", "fused"]
 BOUNDARY_CHOICES: tuple[str, ...] = get_args(Boundaries)

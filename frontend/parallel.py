@@ -31,12 +31,17 @@ from ..reuse.ir.program import ModelTensor, tensor_type
 from ..reuse.ir.types import in_own_storage
 from .autograd.torch_engine import have_hooks
 from .capture.blocks import Reuse
-from .checks.refusals import check_example, check_leaves, check_runnable
-from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
-from .guards.guard import Guard
-from .mesh_parameters import KeptOnMesh, MeshParameters, gradient_of, local_part, part_of
-from .mesh_planner import AskedPlan, stage_dimension
+from .guard import Guard
+from .mesh_placement import (
+    AskedPlan,
+    KeptOnMesh,
+    MeshParameters,
+    gradient_of,
+    local_part,
+    part_of,
+    stage_dimension,
+)
 from .options import Batch, Batching, LossFunction, LossModel, Options, check_count
 from .page.page import compile_page
 from .page.sections import mesh_section
@@ -48,6 +53,8 @@ from .passes.programs import PARTS, tensor_name
 from .passes.rank import Split, Splitting
 from .passes.state import Compilation, Subject, between, run, step_goal
 from .pipeline import AskedPipeline, Pipeline, check_sums, table_of
+from .refusals import check_example, check_leaves, check_runnable
+from .tracing.torch_state import mode_around, refuse_mode
 
 _State = TypeVar("_State")
 

@@ -15,16 +15,15 @@ from ..reuse import torch_pytree
 from ..reuse.errors import FileError, PlanError
 from ..reuse.ir.printer import text_to_compare
 from ..reuse.ir.program import ModelTensor
-from .checks.refusals import check_leaves
 from .compiler import PASSES
-from .guards.guard import Guard
-from .mesh_parameters import KeptOnMesh, WholeParameters
-from .mesh_planner import stage_dimension
+from .guard import Guard
+from .mesh_placement import KeptOnMesh, WholeParameters, stage_dimension
 from .options import LossModel
 from .passes.mesh import sharder_of
 from .passes.programs import tensor_name
 from .passes.state import Compilation, State, between, run
 from .pipeline import AskedPipeline, fitted
+from .refusals import check_leaves
 
 
 class ParallelElsewhere:

@@ -25,10 +25,8 @@ from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor, tensor_type
 from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .capture.blocks import Reuse
-from .checks.refusals import check_example, check_leaves, check_runnable
-from .checks.torch_state import mode_around, refuse_mode
 from .compiler import PASSES, made_by
-from .guards.guard import Guard
+from .guard import Guard
 from .options import Batch, LossFunction, LossModel, Options, check_count
 from .page.page import ShownPlan
 from .passes.context import Context
@@ -46,7 +44,9 @@ from .passes.rank import (
 )
 from .passes.stages import limit_bytes
 from .passes.state import OnMesh, Subject, between, run
+from .refusals import check_example, check_leaves, check_runnable
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
+from .tracing.torch_state import mode_around, refuse_mode
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6

@@ -16,10 +16,17 @@ from tqdm import tqdm
 from ..reuse.ir.printer import closure_names, folded
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
-from .compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
+from .compile_record import (
+    ClosureRecord,
+    CompileRecord,
+    PartRecord,
+    PassRecord,
+    not_shared_lines,
+    part_lines,
+    reuse_table,
+)
 from .page.page import compile_page
 from .page.write import write_page
-from .reuse_table import not_shared_lines, reuse_table
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 

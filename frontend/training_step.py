@@ -22,20 +22,20 @@ from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
+from . import refusals
 from .autograd.bridge import picker
 from .autograd.torch_engine import HandedGradients
 from .capture.blocks import Reuse
-from .checks import refusals
-from .checks.torch_state import autograd_mode_around, mode_around, refuse_mode
 from .compiled import CompiledStep
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
-from .guards.guard import Inputs
+from .guard import Inputs
 from .options import Batching, Boundaries, LossFunction, LossModel, Options, split
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
 from .torch_optimizer import StateFacts, StepOptimizer, step_optimizer
+from .tracing.torch_state import autograd_mode_around, mode_around, refuse_mode
 
 
 @without_torchs
@@ -435,7 +435,7 @@ class _StepEntry:
     is_small = False
 
     def rest(self) -> None:
-        """See :class:`.guards.guard.Entry`. The user's ``.grad`` tensors keep their memory."""
+        """See :class:`.guard.Entry`. The user's ``.grad`` tensors keep their memory."""
         self.handed = self._lease = self._token = self._before = self._handed_before = None
         self._staging, self._batch = [], []
         self._compiled.runner.rest()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline.frontend.effects.torch_allowed_calls import is_allowed
-from lazyinline.frontend.tracing.torch_settings import settings
+from lazyinline.frontend.tracing.torch_state import settings
 
 
 class Asks(nn.Module):

@@ -19,10 +19,9 @@ from printed import too_long
 import lazyinline
 from lazyinline.backend.files import torch_store
 from lazyinline.backend.kernels import lower
-from lazyinline.frontend import commands, inspection, measure
+from lazyinline.frontend import commands, inspection, measure, onnx_file
 from lazyinline.frontend.capture import blocks
 from lazyinline.frontend.commands import COMMANDS, error_line
-from lazyinline.frontend.onnx import export
 from lazyinline.recompute import planner as policy
 from lazyinline_command.main import main, make_parser
 
@@ -310,7 +309,7 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
             if name in taken:
                 assert tuple(action.choices or ()) == tuple(taken[name])
                 assert not action.default or action.default in taken[name]
-    assert actions_of(parsers["export"])["opset"].default == export.MIN_OPSET
+    assert actions_of(parsers["export"])["opset"].default == onnx_file.MIN_OPSET
     said = parsers["cache"].description or ""
     for name in (
         torch_store.DIRECTORY_VARIABLE,

@@ -209,7 +209,7 @@ def test_trees_go_apart_and_together() -> None:
     leaves, spec = pytree.tree_flatten(BaseModelOutput(last_hidden_state=torch.ones(2)))
     assert len(leaves) == 1, "outputs of Hugging Face are registered"
     assert type(pytree.tree_unflatten(leaves, spec)) is BaseModelOutput
-    from lazyinline.frontend.saved.trees import Record  # registered with it
+    from lazyinline.frontend.saved.saved_model import Record  # registered with it
 
     leaves, spec = pytree.tree_flatten(Record("Output", {"a": 1, "keys": (2,)}))
     assert leaves == [1, 2]

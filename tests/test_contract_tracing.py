@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from lazyinline.frontend.tracing import torch_settings, torch_tracing
+from lazyinline.frontend.tracing import torch_state, torch_tracing
 from lazyinline.reuse.ir.torch_fake_rules import kernels_own_rules
 from lazyinline.reuse.torch_names import modules_left
 
@@ -367,11 +367,11 @@ def test_functions_that_set_something_end_in_c_functions_of_known_names() -> Non
         "get_state": torch.get_rng_state,
         "initial_seed": torch.initial_seed,
     }.items():
-        assert name in c_calls_of(function) & set(torch_settings.settings().names)
+        assert name in c_calls_of(function) & set(torch_state.settings().names)
 
 
 def test_settings_of_pytorch_are_found_by_their_names() -> None:
-    found = torch_settings.settings()
+    found = torch_state.settings()
     asked = {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled"}
     assert asked | {"_get_flash_sdp_enabled", "_get_warnAlways"} <= found.getters
     assert {"set_num_threads", "_set_mkldnn_enabled", "_set_default_dtype"} <= found.setters

@@ -12,10 +12,10 @@ from models import block
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.checks.torch_state import TensorLayouts
+from lazyinline.frontend import guard
 from lazyinline.frontend.dispatch import dispatcher
-from lazyinline.frontend.guards import guard
 from lazyinline.frontend.sizes import shapes as dynamic
+from lazyinline.frontend.tracing.torch_state import TensorLayouts
 
 
 class Varying(nn.Module):
@@ -151,7 +151,7 @@ def num_programs(run: Any) -> int:
 
 @pytest.mark.parametrize("decides", [False, True])
 @pytest.mark.parametrize("way", ["compile", "step"])
-@pytest.mark.filterwarnings("ignore::lazyinline.frontend.guards.guard.CompiledRepeatedlyWarning")
+@pytest.mark.filterwarnings("ignore::lazyinline.frontend.guard.CompiledRepeatedlyWarning")
 @pytest.mark.sweep(keep=["compile-True", "step-False"])
 def test_each_value_of_a_float_gets_a_program_with_eagers_bits(way: str, decides: bool) -> None:
     torch.manual_seed(0)

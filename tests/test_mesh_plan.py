@@ -375,7 +375,7 @@ def test_rates_are_the_same_on_every_rank_and_in_the_file(tmp_path: pathlib.Path
 def test_a_plan_is_found_by_the_rates_of_the_mesh(
     bytes_per_s: float, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(2e6, 8e6))
+    monkeypatch.setattr(lazyinline.frontend.mesh_placement, "CPU", Rates(2e6, 8e6))
     links = {"tensor": AxisRates(bytes_per_s, 1e-7)}
     with one_of_many(2):
         parallel = lazyinline.parallelize(

@@ -21,7 +21,6 @@ from lazyinline.autodiff.traces import torch_make_fx
 from lazyinline.backend.run import planned
 from lazyinline.frontend import compiler
 from lazyinline.frontend.passes import link as link_pass
-from lazyinline.frontend.passes import many_shapes
 from lazyinline.frontend.sizes import torch_known_sizes
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 from lazyinline.frontend.torch_optimizer import StepOptimizer
@@ -193,13 +192,13 @@ def test_with_a_budget_each_shape_is_planned_for_itself(alone: mock.Mock) -> Non
 
 
 def test_launches_that_forgot_a_size_are_not_taken_for_other_shapes(alone: mock.Mock) -> None:
-    number = many_shapes.SizeTrace.number
+    number = link_pass.SizeTrace.number
 
     def forgets(trace: Any, size: Any) -> Any:
         found = number(trace, size)
         return int.__int__(found) if isinstance(found, Size) else found
 
-    with mock.patch.object(many_shapes.SizeTrace, "number", forgets):
+    with mock.patch.object(link_pass.SizeTrace, "number", forgets):
         steps_at(SHAPES[:4])
     assert alone.call_count == 4
 

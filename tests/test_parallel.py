@@ -195,7 +195,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
-    monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(2e6, 8e6))
+    monkeypatch.setattr(lazyinline.frontend.mesh_placement, "CPU", Rates(2e6, 8e6))
 
     def batch(seed: int) -> Any:  # all targets count: a mean of means is the mean
         ids, _ = tokens(seed, rows=2 if model is tiny_gpt else 4)
@@ -235,7 +235,7 @@ def test_a_plan_that_was_found_gives_what_one_process_gives_and_moves_what_it_sa
 def test_a_plan_is_found_for_dimensions_of_any_name_and_shown_on_a_page(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazyinline.frontend.mesh_planner, "CPU", Rates(2e6, 8e6))
+    monkeypatch.setattr(lazyinline.frontend.mesh_placement, "CPU", Rates(2e6, 8e6))
     with one_of_many(2):
         mesh, options = mesh_of(x=2), {"backend": "eager"}
         step = lazyinline.parallelize(tiny(1), tokens(), mesh=mesh, plan="auto", **options)

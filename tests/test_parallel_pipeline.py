@@ -19,7 +19,7 @@ from test_parallel import SEQUENCE
 from test_parallel_processes import hugging_face
 
 import lazyinline
-from lazyinline.frontend import mesh_planner
+from lazyinline.frontend import mesh_placement
 from lazyinline.frontend.passes import mesh
 from lazyinline.pipeline_parallel.mesh import torch_collectives
 from lazyinline.reuse.ir.costs import Rates
@@ -125,7 +125,7 @@ def train_four(rank: int, folder: pathlib.Path) -> list[str]:
         chosen["num_parts"] = chosen["micro_batches"]
         wrong += [f"{name}: {t}" for t in far_off(tiny(4, **kind), mesh, plan, batch, **chosen)]
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
-    with mock.patch.object(mesh_planner, "CPU", Rates(2e6, 8e6)):
+    with mock.patch.object(mesh_placement, "CPU", Rates(2e6, 8e6)):
         found = {**EAGER, "memory_bytes_per_rank": 260_000}
         for axes in ({"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}):
             wrong += far_off(tiny(4), mesh_of(**axes), "auto", batch, **found)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
-from lazyinline.frontend import mesh_planner
+from lazyinline.frontend import mesh_placement
 from lazyinline.reuse.ir.costs import Rates
 
 HERE = "test_parallel_processes"
@@ -37,7 +37,7 @@ def draw_as_one_process(rank: int, folder: pathlib.Path) -> list[str]:
 
 def draw_by_a_plan_that_was_found(rank: int, folder: pathlib.Path) -> list[str]:
     # Slow ranks and fast links, so that even a tiny model is worth splitting.
-    with mock.patch.object(mesh_planner, "CPU", Rates(2e6, 8e6)):
+    with mock.patch.object(mesh_placement, "CPU", Rates(2e6, 8e6)):
         return far_off(tiny(dropout=0.4), mesh_of(tensor=2), "auto", backend="eager")
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 import lazyinline
 from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.reuse_table import not_shared_lines
+from lazyinline.frontend.compile_record import not_shared_lines
 from lazyinline.reuse.evidence import slots
 from lazyinline.reuse.evidence.slots import OpenIndex, is_index
 

@@ -15,8 +15,8 @@ from ...backend.run.planned import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
-from ..checks.torch_state import autograd_mode_around
 from ..compiled import CompiledProgram, GradientRequest
+from ..tracing.torch_state import autograd_mode_around
 from . import torch_engine as engine
 from .gradients import FirstBackward, Gradients, ResultLinks, by_pytorch, drawing
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType, Type, in_own_storage, reach
 from ...reuse.torch_names import is_lazy, memory_id
-from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
+from ..tracing.torch_state import TensorLayouts, plain_cotangent, why_watched
 
 _MARK = "lazyinline"  # a key in the ``metadata`` of an autograd node
 

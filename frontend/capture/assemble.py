@@ -31,8 +31,7 @@ from ...reuse.ir.costs import tensors_of
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.torch_names import memory_id
-from ..effects.effects import find_fake
-from ..effects.kept import NOTHING_KEPT, Arguments, Kept
+from ..effects.effects import NOTHING_KEPT, Arguments, Kept, find_fake
 from ..tracing.torch_tracing import is_mode_switch
 from .blocks import NoBlocks, dissolve
 from .recording import Recording

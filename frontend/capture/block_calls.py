@@ -34,9 +34,9 @@ from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
-from ..checks.refusals import refuse_recurrent
-from ..checks.torch_state import modes_now
 from ..marks import only_copies, recompute_mark
+from ..refusals import refuse_recurrent
+from ..tracing.torch_state import modes_now
 from ..tracing.torch_tracing import WRITES, Tracer, is_fake, written_by
 from . import regions
 from .blocks import dissolve

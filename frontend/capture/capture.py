@@ -25,17 +25,24 @@ from ...reuse.evidence.module_state import walk_modules
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ...reuse.torch_pytree import cache_classes, numbered
-from ..checks import refusals
-from ..effects.effects import EffectError, OnEffects
+from .. import refusals
+from ..effects.effects import (
+    NOTHING_KEPT,
+    EffectError,
+    GivenContainers,
+    Kept,
+    OnContents,
+    OnEffects,
+    Place,
+)
 from ..effects.given_objects import watched
-from ..effects.kept import NOTHING_KEPT, GivenContainers, Kept, OnContents, Place
 from ..effects.torch_allowed_calls import is_allowed
 from ..marks import is_marked
 from ..tracing.frames import frame_text, model_name, profiled_calls, user_frame
 from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from ..tracing.torch_patches import intercepted
-from ..tracing.torch_settings import settings_restored
+from ..tracing.torch_state import settings_restored
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
 from . import surroundings
 from .assemble import ResultTree, captured_model

@@ -21,7 +21,7 @@ from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput, want
 from ...reuse.ir.torch_symbols import is_size
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
-from ..checks.torch_state import why_no_memory
+from ..tracing.torch_state import why_no_memory
 from ..tracing.torch_tensor_answers import TensorState, state_of
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake, made_of
 

@@ -26,7 +26,7 @@ from ..effects.torch_allowed_calls import reach_of
 from ..tracing.frames import frame_text, is_user_frame, unprofiled, user_line, user_path
 from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_patches import replaced
-from ..tracing.torch_settings import CacheState, Reading, answer, is_reading
+from ..tracing.torch_state import CacheState, Reading, answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
     is_context,

@@ -36,7 +36,7 @@ from ...reuse.ir.operators import is_mutable, may_draw
 from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark, Source, UserInput
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id, module_of
-from ..tracing.torch_settings import Reading
+from ..tracing.torch_state import Reading
 from ..tracing.torch_tracing import made_of, untraced_numbers, written_by
 
 
@@ -274,7 +274,7 @@ class Region:
 
 
 Sizes: TypeAlias = Any
-"""The dynamic dimensions of one capture: a :class:`..sizes.torch_sizes.TracedSizes`."""
+"""The dynamic dimensions of one capture: a :class:`..sizes.torch_known_sizes.TracedSizes`."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:

@@ -21,7 +21,7 @@ import torch.utils.weak
 from ...reuse.errors import CaptureError, CompileInterrupted
 from ...reuse.ir.torch_fake_rules import kernels_own_rules
 from ..effects.effects import EffectError, OnEffects
-from ..tracing.torch_settings import plain_autograd
+from ..tracing.torch_state import plain_autograd
 
 _LOCK = threading.RLock()
 _DEFERRED_S = 0.02

@@ -20,9 +20,9 @@ from ...reuse.evidence.slots import Step
 from ...reuse.freeze import Freezer, Identity
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
-from ..checks.refusals import DIFFERENTIATES
 from ..effects.effects import find_fake
 from ..effects.given_objects import SeenNames
+from ..refusals import DIFFERENTIATES
 from ..tracing.frames import model_name, user_line
 from ..tracing.torch_patches import replaced
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of

@@ -23,22 +23,21 @@ from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
 from ...reuse.ir.program import Program, UserInput
+from .. import refusals
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..capture.surroundings import one_at_a_time, other_threads_waiting
-from ..checks import refusals
-from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram
 from ..compiler import Compiler, Linker
-from ..effects.effects import EffectError, refuse_traced
-from ..effects.kept import Arguments
-from ..guards.guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
+from ..effects.effects import Arguments, EffectError, refuse_traced
+from ..guard import SMALL_ARENA, AnyEntry, Guard, Inputs, KeptPrograms
 from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
 from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult, ShapeCache
 from ..tracing.frames import own_model
+from ..tracing.torch_state import mode_around
 from ..tracing.torch_tracing import is_traced
 from .torch_slot import call_past_slot, in_slot
 
@@ -74,12 +73,12 @@ class ModuleEntry:
 
     @property
     def is_small(self) -> bool:
-        """See :class:`..guards.guard.Entry`. One with a backward may have many runs in flight."""
+        """See :class:`..guard.Entry`. One with a backward may have many runs in flight."""
         arena_bytes = self._compiled.runtime.program.arena_bytes
         return self._bridge is None and arena_bytes <= SMALL_ARENA
 
     def rest(self) -> None:
-        """See :class:`..guards.guard.Entry`."""
+        """See :class:`..guard.Entry`."""
         self._compiled.runtime.rest()
         if self._bridge is not None:
             self._bridge.backwards.rest()

@@ -29,11 +29,11 @@ from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.freeze import TELLS_APART
 from ...reuse.process import ProcessLock
 from ..capture.regions import shapes_of
-from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS, way_of, wrapped_parts
 from ..compiler import Compiler
-from ..guards.guard import Inputs
+from ..guard import Inputs
 from ..options import Options
 from ..passes.state import Compilation, Pass
+from ..refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS, way_of, wrapped_parts
 from ..report import CompileReport, PartRecord
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user

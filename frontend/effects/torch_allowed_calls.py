@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...reuse.evidence.functions import leaks_by_call
-from ..tracing.torch_settings import is_reading, setting_of
+from ..tracing.torch_state import is_reading, setting_of
 
 _SHARED = getattr(random.random, "__self__", None)
 _OF_RECORDS = frozenset({"logging", "warnings"})

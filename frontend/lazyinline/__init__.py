@@ -22,7 +22,7 @@ from lazyinline.frontend.fit import Fit, fit
 from lazyinline.frontend.inspection import capture, from_exported
 from lazyinline.frontend.marks import lazy_inline, place, recompute, shard, stage
 from lazyinline.frontend.measure import MeasureReport, measure
-from lazyinline.frontend.onnx.export import ExportReport, export_onnx
+from lazyinline.frontend.onnx_file import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
 from lazyinline.frontend.parallel import ParallelStep, for_checkpoint, parallelize
 from lazyinline.frontend.pipeline import Pipeline, pipeline

@@ -28,8 +28,7 @@ from ...reuse.ir.printer import node_type, operator_name
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack
 from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
-from ..compile_record import CompileRecord, Made, Memory
-from ..reuse_table import alike, reuse_rows
+from ..compile_record import CompileRecord, Made, Memory, alike, reuse_rows
 from .write import error_text
 
 if TYPE_CHECKING:

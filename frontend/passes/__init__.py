@@ -3,8 +3,7 @@
 state             the goal and the state of a compile; what a pass is; the runner
 context           results kept per closure, from compile to compile
 programs          capture, rotate, autodiff, repeat, decompose, lower; gradients as programs
-link              link, and the memory plan, or the reason why there is none
-many_shapes       one link for many shapes: the same program with other sizes in it
+link              link, and the memory plan, or why there is none; one link for many shapes
 mesh              the step, or the stages, of one rank of a device mesh, in local shapes
 numbers           numbers in place of symbols, for one shape
 recompute         the recompute pass, which measures each choice by a trial compile

@@ -29,8 +29,8 @@ from ...reuse.ir.rotate import rotate, seams_of
 from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.assemble import OutputTree
 from ..capture.capture import capture_model
-from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
-from ..reuse_table import nothing_shared
+from ..compile_record import nothing_shared
+from ..refusals import DIFFERENTIATES, check_batch_is_kept
 from ..tracing.frames import model_name
 from .state import Compilation, GoalKind, State, compile_pass
 

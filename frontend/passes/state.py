@@ -117,7 +117,7 @@ class Compilation:
     values: Values | None = None
     # The state before numbers replaced the symbols; a further shape starts here.
     symbolic: Compilation | None = None
-    # Links a symbolic program once for many shapes (:class:`.many_shapes.ManyShapes`).
+    # Links a symbolic program once for many shapes (:class:`.link.ManyShapes`).
     shapes: Any = None
     unplanned: Unplanned | None = None  # why memory is not planned, once that is known
     runs: PlannedProgram | Runtime | RankProgram | None = None  # the runtime of the linked programs

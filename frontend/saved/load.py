@@ -33,7 +33,7 @@ from ..capture.surroundings import garbage_collection_paused
 from ..compiled_module import CompiledModule
 from ..compiler import PASSES, Compiler, Linker, made_by
 from ..dispatch.dispatcher import Dispatcher
-from ..guards.guard import Guard
+from ..guard import Guard
 from ..options import Batch, Batching, LossModel, Options
 from ..parallel import ParallelPipeline, ParallelStep
 from ..passes.context import Context
@@ -52,8 +52,15 @@ from ..training_step import TrainingStep
 from .parts import ReadProgram, model_inputs, read_program, take_made, used_parameters
 from .ranks import Arrivals, check_number, read_colors, read_ranks, read_stages, together
 from .save import CONSTANTS, MODEL, STATE, WEIGHTS, beside
-from .saved_model import Refusing, SavedModel, TensorNames, class_name_of, set_modes, tensor_of
-from .trees import tree_of
+from .saved_model import (
+    Refusing,
+    SavedModel,
+    TensorNames,
+    class_name_of,
+    set_modes,
+    tensor_of,
+    tree_of,
+)
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from .mesh import SavedMesh

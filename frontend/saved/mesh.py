@@ -26,8 +26,7 @@ from ...pipeline_parallel.process_groups import Ranks
 from ...reuse.errors import FileError
 from ...reuse.ir import program as ir
 from ...reuse.ir.types import TensorType, Type, contiguous_stride
-from ..mesh_parameters import KeptOnMesh
-from ..mesh_planner import AskedPlan, without_stages
+from ..mesh_placement import AskedPlan, KeptOnMesh, without_stages
 from ..options import Batching, Options
 from ..passes.programs import PARTS, tensor_name
 from ..passes.state import OnMesh

@@ -33,10 +33,10 @@ from ...reuse.ir.types import StructType, TensorType
 from ...reuse.ir.verify import name_of, verify
 from ..capture.assemble import OutputTree
 from ..compiled import Compiled, CompiledStep, Facts
-from ..guards.guard import Guard
+from ..guard import Guard
 from ..passes.programs import PARTS, programs_of
 from ..passes.state import Compilation, State
-from .trees import tree_data, tree_of
+from .saved_model import tree_data, tree_of
 
 _STATE = {name for names in STATE.values() for name in names}
 _INDICES = ("kept_inputs", "kept_outputs", "cotangent_outputs", "gradient_inputs")

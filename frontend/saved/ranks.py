@@ -28,7 +28,7 @@ from ...pipeline_parallel.process_groups import (
 from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...reuse.errors import FileError
 from ...reuse.ir.program import Composite, walk_closures
-from ..mesh_planner import stage_dimension
+from ..mesh_placement import stage_dimension
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
 from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made

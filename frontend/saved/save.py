@@ -21,19 +21,19 @@ from ...recompute.planner import Budget
 from ...reuse.errors import FileError, door
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
-from ..checks.refusals import model_inside
 from ..dispatch.dispatcher import dispatcher_of
 from ..dispatch.model_dispatcher import ModelDispatcher
-from ..guards.guard import Constant, Guard
-from ..mesh_parameters import KeptOnMesh
+from ..guard import Constant, Guard
+from ..mesh_placement import KeptOnMesh
 from ..options import Batching, Options
 from ..parallel import ParallelPipeline, ParallelStep
 from ..parallel_elsewhere import ParallelElsewhere, check_backwards
-from ..passes.many_shapes import launches_for_all
+from ..passes.link import launches_for_all
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation
 from ..passes.state import Compilation
 from ..pipeline import AskedPipeline, Pipeline
+from ..refusals import model_inside
 from ..torch_optimizer import StepOptimizer, optimizer_data, optimizer_state
 from ..training_step import TrainingStep
 from .parts import (
@@ -49,8 +49,7 @@ from .parts import (
     used_parameters,
 )
 from .ranks import ranks_data, save_together, stage_parts
-from .saved_model import TensorNames, class_name_of
-from .trees import tree_data
+from .saved_model import TensorNames, class_name_of, tree_data
 
 Weights = Literal["inside", "beside", "none"]
 WEIGHTS, CONSTANTS, MODEL = "weights.safetensors", "constants.safetensors", "model.json"

@@ -14,13 +14,13 @@ from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import Subject, capture_model
 from ..capture.regions import shapes_of
-from ..checks.refusals import RaisedError, WrongCallError
 from ..compiled import Compiled
 from ..compiler import Compiler, Linker
-from ..guards.guard import MAX_PROGRAMS, Guard, Inputs
+from ..guard import MAX_PROGRAMS, Guard, Inputs
 from ..options import Options
 from ..passes.link import WRONG_SIZES, OverBudgetError
 from ..passes.state import Goal
+from ..refusals import RaisedError, WrongCallError
 from ..report import CompileReport
 
 if TYPE_CHECKING:

@@ -24,8 +24,16 @@ from ...reuse.ir.program import Source
 from ...reuse.ir.torch_symbols import size_in
 from ..capture.regions import Region, shapes_of
 from ..tracing.frames import user_line
-from .torch_known_sizes import KnownSizes, Names, Shapes, may_vary, parted
-from .torch_sizes import TracedSizes, make_sizes_literal, make_sizes_local
+from .torch_known_sizes import (
+    KnownSizes,
+    Names,
+    Shapes,
+    TracedSizes,
+    make_sizes_literal,
+    make_sizes_local,
+    may_vary,
+    parted,
+)
 
 
 @dataclass(frozen=True)

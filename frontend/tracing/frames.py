@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...reuse.process import own_places
-from .torch_settings import ASKED_IN_PYTHON, may_ask, python_getter, settings
+from .torch_state import ASKED_IN_PYTHON, may_ask, python_getter, settings
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())

@@ -19,18 +19,18 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from ...reuse import torch_pytree
-from ...reuse.evidence.module_state import module_state, walk_modules
-from ...reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
-from ...reuse.freeze import same_value
-from ...reuse.ir.program import ModelTensor, Program
-from ...reuse.kinds import is_library
-from ...reuse.process import ProcessLock
-from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
-from ..capture.regions import CapturedModel, argument_names, shapes_of
-from ..checks.torch_state import Modes, TensorLayouts, have_own_memory
-from ..reuse_table import alike
-from ..tracing.frames import warn_user
+from ..reuse import torch_pytree
+from ..reuse.evidence.module_state import module_state, walk_modules
+from ..reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
+from ..reuse.freeze import same_value
+from ..reuse.ir.program import ModelTensor, Program
+from ..reuse.kinds import is_library
+from ..reuse.process import ProcessLock
+from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
+from .capture.regions import CapturedModel, argument_names, shapes_of
+from .compile_record import alike
+from .tracing.frames import warn_user
+from .tracing.torch_state import Modes, TensorLayouts, have_own_memory
 
 _HOOK_TABLES = tuple(
     name

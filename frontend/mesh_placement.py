@@ -1,22 +1,174 @@
-"""The parameters of a model over a device mesh: DTensors, and stand-ins for the guard."""
+"""The placements of a step over a mesh: as the user says, with pins, or the cheapest.
+
+The parameters of the model are placed so: DTensors, and stand-ins for the guard.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from ..autodiff.training_program import StepProgram
 from ..backend.arena.arena import ArenaPlan
-from ..pipeline_parallel.mesh.plan import MeshPlan, Placements
+from ..backend.gpu.targets import target_named
+from ..pipeline_parallel.mesh.links import Links
+from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan, Placements
+from ..recompute.planner import POLICIES, Budget
+from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import walk_modules
+from ..reuse.ir.costs import CPU, CUDA, Rates
+from ..reuse.ir.program import Leaf, RecomputeMark, walk_closures
 from ..reuse.ir.types import TensorType
-from .guards.guard import Guard
-from .passes.state import Compilation
+from .compiler import Compiler
+from .guard import Guard
+from .marks import shard_mark
+from .options import LossModel, Options
+from .passes.numbers import note_examples
+from .passes.programs import tensor_name
+from .passes.state import Compilation, Goal, Judge, OnMesh, Planner, Subject
+
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
+    from ..pipeline_parallel.mesh.layouts import Axis
+    from ..pipeline_parallel.mesh.traffic import MeshCosts
+
+Plan: TypeAlias = Mapping[str, Any] | Literal["auto"] | None
+
+
+@dataclass(frozen=True)
+class AskedPlan:
+    """The user's arguments for placing a step on a mesh; see :func:`.parallel.parallelize`."""
+
+    mesh: Any
+    plan: Plan
+    memory_bytes_per_rank: int | None
+    options: Options
+    links: Links | None = None
+
+    def step(self, subject: Subject, goal: Goal) -> Compilation:
+        """Returns the state of a step's compile before the first pass."""
+        on_mesh = OnMesh(self.mesh, planner_of(subject, self))
+        return Compiler(self.options).started(subject, replace(goal, on_mesh=on_mesh))
+
+    def stages(self, subject: Subject) -> OnMesh:
+        """Returns the mesh of pipeline stages: the dimensions other than the pipeline's."""
+        own, limit = without_stages(self.mesh), self.memory_bytes_per_rank
+        # All stages are planned as one step, so the limit is that of all the pipeline's ranks.
+        whole = limit and limit * (self.mesh.size() // own.size())
+        asked = replace(self, mesh=own, memory_bytes_per_rank=whole)
+        return OnMesh(own, planner_of(subject, asked), limit, asked.costs(), self.mesh)
+
+    def costs(self) -> MeshCosts:
+        """Returns the costs of the stages' operators and collectives over the mesh."""
+        from ..pipeline_parallel.mesh.traffic import MeshCosts
+
+        rates, axes = self.rates()
+        return MeshCosts(rates, fused=False, axes=axes)
+
+    def rates(self) -> tuple[Rates, Sequence[Axis]]:
+        """Returns the speed of a rank's device, and of the links along each mesh dimension."""
+        from ..pipeline_parallel.mesh.planner import axes_of_mesh
+
+        mesh, target = self.mesh, self.options.target
+        rates = (
+            target_named(target).rates if target else CUDA if mesh.device_type == "cuda" else CPU
+        )
+        device_type = "cuda" if target else mesh.device_type
+        return rates, axes_of_mesh(mesh.mesh_dim_names, mesh.mesh.shape, device_type, self.links)
+
+
+def stage_dimension(mesh: Any) -> str | None:
+    """Returns the pipeline dimension of a mesh, if it has one."""
+    return next((name for name in mesh.mesh_dim_names if name in PIPELINE), None)
+
+
+def without_stages(mesh: Any) -> Any:
+    """Returns this rank's sub-mesh, without the pipeline dimension."""
+    dim = stage_dimension(mesh)
+    others = tuple(name for name in mesh.mesh_dim_names if name != dim)
+    if not others:
+        raise PlanError(
+            f"The mesh has only the dimension {dim!r}: use lazyinline.pipeline. Here other "
+            "dimensions split the stages."
+        )
+    return mesh[others]
+
+
+def planner_of(subject: Subject, asked: AskedPlan) -> Planner:
+    """Returns the planner of a step: of the user's plan, or of the cheapest one."""
+    from ..pipeline_parallel.mesh.given import Pins, all_names, given_plan, pinned
+
+    mesh, plan = asked.mesh, asked.plan
+    if isinstance(asked.options.recompute, Budget):
+        raise PlanError(
+            "A Budget is kept by the memory of one process, which a rank's is not: a step over a "
+            'mesh takes recompute="selective" or "full".'
+        )
+    assert isinstance(subject.model, LossModel)
+    modules = [(path, module) for path, module in walk_modules(subject.model.model)]
+    marks = [(path, Pins(*mark)) for path, module in modules if (mark := shard_mark(module))]
+    if plan == "auto":
+        return partial(_found, asked, pinned(modules, mesh, marks))
+    if asked.memory_bytes_per_rank is not None or asked.links is not None:
+        raise PlanError("memory_bytes_per_rank= and links= are for plan='auto'.")
+    if not isinstance(plan, Mapping | None):
+        raise PlanError(f"plan={plan!r} is unknown; give 'auto', styles by module paths, or None.")
+    leaves, _ = torch_pytree.flatten((subject.args, subject.kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    given = given_plan(modules, mesh, plan or {}, marks, tensors)
+    return partial(_given, given, all_names(modules))
+
+
+def _given(
+    plan: MeshPlan,
+    names: Mapping[str, Sequence[str]],
+    make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
+) -> MeshPlan:
+    """Returns the user's plan, in which each part of a joint projection is sharded."""
+    from ..pipeline_parallel.mesh.given import with_joint_projections
+
+    def names_of(source: str) -> Sequence[str]:
+        return names[tensor_name(source)]
+
+    return with_joint_projections(plan, lambda: _with_examples(make_step("")), names_of)
+
+
+def _with_examples(step: StepProgram) -> StepProgram:
+    """Returns a step whose nodes have ``meta["val"]``, which leaves from the cache lack."""
+    for closure in walk_closures(step.program):
+        if isinstance(closure, Leaf) and any("val" not in n.meta for n in closure.nodes):
+            note_examples(closure)
+    return step
+
+
+def _found(
+    asked: AskedPlan,
+    pins: Mapping[str, tuple[int, Any]],
+    make_step: Callable[[RecomputeMark], StepProgram],
+    judged: Judge,
+) -> MeshPlan:
+    """Finds the cheapest plan of a step, with recompute if it fits memory in less time so."""
+    from ..pipeline_parallel.mesh.planner import FoundPlan, cheapest_plan, find_plan
+
+    rates, axes = asked.rates()
+
+    def plan_of(policy: RecomputeMark) -> FoundPlan:
+        step = _with_examples(make_step(policy))
+        own = {s.name: pins[n] for s in step.model if (n := tensor_name(s.name)) in pins}
+        memory = asked.memory_bytes_per_rank
+        found = find_plan(step, axes, rates, memory_bytes_per_rank=memory, pinned=own)
+        placements = {tensor_name(name): layout for name, layout in found.plan.parameters.items()}
+        plan = replace(found.plan, parameters=placements)
+        return replace(found, plan=plan, seconds=judged(plan, policy, found.seconds))
+
+    return cheapest_plan(plan_of, POLICIES[::-1] if asked.options.recompute is None else ()).plan
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,23 @@ import torch
 import torch.fx
 from torch import nn
 
-from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError, FinalCaptureError, PlanError
-from ...reuse.evidence.module_state import (
+from ..reuse import torch_pytree
+from ..reuse.errors import CaptureError, FinalCaptureError, PlanError
+from ..reuse.evidence.module_state import (
     Places,
     has_hooks,
     has_own_hooks,
     module_state,
     walk_modules,
 )
-from ...reuse.freeze import is_constant
-from ...reuse.ir.leaf import stamp_of
-from ...reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures, wants_gradient
-from ...reuse.ir.torch_symbols import SIZE_TYPES
-from ...reuse.kinds import is_unrepeatable, reachable
-from ...reuse.torch_names import is_lazy
-from ..marks import DISPATCHER_ATTRIBUTE
-from .torch_state import why_no_memory, why_watched
+from ..reuse.freeze import is_constant
+from ..reuse.ir.leaf import stamp_of
+from ..reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures, wants_gradient
+from ..reuse.ir.torch_symbols import SIZE_TYPES
+from ..reuse.kinds import is_unrepeatable, reachable
+from ..reuse.torch_names import is_lazy
+from .marks import DISPATCHER_ATTRIBUTE
+from .tracing.torch_state import why_no_memory, why_watched
 
 
 def refuse_uncapturable(model: nn.Module) -> None:
