@@ -25,7 +25,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
+from lazyinline.backend.gpu.torch_cuda import LoadedKernel, TritonKernel
 from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.run.planned import PlannedProgram
 

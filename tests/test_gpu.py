@@ -23,7 +23,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
-from lazyinline.backend.gpu.torch_triton import TritonKernel
+from lazyinline.backend.gpu.torch_cuda import TritonKernel
 from lazyinline.backend.kernels import lower, torch_recorder
 from lazyinline.backend.kernels.torch_attention import as_on_a_gpu
 from lazyinline.backend.launches.kernel_list import View
@@ -151,7 +151,7 @@ def test_a_step_for_a_target_is_machine_code_whose_memory_is_known_and_is_kept(
 
     for where in (
         "lazyinline.autodiff.derivative.JointTrace",
-        "lazyinline.backend.gpu.torch_triton._compiled",
+        "lazyinline.backend.gpu.torch_cuda._compiled",
         "lazyinline.backend.kernels.torch_inductor._compile",
         "lazyinline.backend.link.placement.plan",
     ):

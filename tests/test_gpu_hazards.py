@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.gpu import torch_triton
+from lazyinline.backend.gpu import torch_cuda
 from lazyinline.backend.gpu.targets import target_named
+from lazyinline.backend.gpu.torch_cuda import LoadedKernel, TritonKernel, capture_graph
 from lazyinline.backend.gpu.torch_gpu import gpu_described, moved_leaf
-from lazyinline.backend.gpu.torch_graph import capture_graph
-from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel
 from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, decompose_leaf
 from lazyinline.backend.kernels.torch_corrections import settings
 from lazyinline.backend.kernels.torch_recorder import record_graph
@@ -258,7 +257,7 @@ def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
         def run(self, *args: Any, stream: int) -> None:
             launched.append((args, stream, cuda.device))
 
-    monkeypatch.setattr(torch_triton, "_tuner_of", lambda text: Tuner())
+    monkeypatch.setattr(torch_cuda, "_tuner_of", lambda text: Tuner())
     kernel = LoadedKernel(TritonKernel("triton_poi_0", ""))
     for index in (1, 0):
         meta = torch.empty(3, device="meta")
@@ -297,7 +296,7 @@ def test_ways_to_launch_are_chosen_before_there_is_an_arena(
         return bind(tensors, addresses, arena, *others)
 
     monkeypatch.setattr(program, "_bind", bound)
-    monkeypatch.setattr(torch_triton, "_tuner_of", Tuner)
+    monkeypatch.setattr(torch_cuda, "_tuner_of", Tuner)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     here = {"missing": "", "device": torch.device("cpu"), "load": LoadedKernel}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazyinline
-from lazyinline.backend.gpu.torch_graph import capture_graph
+from lazyinline.backend.gpu.torch_cuda import capture_graph
 
 pytestmark = pytest.mark.gpu
 

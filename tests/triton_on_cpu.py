@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lazyinline.backend.gpu.torch_triton import TritonKernel
+from lazyinline.backend.gpu.torch_cuda import TritonKernel
 from lazyinline.backend.link.placement import Place
 
 _BLOCKS = {"XBLOCK": 1024, "YBLOCK": 16, "ZBLOCK": 16, "R0_BLOCK": 1024, "R1_BLOCK": 16}

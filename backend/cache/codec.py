@@ -22,7 +22,7 @@ from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id, module_of
-from ..gpu.torch_triton import TritonKernel
+from ..gpu.torch_cuda import TritonKernel
 from ..launches import torch_facts
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View, with_native
 from ..launches.torch_native import BuiltKernel

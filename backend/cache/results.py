@@ -33,7 +33,7 @@ from ...reuse.process import package_digest
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.torch_store import DiskCache, MissingObjectError, open_cache
-from ..gpu.torch_triton import TritonKernel, triton_version
+from ..gpu.torch_cuda import TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import BuiltKernel, loaded_kernel

@@ -21,7 +21,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.costs import Cost, Rates, flops_of
 from ..launches.kernel_list import KernelList, Launch, View
-from .torch_triton import TritonKernel
+from .torch_cuda import TritonKernel
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)

@@ -32,7 +32,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import HOST, StructType, TensorType, Type
 from ..launches.torch_native import built_library
 from .targets import Target
-from .torch_triton import TritonKernel
+from .torch_cuda import TritonKernel
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_updates import is_update
 from ...reuse.torch_names import RESHAPES, own_device_type
 from ..gpu.targets import Target, target_named
+from ..gpu.torch_cuda import TritonKernel, is_interpreting, machine_code
 from ..gpu.torch_gpu import gpu_described, moved_leaf
-from ..gpu.torch_triton import TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View
 from . import torch_decompositions, torch_inductor
 from .torch_attention import as_on_a_gpu, with_plain_attention

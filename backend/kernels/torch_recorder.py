@@ -29,8 +29,8 @@ from ...reuse.ir.torch_symbols import SizedInterpreter, SizeTrace, SymbolTrace
 from ...reuse.ir.torch_updates import IN_PLACE, is_update, results_in_place
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
+from ..gpu.torch_cuda import TritonKernel
 from ..gpu.torch_gpu import no_stream
-from ..gpu.torch_triton import TritonKernel
 from ..launches import kernel_list
 from .bundles import kept
 

@@ -29,7 +29,7 @@ from ...reuse.ir.types import reach
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, FirstFit, IntArray, lower_bound
 from ..gpu.targets import Target
-from ..gpu.torch_triton import TritonKernel
+from ..gpu.torch_cuda import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList, View
 from ..launches.torch_native import exact_search, first_fit

@@ -24,8 +24,7 @@ from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
 from ..arena.arena import ALIGNMENT, ArenaPlan
-from ..gpu.torch_graph import Capture, capture_graph, captured_once
-from ..gpu.torch_triton import TritonKernel
+from ..gpu.torch_cuda import Capture, TritonKernel, capture_graph, captured_once
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.torch_native import check_addresses, check_memory

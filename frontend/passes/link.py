@@ -21,7 +21,7 @@ from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
 from ...autodiff.training_program import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
-from ...backend.gpu.torch_triton import LoadedKernel
+from ...backend.gpu.torch_cuda import LoadedKernel
 from ...backend.kernels import lower
 from ...backend.kernels.lower import InductorBackend, can_record, closure_list
 from ...backend.launches.kernel_list import (
