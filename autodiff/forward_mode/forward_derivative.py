@@ -30,8 +30,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..traces.joint_trace import trace_for_rules, trace_function, with_layout_of
 from ..traces.torch_interpreters import origin_of, stop_in_trace
-from .jets import Jet, Lanes, Operands, Orders, Series, results_of
-from .polynomials import Coefficient, scaled
+from .jets import Coefficient, Jet, Lanes, Operands, Orders, Series, results_of, scaled
 from .torch_rules import decompositions, is_wrong_nested, rule_of
 
 Place: TypeAlias = tuple[int, int]  # an order, and which operand

@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import polynomials
-from .jets import Coefficients, Jet, Lanes, Operands, Rule, results_of
-from .polynomials import (
+from .jets import (
+    BY_NAME,
     Coefficient,
+    Coefficients,
+    Jet,
+    Lanes,
+    Operands,
+    Rule,
     TaylorCoefficients,
     combined,
     exponential,
@@ -27,6 +31,7 @@ from .polynomials import (
     plus,
     powers,
     product_term,
+    results_of,
     scaled,
     times,
 )
@@ -364,7 +369,7 @@ _WITHOUT_DERIVATIVE = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: elementwise(taylor) for name, taylor in polynomials.BY_NAME.items()},
+    **{name: elementwise(taylor) for name, taylor in BY_NAME.items()},
     **dict.fromkeys(_PIECEWISE_LINEAR, piecewise_linear),
     **dict.fromkeys(_LINEAR_IN_THE_FIRST, linear_in_first()),
     **{name: jointly_linear(*places) for name, places in _LINEAR_TOGETHER.items()},
