@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ...backend.cache.codec import decode_value
-from ...backend.files.container import CallError, Parts, open_parts
-from ...backend.files.safetensors import Described, read_tensors
+from ...backend.files.container import CallError, Described, Parts, open_parts, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
 from ...pipeline_parallel.cut import Colors, cut_program
 from ...pipeline_parallel.process_groups import all_ranks

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ...backend.cache.codec import NotCacheableError, encode_value
-from ...backend.files.container import TENSORS, Content, to_json, write_parts
-from ...backend.files.safetensors import pieces_of
+from ...backend.files.container import TENSORS, Content, pieces_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache, whole_file
 from ...pipeline_parallel.process_groups import all_ranks
 from ...recompute.planner import Budget
