@@ -15,8 +15,7 @@ from arena_proof import check_no_overlap
 from problem_csv import read_problem_csv, write_offsets_csv
 from training_buffers import RECOMPUTED, SAVED, training_step
 
-from lazyinline.backend.arena.arena import ArenaPlan, plan
-from lazyinline.backend.arena.live_ranges import Buffers
+from lazyinline.backend.arena import ArenaPlan, Buffers, plan
 from lazyinline.backend.launches.torch_native import exact_search, first_fit, native_library
 
 BLOCKS = {"recomputed": RECOMPUTED, "saved": SAVED}

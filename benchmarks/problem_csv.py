@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyinline.backend.arena.live_ranges import Buffers, IntArray
+from lazyinline.backend.arena import Buffers, IntArray
 from lazyinline.reuse.errors import PlanError
 
 COLUMNS = ("id", "lower", "upper", "size")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lazyinline.backend.arena.live_ranges import Buffers, IntArray, concatenate
+from lazyinline.backend.arena import Buffers, IntArray, concatenate
 
 UNIT_BYTES = 4096
 ACTIVATION = 1024  # block input, output and their gradients

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from ..backend.arena.arena import ArenaPlan
+from ..backend.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
 from ..backend.gpu.targets import CONTEXT_BYTES, MARGIN, Prediction, Target, predict
 from ..backend.kernels.lower import BackendName, InductorBackend, triton_kernels

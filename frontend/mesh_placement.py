@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from ..autodiff.training_program import StepProgram
-from ..backend.arena.arena import ArenaPlan
+from ..backend.arena import ArenaPlan
 from ..backend.gpu.targets import target_named
 from ..pipeline_parallel.mesh.links import Links
 from ..pipeline_parallel.mesh.plan import PIPELINE, MeshPlan, Placements

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem_csv import read_problem_csv, write_offsets_csv
 
-from lazyinline.backend.arena import arena
-from lazyinline.backend.arena import live_ranges as packing
-from lazyinline.backend.arena.arena import ArenaPlan
-from lazyinline.backend.arena.live_ranges import Buffers, IntArray, lower_bound
+from lazyinline.backend import arena
+from lazyinline.backend.arena import ArenaPlan, Buffers, IntArray, lower_bound
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
 
@@ -346,6 +344,6 @@ def test_the_plan_of_a_file_is_written_beside_it(
 @pytest.mark.parametrize("count", [0, 1, 2, 50, 600])
 def test_native_first_fit_gives_the_same_addresses(seed: int, count: int) -> None:
     buffers = random_problem(seed, count)
-    for name, order in packing.orders(buffers):
+    for name, order in arena.orders(buffers):
         expected = first_fit(buffers, order)
         assert torch_native.first_fit(buffers, order).tolist() == expected.tolist(), name

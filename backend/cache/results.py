@@ -30,8 +30,7 @@ from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.ir.leaf import flat_types, node_type
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.process import package_digest
-from ..arena.arena import ALIGNMENT, ArenaPlan
-from ..arena.live_ranges import Buffers
+from ..arena import ALIGNMENT, ArenaPlan, Buffers
 from ..files.torch_store import DiskCache, MissingObjectError, open_cache
 from ..gpu.torch_cuda import TritonKernel, triton_version
 from ..launches import torch_facts, torch_native

@@ -28,7 +28,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import reach
 from ...reuse.torch_names import matmul_precision
-from ..arena.live_ranges import Buffers, IntArray
+from ..arena import Buffers, IntArray
 from ..files.torch_store import DamagedObjectError, own_folder, sound_code
 from .torch_facts import for_this_cpu
 
@@ -312,7 +312,7 @@ def exact_search(
     steps: int,
     library: Callable[[], ctypes.CDLL] = _library,
 ) -> IntArray | None:
-    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.live_ranges.ExactSearch`."""
+    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.ExactSearch`."""
     function = library().lazyinline_exact_search
     function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
     function.restype = ctypes.c_int64

@@ -16,13 +16,12 @@ from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import TensorType, contiguous_stride, reach
-from ..arena.live_ranges import Buffers
+from ..arena import Buffers
 from ..gpu.targets import Target, is_product
 from ..kernels.torch_attention import scratch_bytes
 from ..launches.kernel_list import KernelList, Launch, View, with_native
@@ -83,11 +82,7 @@ class Instance:
 
 def buffers_of(instances: Sequence[Instance]) -> Buffers:
     """Returns the columns of buffers that a planner places."""
-    return Buffers(
-        np.array([b.birth for b in instances], np.int64),
-        np.array([b.death for b in instances], np.int64),
-        np.array([b.num_bytes for b in instances], np.int64),
-    )
+    return Buffers.of((b.birth, b.death, b.num_bytes) for b in instances)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import reach
-from ..arena.arena import ALIGNMENT, ArenaPlan, plan
-from ..arena.live_ranges import Buffers, FirstFit, IntArray, lower_bound
+from ..arena import ALIGNMENT, ArenaPlan, Buffers, FirstFit, IntArray, lower_bound, plan
 from ..gpu.targets import Target
 from ..gpu.torch_cuda import TritonKernel
 from ..launches import torch_native

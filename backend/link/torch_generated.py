@@ -23,7 +23,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.size_tape import Numbers, Size
 from ...reuse.ir.types import TensorType, reach
 from ...reuse.torch_names import new_cpu_tensor
-from ..arena.live_ranges import IntArray
+from ..arena import IntArray
 from ..gpu.torch_cuda import TritonKernel
 from ..launches import kernel_list
 from ..launches.kernel_list import View

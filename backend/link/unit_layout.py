@@ -24,8 +24,7 @@ import numpy as np
 
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType, Wire, contiguous_stride, reach
-from ..arena.arena import ALIGNMENT, ArenaPlan
-from ..arena.live_ranges import Buffers, lower_bound
+from ..arena import ALIGNMENT, ArenaPlan, Buffers, lower_bound
 from ..launches.kernel_list import KernelList
 from .layout import BufferKind, Layout, Part, Placed, PlacedLaunch, buffers_of
 from .link import FlatProgram

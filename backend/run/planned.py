@@ -23,7 +23,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.ir.size_tape import PLAIN, Numbers, Size
 from ...reuse.ir.types import HOST
 from ...reuse.torch_names import version_of
-from ..arena.arena import ALIGNMENT, ArenaPlan
+from ..arena import ALIGNMENT, ArenaPlan
 from ..gpu.torch_cuda import Capture, TritonKernel, capture_graph, captured_once
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList

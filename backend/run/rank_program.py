@@ -13,13 +13,11 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.types import TensorType
-from ..arena.arena import ArenaPlan
-from ..arena.live_ranges import Buffers, lower_bound
+from ..arena import ArenaPlan, Buffers, lower_bound
 from ..launches.torch_native import check_addresses, check_memory
 from ..link.placement import Tools
 from ..link.torch_generated import Memory, Runner, as_predicted
@@ -95,7 +93,7 @@ class RankPlan:
         first_sum = 1 + last - len(self.sums)
         self._first = self._first_additions(first_sum)
         lives = self.region_lives()
-        self.arena = plan(_buffers(lives))
+        self.arena = plan(Buffers.of(lives.values()))
         self._starts = dict(zip(lives, self.arena.offsets.tolist(), strict=True))
 
     def part_number(self, unit: int, part: str) -> int | None:
@@ -207,7 +205,7 @@ class RankPlan:
                 dead = end[0] + (end[0] < end[1])
                 found.append((born, max(dead, born + 1), num_bytes))
         found += [(birth, death, b.num_bytes) for _, _, b, birth, death in self._placed(starts)]
-        return _buffers(dict(enumerate(life for life in found if life[2])))
+        return Buffers.of(life for life in found if life[2])
 
     def moments(self) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns when each run starts and the last ends, and the begin and end of each phase.
@@ -271,7 +269,7 @@ class RankPlan:
             for instance in layout.hand_overs[number].left:
                 _, last, num_bytes = layout.foreign_span(instance)
                 lives.append((2 * index + 1, 2 * self._end_of(run, last) + 2, num_bytes))
-        return _buffers(dict(enumerate(life for life in lives if life[2])))
+        return Buffers.of(life for life in lives if life[2])
 
     @property
     def held_bytes(self) -> int:
@@ -298,11 +296,6 @@ def _root(joined: Mapping[Key, Key], key: Key) -> Key:
     while key in joined:
         key = joined[key]
     return key
-
-
-def _buffers(lives: Mapping[Any, tuple[int, int, int]]) -> Buffers:
-    columns = np.array(list(lives.values()), np.int64).reshape(-1, 3)
-    return Buffers(*columns.T)
 
 
 class RankProgram:

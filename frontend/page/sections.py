@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...backend.arena.arena import ALIGNMENT
-from ...backend.arena.live_ranges import Buffers, lower_bound
+from ...backend.arena import ALIGNMENT, Buffers, lower_bound
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.layout import Instance, Layout, buffers_of
 from ...backend.run.rank_program import RankPlan

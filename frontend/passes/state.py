@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.training_program import GradientProgram, StepProgram, UpdateGroup
-from ...backend.arena.arena import ArenaPlan
+from ...backend.arena import ArenaPlan
 from ...backend.link.link import FlatProgram, check_flat
 from ...backend.run.planned import PlannedProgram, Runtime
 from ...backend.run.rank_program import RankProgram
