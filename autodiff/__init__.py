@@ -2,8 +2,7 @@
 
 traces              traces of leaves: forwards decomposed, or forward and backward as one graph
 derivative          ``vjp``: a pair of closures, made once per closure, by what is saved
-leaf_derivative     the two halves of a leaf's derivative, and the boundary between them
-control_derivative  the derivative of control flow, by those of its bodies
+leaf_derivative     the two halves of a leaf's derivative, their boundary; those of control flow
 run_again           recompute of whole closures, without drawing random numbers a second time
 missing_cotangents  the derivative for a loss that leaves outputs unused
 training_program    forward and backward as one program, with updates; gradients as one

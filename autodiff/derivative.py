@@ -22,13 +22,13 @@ from ..reuse.ir.leaf import flat_types, is_active, without_autocast
 from ..reuse.ir.rewrite import packed, unpacked
 from ..reuse.ir.torch_symbols import environment_of
 from ..reuse.ir.types import HOST, StructType, TensorType
-from .control_derivative import control_derivative
 from .leaf_derivative import (
     Cut,
     Derivative,
     PerCall,
     Request,
     Whole,
+    control_derivative,
     cotangent_type,
     hand_over_views,
     make_pair,

@@ -22,7 +22,6 @@ from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, stamp_of
 from ..reuse.ir.rewrite import FlatStructs
 from ..reuse.ir.types import StructType
-from .control_derivative import zeros_call
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .flows import drawing_leaf, inlined, needed_calls, with_operands
 from .forward_mode.forward_derivative import (
@@ -32,6 +31,7 @@ from .forward_mode.forward_derivative import (
     ForwardRequest,
 )
 from .forward_mode.jets import Series
+from .leaf_derivative import zeros_call
 from .traces.torch_interpreters import DIFFERENTIABLE
 from .traces.torch_partition import ancestors
 from .training_program import backward_calls, own_derivative
