@@ -22,9 +22,9 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
 from ..kernels.torch_recorder import record_graph
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
-from .control import record_control
 from .link import FlatProgram, link
 from .placement import TOOLS
+from .program_writer import record_control
 
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all")
 

@@ -28,10 +28,10 @@ from ...backend.kernels.lower import (
 )
 from ...backend.kernels.torch_recorder import record_graph
 from ...backend.launches.kernel_list import KernelList
-from ...backend.link.control import record_control
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Place, Tools
+from ...backend.link.program_writer import record_control
 from ...backend.run.planned import closures_run
 from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.leaf import FullKey, leaf_key
