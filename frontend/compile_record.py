@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ..backend.arena import ArenaPlan
-from ..backend.cache.results import CacheUse
+from ..backend.cache import CacheUse
 from ..backend.gpu.targets import CONTEXT_BYTES, MARGIN, Prediction, Target, predict
 from ..backend.kernels.lower import BackendName, InductorBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ..autodiff.training_program import UpdateGroup, Updates
-from ..backend.cache.codec import decode_value, encode_value
+from ..backend.cache import decode_value, encode_value
 from ..backend.launches.torch_native import Hold
 from ..reuse.errors import FileError, PlanError
 from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS

@@ -26,8 +26,8 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.cache import results as compile_cache
-from lazyinline.backend.cache.codec import encode_value, leaf_content
+from lazyinline.backend import cache as compile_cache
+from lazyinline.backend.cache import encode_value, leaf_content
 from lazyinline.backend.files.torch_store import DiskCache, default_directory, open_cache
 from lazyinline.backend.launches import torch_facts
 from lazyinline.frontend.report import CompileReport

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.benchmark import Measurement
 
 import lazyinline
-from lazyinline.backend.cache.results import CacheUse
+from lazyinline.backend.cache import CacheUse
 from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory, PartRecord, PassRecord, reuse_table

@@ -70,9 +70,9 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def place_of(module: str) -> str:
-    """Returns the room of a module; what stands in no room of `frontend/` is one by itself."""
+    """Returns the room of a module; what stands in no room is one by itself."""
     folder = module.rpartition(".")[0]
-    return module if folder == "frontend" else folder
+    return folder if "." in folder else module
 
 
 def circles(edges: set[tuple[str, str]]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from ...autodiff.inner_gradients import InnerGradients
 from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...autodiff.training_program import GradientPrograms
-from ...backend.cache.results import CompileCache
+from ...backend.cache import CompileCache
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
 from ...backend.kernels.lower import (
     Backend,

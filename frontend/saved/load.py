@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...backend.cache.codec import decode_value
+from ...backend.cache import decode_value
 from ...backend.files.container import CallError, Described, Parts, open_parts, read_tensors
 from ...backend.files.torch_store import DiskCache, open_cache
 from ...pipeline_parallel.cut import Colors, cut_program

@@ -18,8 +18,7 @@ import torch
 from ...autodiff.derivative import Derivative
 from ...autodiff.training_program import StepProgram, Updates
 from ...backend.arena import ArenaPlan
-from ...backend.cache.codec import NotCacheableError
-from ...backend.cache.results import CompileCache, plan_data, plan_of
+from ...backend.cache import CompileCache, NotCacheableError, plan_data, plan_of
 from ...backend.files.container import Content, Parts, to_json
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_facts import function_name

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from ...backend.cache.codec import NotCacheableError, encode_value
+from ...backend.cache import NotCacheableError, encode_value
 from ...backend.files.container import TENSORS, Content, pieces_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache, whole_file
 from ...pipeline_parallel.process_groups import all_ranks
