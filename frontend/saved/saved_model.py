@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ...backend.cache.codec import NotCacheableError, decode_value, encode_value
+from ...backend.cache import NotCacheableError, decode_value, encode_value
 from ...reuse import torch_pytree
 from ...reuse.errors import FileError, NoProgramError
 from ...reuse.evidence.module_state import module_state, walk_modules
