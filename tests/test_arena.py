@@ -24,32 +24,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 
 
-def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
-    """Returns the lowest gap of ``size`` bytes between these, which are sorted by ``low``."""
-    if low[0] >= size:
-        return 0
-    top = np.maximum.accumulate(high)
-    fits = low[1:] - top[:-1] >= size
-    at = int(fits.argmax()) if fits.size else 0
-    return int(top[at] if fits.size and fits[at] else top[-1])
-
-
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Does what the native one does, in Python."""
-    offsets = np.zeros(len(buffers), np.int64)
-    # Of the buffers placed so far, by address: lowest and highest address, birth, death.
-    table = np.empty((4, len(buffers)), np.int64)
-    low, high, born, dead = table
+    """Does what the native one does: each goes to the lowest gap between those that live with it."""
     births, deaths, sizes = buffers.birth.tolist(), buffers.death.tolist(), buffers.size.tolist()
-    for placed, i in enumerate(order.tolist()):
-        birth, death, size = births[i], deaths[i], sizes[i]
-        beside = ((born[:placed] < death) & (dead[:placed] > birth)).nonzero()[0]
-        address = lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
-        offsets[i] = address
-        at = int(low[:placed].searchsorted(address))
-        table[:, at + 1 : placed + 1] = table[:, at:placed]
-        table[:, at] = address, address + size, birth, death
-    return offsets
+    placed: dict[int, tuple[int, int]] = {}  # lowest and highest address
+    for i in order.tolist():
+        beside = (j for j in placed if births[j] < deaths[i] and deaths[j] > births[i])
+        address = 0
+        for low, high in sorted(placed[j] for j in beside):
+            if low - address >= sizes[i]:
+                break
+            address = max(address, high)
+        placed[i] = address, address + sizes[i]
+    return np.array([placed[i][0] for i in range(len(buffers))], np.int64)
 
 
 def plan(buffers: Buffers, **options: Any) -> ArenaPlan:
@@ -142,9 +129,6 @@ def test_a_plan_is_the_same_every_time_whoever_fits_and_more_effort_is_not_worse
 def test_bad_buffers(birth: list[int], death: list[int], size: list[int], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Buffers(np.array(birth), np.array(death), np.array(size))
-
-
-# What plans are made of.
 
 
 # The proof.

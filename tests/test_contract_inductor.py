@@ -315,10 +315,7 @@ def test_a_sum_has_no_tile_with_a_loop_between(
         assert TilingSelect()._select_tiling_indices([], [sizes], 16) == kept
 
 
-@contract(
-    f"{INDUCTOR}.lowering.lowerings",
-    f"{INDUCTOR}.codegen.cpp.CppKernel.cache_dtype_convert",
-)
+@contract(f"{INDUCTOR}.lowering.lowerings", f"{INDUCTOR}.codegen.cpp.CppKernel.cache_dtype_convert")
 def test_a_cast_is_lowered_where_a_setting_makes_it_round() -> None:
     from torch._inductor import config
     from torch._inductor.lowering import lowerings

@@ -20,11 +20,7 @@ import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
 from lazyinline.frontend.dispatch.dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
-from lazyinline.reuse.ir.torch_symbols import (
-    SizeLiteral,
-    symbols_of,
-    with_size_inputs,
-)
+from lazyinline.reuse.ir.torch_symbols import SizeLiteral, symbols_of, with_size_inputs
 
 lazy_inline(own.DecoderBlock)
 

@@ -13,13 +13,7 @@ from comparing import assert_close
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import (
-    CaptureError,
-    PipelineError,
-    PlanError,
-    ReuseError,
-    lazy_inline,
-)
+from lazyinline import CaptureError, PipelineError, PlanError, ReuseError, lazy_inline
 
 HERE = pathlib.Path(__file__).name
 ONES = torch.ones(2, 4)

@@ -194,11 +194,7 @@ def assert_trains_like_eager(model: nn.Module, calls: int, **options: Any) -> Ou
 
 @pytest.mark.parametrize(
     ("kind", "options", "layer_class"),
-    [
-        ("gpt2", DROPOUT, "GPT2Block"),
-        ("gpt2", {}, "GPT2Block"),
-        ("llama", {}, "LlamaDecoderLayer"),
-    ],
+    [("gpt2", DROPOUT, "GPT2Block"), ("gpt2", {}, "GPT2Block"), ("llama", {}, "LlamaDecoderLayer")],
     ids=["gpt2", "gpt2 with dropout", "llama"],
 )
 @pytest.mark.sweep(keep="eager-llama")

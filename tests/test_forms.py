@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import zoo
 from comparing import assert_close, assert_same_buffers, assert_same_gradients, seed_all
 from models import Attention, BatchNormBlock, Block, Net, Stack, batch
-from programs import random_program
+from programs import random_arguments, random_program
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -24,7 +24,6 @@ from lazyinline.reuse.errors import ParseError
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.printer import text_to_compare
 from lazyinline.reuse.ir.program import UserInput
-from lazyinline.reuse.ir.types import StructType, Type
 from lazyinline_command.main import main
 
 
@@ -50,21 +49,13 @@ def reloaded(exported: ExportedProgram) -> ExportedProgram:
     return torch.export.load(file)
 
 
-def value_of(type_: Type, generator: torch.Generator) -> Any:
-    if isinstance(type_, StructType):
-        return tuple(value_of(field, generator) for field in type_.fields)
-    made = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype)
-    return made.copy_(torch.randn(type_.shape, generator=generator, dtype=type_.dtype))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs_come_back_from_fx_and_run_there(seed: int) -> None:
     program = random_program(seed)
     module = program.to_fx()
     assert_same_text(Program.from_fx(module), program)
     assert_same_text(Program.from_fx(copy.deepcopy(module)), program)
-    generator = torch.Generator().manual_seed(seed)
-    args = [value_of(value.type, generator) for value in program.inputs]
+    args = random_arguments(program, seed)
     expected = flatten_value(interpret(program, args))
     for found, wanted in zip(flatten_value(module(*args)), expected, strict=True):
         assert torch.equal(found, wanted)

@@ -15,14 +15,7 @@ from lazyinline import VerifyError, lazy_inline
 from lazyinline.frontend.compiler import Compiler, passes_for
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import decompose
-from lazyinline.frontend.passes.state import (
-    Compilation,
-    Goal,
-    State,
-    Subject,
-    compile_pass,
-    run,
-)
+from lazyinline.frontend.passes.state import Compilation, Goal, State, Subject, compile_pass, run
 from lazyinline.frontend.report import CompileReport
 from lazyinline_command.main import main
 

@@ -7,28 +7,13 @@ import pytest
 import torch
 import torch.fx
 from models import Around
-from programs import (
-    MATRIX,
-    SCALAR,
-    VECTOR,
-    LeafBuilder,
-    binary_leaf,
-    random_program,
-    unary_leaf,
-)
+from programs import MATRIX, SCALAR, VECTOR, LeafBuilder, binary_leaf, random_program, unary_leaf
 from torch import nn
 
 import lazyinline
 from lazyinline.reuse.errors import VerifyError
 from lazyinline.reuse.ir.printer import WIDTH, format_program, text_to_compare
-from lazyinline.reuse.ir.program import (
-    Call,
-    Composite,
-    Leaf,
-    Program,
-    UserInput,
-    Value,
-)
+from lazyinline.reuse.ir.program import Call, Composite, Leaf, Program, UserInput, Value
 from lazyinline.reuse.ir.types import StructType, TensorType
 from lazyinline.reuse.ir.verify import verify
 

@@ -70,11 +70,7 @@ KINDS: dict[str, tuple[bool, Any]] = {
 @pytest.mark.parametrize("machine", ["signed", "another"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_holds_the_backwards_for_losses_of_some_results(
-    kind: str,
-    machine: str,
-    backend: Any,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, machine: str, backend: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dynamic, recompute = KINDS[kind]
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, assert_same_gradients
+from models import Around, Stack
 from torch import Tensor, nn
 from transformers import JambaConfig, JambaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
@@ -36,16 +37,9 @@ class Layer(nn.Module):
         return x + self.act(self, hidden, cache)
 
 
-class Model(nn.Module):
-    def __init__(self, act: Act) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(act, i) for i in range(LAYERS))
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, cache)
-        return x
+def stack(act: Act) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*(Layer(act, i) for i in range(LAYERS)))
 
 
 # What a layer makes of its input and its own part of a cache, as text: ``out`` is what it returns,
@@ -145,7 +139,7 @@ USUAL = ["updates", "writes in place", "reads the first", "counts in", "deletes"
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.sweep(keep=USUAL)
 def test_what_blocks_do_to_a_cache_is_what_eager_does(act: str) -> None:
-    model = Model(act_of(act))
+    model = stack(act_of(act))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     caches = a_cache("dynamic"), a_cache("dynamic")
@@ -165,7 +159,7 @@ def test_what_blocks_do_to_a_cache_is_what_eager_does(act: str) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("act", ["updates", "writes in place", "adds in place"])
 def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, kind: str) -> None:
-    model = Model(act_of(act))
+    model = stack(act_of(act))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     results = []
@@ -176,27 +170,23 @@ def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, k
     assert_close(*results)
 
 
-class SharesSlots(Model):
-    """Puts one tensor into several places before its layers run."""
-
-    def __init__(self, together: tuple[int, ...]) -> None:
-        super().__init__(act_of("writes in place"))
-        self.together = together
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        for number, slot in enumerate(cache.layers):
-            held: Any = x * 2 + number
-            slot.lazy_initialization(held, held)
-            slot.keys = held
-            slot.values = held if number in self.together else x * 3
-        return super().forward(x, cache)
-
-
 @pytest.mark.parametrize("together", [(0,), (2,), (0, 1, 2)])
 def test_slots_that_are_one_tensor_are_told_from_slots_that_are_not(
     together: tuple[int, ...],
 ) -> None:
-    model = SharesSlots(together)
+    """One tensor is put into several places before the layers run."""
+
+    def forward(layers: Any, x: Tensor, cache: Cache) -> Tensor:
+        for number, slot in enumerate(cache.layers):
+            held: Any = x * 2 + number
+            slot.lazy_initialization(held, held)
+            slot.keys = held
+            slot.values = held if number in together else x * 3
+        for layer in layers:
+            x = layer(x, cache)
+        return x
+
+    model = Around(forward, *stack(act_of("writes in place")).layers)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     x = torch.ones(2, 1, 3, SIZE)
     with torch.no_grad():
@@ -233,20 +223,11 @@ def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
 def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:
     """A state that is filled in place, in a dictionary of the layer's part of the cache."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    config = JambaConfig(
-        vocab_size=32,
-        num_hidden_layers=4,
-        num_key_value_heads=1,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=1,
-        mamba_d_state=4,
-        mamba_dt_rank=4,
-        pad_token_id=0,
-        **sizes,
-    )
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 4, "num_key_value_heads": 1}
+    sizes |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    sizes |= {"mamba_d_state": 4, "mamba_dt_rank": 4, "pad_token_id": 0}
     torch.manual_seed(0)
-    model = JambaForCausalLM(config)
+    model = JambaForCausalLM(JambaConfig(**sizes))
     expected = copy.deepcopy(model)
     run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
     ids = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(0))
