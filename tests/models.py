@@ -145,3 +145,16 @@ class Around(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(self.layers, *args, **kwargs)
+
+
+class Made(nn.Module):
+    """A model whose forward is a function of it and its inputs; keywords become attributes."""
+
+    def __init__(self, forward: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.body = forward
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -208,12 +209,11 @@ WITHIN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_what_holds_in_a_with_block_of_a_forward_is_compiled(name: str) -> None:
-    class Within(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with WITHIN[name]():
-                return product(x).float()
+    def within(self: Any, x: Tensor) -> Tensor:
+        with WITHIN[name]():
+            return product(x).float()
 
-    model, x = Within(), torch.randn(3, 3)
+    model, x = Made(within), torch.randn(3, 3)
     compiled = lazyinline.compile(model, backend="eager")
     for _ in range(3):
         assert torch.equal(compiled(x), model(x))

@@ -23,7 +23,7 @@ from comparing import (
     twin,
 )
 from decoders import DecoderBlock, GptBlock, gpt, llama
-from models import MarkedBlock, Net, batch, block
+from models import Made, MarkedBlock, Net, batch, block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,16 +123,9 @@ def test_loss_and_gradients_equal_eager_in_steps_of_adamw(
     assert_equals_eager(model.to(dtype), args, calls=6, optimizer=adamw, **options)
 
 
-class NormOfChannels(nn.Module):
+def norm_of_channels(self: Any, image: Tensor) -> Tensor:
     """An image whose channels are normalised where they lie, as ConvNeXt and Swin begin."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.patches, self.norm = nn.Conv2d(3, channels, 4, 4), nn.LayerNorm(channels)
-        self.weight = nn.Parameter(torch.randn(2, channels, 8, 8))
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.norm(self.patches(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.weight
+    return self.norm(self.patches(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.weight
 
 
 # Kernels that read one operand along rows and another along columns go through tiles: with 16
@@ -145,29 +138,32 @@ def test_kernels_that_read_across_rows_sum_gradients_as_eager(
 ) -> None:
     seed_all()
     image = torch.randn(2, 3, 32, 32, dtype=dtype)
-    model = NormOfChannels(channels).to(dtype)
+    model = Made(
+        norm_of_channels,
+        patches=nn.Conv2d(3, channels, 4, 4),
+        norm=nn.LayerNorm(channels),
+        weight=nn.Parameter(torch.randn(2, channels, 8, 8)),
+    ).to(dtype)
     assert_equals_eager(model, (image,), backend="inductor", optimizer=sgd)
 
 
-class RelativeShift(nn.Module):
+def relative_shift(self: Any, x: Tensor) -> Tensor:
     """Shifts scores in place and reads them through two reshapes, as Funnel does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores, self.mask = nn.Linear(8, 32), nn.Parameter(torch.ones(16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.scores(x).reshape(2, 32, 16)[:, 1:, :]
-        shifted = rows.reshape(2, 16, 31)[..., :16]
-        shifted *= self.mask
-        return shifted.softmax(-1)
+    rows = self.scores(x).reshape(2, 32, 16)[:, 1:, :]
+    shifted = rows.reshape(2, 16, 31)[..., :16]
+    shifted *= self.mask
+    return shifted.softmax(-1)
 
 
 def test_a_tensor_that_is_padded_and_reshaped_again_and_again_is_compiled() -> None:
     seed_all()
     # With four dimensions, as in Funnel, its backward's kernel was not written in ten minutes.
     options: Any = {"backend": "inductor", "optimizer": sgd, "fallback": "error"}
-    assert_equals_eager(RelativeShift(), (torch.randn(2, 16, 8),), **options)
+    assert_equals_eager(
+        Made(relative_shift, scores=nn.Linear(8, 32), mask=nn.Parameter(torch.ones(16, 16))),
+        (torch.randn(2, 16, 8),),
+        **options,
+    )
 
 
 def test_modes_and_shapes_are_compiled_once_each_and_reused(compiles: Compiles) -> None:

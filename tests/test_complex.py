@@ -1,10 +1,12 @@
 """Complex models: what is conjugated or negated only in name is what PyTorch says it is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from comparing import Door, assert_equals_eager, assert_same_gradients, relative_error, twin
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -138,17 +140,13 @@ def test_conjugates_of_any_layout_leave_a_block(name: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return LAYOUTS[name](x * self.w)
 
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(), Block()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.first(x)
-            return (y * self.second(x * 2).conj()).abs().sum() + (y * 2j).imag.sum(), y
+    def between(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        return (y * self.second(x * 2).conj()).abs().sum() + (y * 2j).imag.sum(), y
 
     torch.manual_seed(0)
-    model, x = Between(), torch.randn(3, 4, dtype=torch.complex64)
+    model = Made(between, first=Block(), second=Block())
+    x = torch.randn(3, 4, dtype=torch.complex64)
     expected, stepped = twin(model), twin(model)
     loss, out = lazyinline.compile(model, backend="eager")(x)
     want, want_out = expected(x)

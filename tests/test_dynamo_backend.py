@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close, assert_equals_eager
+from models import Made
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -251,21 +252,15 @@ def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
         assert_close(torch.compile(model, backend=backend)(x), model(x))
 
 
-class Halves(nn.Module):
+def halves(self: Any, x: Tensor) -> Tensor:
     """Two stacks, and in between what Dynamo does not capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = net(), net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(x)
+    x = self.first(x)
+    torch._dynamo.graph_break()
+    return self.second(x)
 
 
 def test_graph_breaks_are_dynamos() -> None:
-    compiled = assert_trains_like_eager(Halves(), batch(), batch())
+    compiled = assert_trains_like_eager(Made(halves, first=net(), second=net()), batch(), batch())
     assert len(compiled.graphs) == 2
     assert all(any(compiled.shared(number)) for number in range(2))
 
@@ -332,16 +327,10 @@ def test_a_mode_that_is_left_switched_is_handed_on() -> None:
     assert not out.requires_grad
 
 
-class Writes(nn.Module):
+def run_writes(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Changes an input, and returns a view of one."""
-
-    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.view = view
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        y.add_(x.sum())
-        return x.transpose(0, 1), self.view(y)
+    y.add_(x.sum())
+    return x.transpose(0, 1), self.view(y)
 
 
 @pytest.mark.filterwarnings(
@@ -353,7 +342,7 @@ class Writes(nn.Module):
 def test_an_input_that_is_changed_and_a_view_of_one_are_the_users_own(
     view: Callable[[Tensor], Tensor], is_ours: bool
 ) -> None:
-    model, x = Writes(view), torch.randn(3, 4)
+    model, x = Made(run_writes, view=view), torch.randn(3, 4)
     ours, theirs = torch.zeros(2, 2), torch.zeros(2, 2)
     compiled = Compiled(model)
     found, expected = compiled(x, ours), model(x, theirs)

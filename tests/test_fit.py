@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from decoders import Decoder, DecoderConfig
 from memory_events import memory_use
+from models import Made
 from parallel_models import MEGATRON, mesh_of, tiny, tokens
 from rank_threads import one_of_many
 from torch import nn
@@ -140,18 +141,13 @@ def without_loss() -> Any:
     return nn.Linear(4, 4), (torch.zeros(8, 4),)
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x).sum()
-        return y * 2 if y > 0 else y
+def run_branching(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.layer(x).sum()
+    return y * 2 if y > 0 else y
 
 
 def branching() -> Any:
-    return Branching(), (torch.zeros(8, 4),)
+    return Made(run_branching, layer=nn.Linear(4, 4)), (torch.zeros(8, 4),)
 
 
 def more_ranks_than_heads() -> Any:

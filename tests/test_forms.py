@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from comparing import assert_close, assert_same_buffers, assert_same_gradients, seed_all
-from models import Attention, BatchNormBlock, Block, Net, Stack, batch
+from models import Attention, BatchNormBlock, Block, Made, Net, Stack, batch
 from programs import random_arguments, random_program
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -283,12 +283,10 @@ def test_a_changed_module_or_export_is_taken_for_what_it_computes() -> None:
 
 
 def test_control_flow_runs_in_fx_and_is_refused_by_name_where_there_is_no_form_for_it() -> None:
-    class Chosen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
     x = torch.ones(3)
-    program = lazyinline.capture(Chosen(), (x,))
+    program = lazyinline.capture(
+        Made(lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))), (x,)
+    )
     module = program.to_fx()
     assert_same_text(Program.from_fx(module), program)
     assert_same_text(Program.from_networkx(program.to_networkx()), program)

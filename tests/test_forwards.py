@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
+from models import Made
 from torch import nn
 from values import HELPERS
 from worlds import World, assert_as_eager, assert_refused, shown
@@ -429,12 +430,10 @@ def test_the_door_raises_where_a_tensor_of_a_capture_was_left() -> None:
     with new_fake_mode():
         left = torch.ones(3)
 
-    class Leaky(nn.Module):
-        def forward(self, x: torch.Tensor) -> object:
-            return [{"left": left}, x.sum().item()]
-
     with pytest.raises(lazyinline.VerifyError, match="a capture was left"):
-        lazyinline.compile(Leaky(), backend="eager")(torch.randn(3))
+        lazyinline.compile(Made(lambda self, x: [{"left": left}, x.sum().item()]), backend="eager")(
+            torch.randn(3)
+        )
 
 
 WRAP = "@torch.fx.wrap\ndef doubled(x): return x * 2\ndef trebled(x): return x * 3"

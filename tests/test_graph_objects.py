@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -109,23 +110,17 @@ def test_an_entry_that_a_forward_sets_is_there_as_in_eager() -> None:
     assert "changes a list, dictionary or object among its arguments" in told.ran_eagerly
 
 
-class Copying(nn.Module):
+def copying(self: Any, x: Tensor) -> Tensor:
     """Computes on a copy, which Python makes by a table where classes are entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = copy.copy(types.SimpleNamespace(x=x))
-        return self.linear(found.x).tanh().sum()
+    found = copy.copy(types.SimpleNamespace(x=x))
+    return self.linear(found.x).tanh().sum()
 
 
 def test_a_class_that_an_import_enters_for_pickling_is_no_reason_to_compile_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As Inductor's imports do, in the first compile of a process."""
-    step = lazyinline.compile_step(Copying(), backend="eager")
+    step = lazyinline.compile_step(Made(copying, linear=nn.Linear(4, 4)), backend="eager")
     for kind in (Store, Data):
         step(torch.ones(2, 4))
         monkeypatch.setitem(copyreg.dispatch_table, kind, lambda one: (type(one), ()))

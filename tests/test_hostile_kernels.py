@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from apart import in_threads, run_apart
 from comparing import assert_close, assert_same_gradients, twin
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -88,18 +89,11 @@ def test_kernels_are_right_with_more_threads_than_they_were_compiled_for(num_thr
 # ---- indices ---------------------------------------------------------------------------------
 
 
-class Picking(nn.Module):
+def picking(self: Any, *indices: Tensor) -> Tensor:
     """Picks in several ways out of one weight, each by an index of its own."""
-
-    def __init__(self, ways: Sequence[str]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(SHAPE))
-        self.picks = [PICKS[way] for way in ways]
-
-    def forward(self, *indices: Tensor) -> Tensor:
-        sine = self.weight.sin()
-        picked = [pick(sine, index) for pick, index in zip(self.picks, indices, strict=True)]
-        return torch.stack([one.exp().sum() for one in picked]).sum()
+    sine = self.weight.sin()
+    picked = [pick(sine, index) for pick, index in zip(self.picks, indices, strict=True)]
+    return torch.stack([one.exp().sum() for one in picked]).sum()
 
 
 def rows(index: Tensor) -> Tensor:
@@ -148,7 +142,9 @@ def wrong_indices(group: str) -> None:
 
 def wrongly_taken(ways: Sequence[str], compiled: Callable[..., Any]) -> list[tuple[Any, ...]]:
     """Returns what is neither eager's number nor an error, with one index wrong at a time."""
-    model = Picking(ways)
+    model = Made(
+        picking, weight=nn.Parameter(torch.rand(SHAPE)), picks=[PICKS[way] for way in ways]
+    )
     run = compiled(model)
     index = torch.stack([torch.randperm(SHAPE[0]) for _ in range(SHAPE[1])], 1)
     right = [index.clone() for _ in ways]
@@ -188,16 +184,10 @@ DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 NOTICED = [*DIVISIONS] if torch.__version__ >= "2.13" else ["truncate"]
 
 
-class Divided(nn.Module):
+def divided(self: Any, a: Tensor, *divisors: Tensor) -> Tensor:
     """Divides in several ways, each by numbers of its own."""
-
-    def __init__(self, ways: Sequence[str]) -> None:
-        super().__init__()
-        self.divisions = [DIVISIONS[way] for way in ways]
-
-    def forward(self, a: Tensor, *divisors: Tensor) -> Tensor:
-        pairs = zip(self.divisions, divisors, strict=True)
-        return torch.stack([divide(a * 3, b * 1).double().sin() + 1 for divide, b in pairs])
+    pairs = zip(self.divisions, divisors, strict=True)
+    return torch.stack([divide(a * 3, b * 1).double().sin() + 1 for divide, b in pairs])
 
 
 DIVIDED = {"pair": "int64", "pair in a step": "uint8"}
@@ -212,7 +202,7 @@ def wrong_indices_and_divisors(group: str) -> None:
 
 def zero_divisors(dtype: str) -> None:
     ways = NOTICED if dtype == "int64" else ["truncate"]
-    model = Divided(ways)
+    model = Made(divided, divisions=[DIVISIONS[way] for way in ways])
     compiled = lazyinline.compile(model)
     a = torch.arange(64 * 67).reshape(64, 67).to(getattr(torch, dtype))
     divisors = [a % 7 + 1 for _ in ways]

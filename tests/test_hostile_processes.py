@@ -15,6 +15,7 @@ import pytest
 import torch
 from apart import run_apart
 from comparing import assert_close
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -35,25 +36,18 @@ from lazyinline.reuse.process import ProcessLock
 # ---- forks -----------------------------------------------------------------------------------
 
 
-class Slow(nn.Module):
+def slow(self: Any, x: Tensor) -> Tensor:
     """Takes a while to capture."""
-
-    def __init__(self, wait_s: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.wait_s = wait_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        started.set()
-        time.sleep(self.wait_s)
-        return self.linear(x).tanh()
+    started.set()
+    time.sleep(self.wait_s)
+    return self.linear(x).tanh()
 
 
 started = threading.Event()
 
 
 def compile_and_check(wait_s: float) -> None:
-    model, x = Slow(wait_s), torch.rand(2, 4)
+    model, x = Made(slow, linear=nn.Linear(4, 4), wait_s=wait_s), torch.rand(2, 4)
     with torch.no_grad():
         assert_close(lazyinline.compile(model, backend="eager")(x), model(x))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Made
 from test_func import by_pytorch
 from torch import Tensor, nn
 
@@ -154,18 +155,15 @@ def test_a_product_with_a_hessian_in_each_mode() -> None:
     def value(x: Tensor, y: Tensor) -> Tensor:
         return net(x).sin().sum() * net(y).cos().sum()
 
-    class Product(nn.Module):
-        def __init__(self, mode: Any) -> None:
-            super().__init__()
-            self.net, self.mode = net, mode
-
-        def forward(self, inputs: Any, vectors: Any) -> Any:
-            return func.hvp(value, inputs, vectors, mode=self.mode)
+    def product(self: Any, inputs: Any, vectors: Any) -> Any:
+        return func.hvp(value, inputs, vectors, mode=self.mode)
 
     wanted = torch.autograd.functional.hvp(value, inputs, vectors)
     reports = {}
     for mode in ("auto", "forward", "reverse"):
-        compiled = lazyinline.compile(Product(mode), backend="eager", fallback="error")
+        compiled = lazyinline.compile(
+            Made(product, net=net, mode=mode), backend="eager", fallback="error"
+        )
         with torch.no_grad():
             torch.testing.assert_close(compiled(inputs, vectors), wanted)
         reports[mode] = compiled.last_report

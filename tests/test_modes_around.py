@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close, assert_equals_eager, gradients
-from models import batch
+from models import Made, batch
 from test_compile import WAYS, make, net, sides_of
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -92,11 +92,7 @@ def test_a_mode_that_the_forward_enters_sees_the_operators_inside(mode: Any) -> 
 
 
 def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None:
-    class Making(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, torch.zeros(3)
-
-    compiled = lazyinline.compile(Making(), backend="eager")
+    compiled = lazyinline.compile(Made(lambda self, x: (x * 2, torch.zeros(3))), backend="eager")
     assert compiled(batch())[1].device.type == "cpu"
     with torch.device("meta"):
         assert compiled(batch())[1].device.type == "meta"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
+from models import Made
 from torch import Tensor, nn
 from worlds import assert_as_eager
 
@@ -177,16 +178,11 @@ def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: 
 
 
 def test_a_function_of_the_users_that_returns_a_view_has_its_own_gradient() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def run_model(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        return h, Reversed.apply(h)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.linear(x)
-            return h, Reversed.apply(h)
-
-    assert_equals_eager(Model(), (torch.ones(3, 4),))
+    assert_equals_eager(Made(run_model, linear=nn.Linear(4, 4)), (torch.ones(3, 4),))
 
 
 MODEL = """

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import zoo
 from comparing import gradients
 from hugging_face import example as of_hugging_face
-from models import BatchNormBlock, Block, MarkedBlock, Net, batch
+from models import BatchNormBlock, Block, Made, MarkedBlock, Net, batch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -264,17 +264,11 @@ def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
     assert done.stdout.startswith("0 "), "kernels that this machine has signed are taken"
 
 
-class Attends(nn.Module):
+def attends(self: Any, x: Tensor) -> Tensor:
     """Causal attention between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.view(1, 16, 2, 32).transpose(1, 2) for part in self.up(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.down(F.gelu(attended.transpose(1, 2).flatten(2))).float().square().mean()
+    q, k, v = (part.view(1, 16, 2, 32).transpose(1, 2) for part in self.up(x).chunk(3, -1))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return self.down(F.gelu(attended.transpose(1, 2).flatten(2))).float().square().mean()
 
 
 @pytest.mark.parametrize("kind", ["module", "step"])
@@ -285,7 +279,10 @@ def test_a_program_for_a_gpu_that_is_not_here_is_a_file_with_its_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("triton")
-    model, x = Attends().bfloat16(), torch.randn(1, 16, 64, dtype=torch.bfloat16)
+    model, x = (
+        Made(attends, up=nn.Linear(64, 192), down=nn.Linear(64, 64)).bfloat16(),
+        torch.randn(1, 16, 64, dtype=torch.bfloat16),
+    )
     compiled: Any = (
         lazyinline.compile(model, target="cuda:sm_90")
         if kind == "module"
@@ -546,18 +543,12 @@ def test_a_file_holds_what_a_recompute_policy_holds(
     assert step.stats.saved_bytes < step_of().stats.saved_bytes
 
 
-class Sized(nn.Module):
+def sized(self: Any, x: Tensor) -> Tensor:
     """Halves of what it is given, which is even, and as many numbers as there are in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net(MarkedBlock, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > 40:
-            return self.net(x) * 2
-        first, second = self.net(x).view(2, -1, 2)
-        return first + second * x.shape[0]
+    if x.shape[0] > 40:
+        return self.net(x) * 2
+    first, second = self.net(x).view(2, -1, 2)
+    return first + second * x.shape[0]
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -567,7 +558,9 @@ def test_sizes_that_vary_are_linked_without_source_or_tracing(
     train: bool, backend: str, tmp_path: pathlib.Path
 ) -> None:
     torch.manual_seed(0)
-    compiled: Any = lazyinline.compile(Sized(), backend=backend, dynamic=True, fallback="error")
+    compiled: Any = lazyinline.compile(
+        Made(sized, net=Net(MarkedBlock, 2)), backend=backend, dynamic=True, fallback="error"
+    )
     with torch.set_grad_enabled(train):
         compiled(batch(8))
         loaded: Any = reloaded(compiled, tmp_path)
@@ -587,25 +580,19 @@ def test_sizes_that_vary_are_linked_without_source_or_tracing(
     assert list(loaded.state_dict()) == list(compiled.state_dict())
 
 
-class Twice(nn.Module):
+def run_twice(self: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     """Takes twice as many of one input as of the other, and returns what it computes of sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        size = x.shape[0]
-        total = torch.tanh(torch.cat([part(x) for part in self.parts]) + y)
-        told = (3 * size + 1, y.shape[0] // 2, size / 4, size > 5, self.parts[0].in_features)
-        return {"total": total, "told": told}
+    size = x.shape[0]
+    total = torch.tanh(torch.cat([part(x) for part in self.parts]) + y)
+    told = (3 * size + 1, y.shape[0] // 2, size / 4, size > 5, self.parts[0].in_features)
+    return {"total": total, "told": told}
 
 
 @pytest.mark.parametrize("trusts", [True, False], ids=["signed", "of another machine"])
 def test_sizes_that_are_computed_of_others_are_taken_and_returned(
     trusts: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Twice()
+    model = Made(run_twice, parts=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)))
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=True, fallback="error")
     compiled(batch(4, 3), batch(8, 3))
     loaded = reloaded(compiled, tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import decoders
 import pytest
 import torch
-from models import WIDTH, block
+from models import WIDTH, Made, block
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -159,24 +159,23 @@ def test_what_stops_a_gradient_stops_it_at_every_order(name: str, loss: Any) -> 
 def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(
     det: Callable[[Tensor], Tensor],
 ) -> None:
-    class Determinant(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum()
-
     def loss(model: Any, x: Tensor) -> Tensor:
         return gradient(model(x.requires_grad_()), x).square().sum()
 
     matrices = torch.eye(3).double().repeat(2, 1, 1)
     matrices[1] += torch.arange(9.0).reshape(3, 3) / 9
-    assert_same(*pair(Determinant(), fallback="error"), loss, matrices)
+    assert_same(
+        *pair(
+            Made(lambda self, x: det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum()),
+            fallback="error",
+        ),
+        loss,
+        matrices,
+    )
 
 
 def test_gradients_that_are_constants_are_there_at_every_call() -> None:
-    class Shift(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return x + 1, (x * y).sin()
-
-    compiled, expected = pair(Shift())
+    compiled, expected = pair(Made(lambda self, x, y: (x + 1, (x * y).sin())))
     for _ in range(2):
         for place in (1, 0):
             found = []
@@ -194,11 +193,7 @@ def test_gradients_that_are_constants_are_there_at_every_call() -> None:
 
 
 def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eager() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x + y).sin() * x
-
-    compiled, expected = pair(Sum())
+    compiled, expected = pair(Made(lambda self, x, y: (x + y).sin() * x))
     with torch.inference_mode():
         shift = points(seed=1)
     x, twin = (points().requires_grad_() for _ in range(2))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -19,25 +20,17 @@ PLACES = ("input", "intermediate", "parameter", "buffer")
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
 
 
-class Net(nn.Module):
+def run_net(self: Any, x: Tensor) -> Any:
     """Does something with a tensor of one place, and computes."""
-
-    def __init__(self, place: str, do: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("table", torch.ones(3, 3))
-        self.place, self.do = place, do
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = self.linear(x)
-        places = {
-            "input": x,
-            "intermediate": hidden,
-            "parameter": self.linear.weight,
-            "buffer": self.table,
-        }
-        answer = self.do(places[self.place])
-        return _shown(answer), self.linear(x) * 2 + self.table.sum()
+    hidden = self.linear(x)
+    places = {
+        "input": x,
+        "intermediate": hidden,
+        "parameter": self.linear.weight,
+        "buffer": self.table,
+    }
+    answer = self.do(places[self.place])
+    return _shown(answer), self.linear(x) * 2 + self.table.sum()
 
 
 def _shown(answer: Any) -> Any:
@@ -131,7 +124,9 @@ def played(model: Any, own: nn.Module, x: Tensor) -> Any:
 def assert_as_eager(do: Callable[[Tensor], Any], place: str, xs: list[Tensor]) -> list[str]:
     """Returns why calls ran eagerly; those that did not are compared with an eager run."""
     torch.manual_seed(0)
-    net = Net(place, do)
+    net = Made(
+        run_net, linear=nn.Linear(3, 3), table=nn.Buffer(torch.ones(3, 3)), place=place, do=do
+    )
     eager = copy.deepcopy(net)
     compiled = lazyinline.compile(net, backend="eager")
     reasons = []

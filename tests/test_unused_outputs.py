@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -150,20 +151,16 @@ class Left(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.Sigmoid())
 
 
-class Towers(nn.Module):
+def towers(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Results of their own parameters, and one of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Sequential(Left(), Left()), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        a, b = self.left(x), torch.tanh(self.right(x))
-        return a, b, (a * b).sum()
+    a, b = self.left(x), torch.tanh(self.right(x))
+    return a, b, (a * b).sum()
 
 
 def test_a_change_between_two_such_backwards_is_refused() -> None:
-    model, _, compiled = made(Towers())
+    model, _, compiled = made(
+        Made(towers, left=nn.Sequential(Left(), Left()), right=nn.Linear(4, 4))
+    )
     a, b, _ = compiled(torch.randn(3, 4))
     a.sum().backward()
     with torch.no_grad():
@@ -202,17 +199,11 @@ def test_gradients_that_are_zero_in_eager_are_zero() -> None:
     assert model.y.grad is not None
 
 
-class Parts(nn.Module):
+def run_parts(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Results that are cut out of one tensor: their cotangents are put together, or are zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 12)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        a, b, c, d = torch.tanh(self.linear(x)).chunk(4, dim=-1)
-        infinite = (a - a.detach()).abs().sqrt()
-        return a.square().mean(), b.sum(), (c * 2).t().contiguous(), d, infinite
+    a, b, c, d = torch.tanh(self.linear(x)).chunk(4, dim=-1)
+    infinite = (a - a.detach()).abs().sqrt()
+    return a.square().mean(), b.sum(), (c * 2).t().contiguous(), d, infinite
 
 
 @pytest.mark.parametrize(
@@ -222,7 +213,9 @@ class Parts(nn.Module):
 def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
     backend: str, dynamic: bool | None
 ) -> None:
-    model, expected, compiled = made(Parts(), backend=backend, dynamic=dynamic)
+    model, expected, compiled = made(
+        Made(run_parts, linear=nn.Linear(4, 12)), backend=backend, dynamic=dynamic
+    )
     for length in (3,) if dynamic is False else (3, 5):
         x = torch.randn(length, 4)
         for used in ((0,), (2, 3)):

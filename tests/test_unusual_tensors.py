@@ -9,7 +9,7 @@ import pytest
 import torch
 from apart import run_apart
 from comparing import assert_close, assert_equals_eager, twin
-from models import Around, block
+from models import Around, Made, block
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -218,18 +218,16 @@ def test_batches_whose_class_sees_operators_are_refused_by_steps_and_pipelines(k
         Batch(((plain,), {}), 2).split((WATCHING[kind](plain),), {})
 
 
-class Imaginary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).square().sum().conj().imag
+def run_imaginary(self: Any, x: Tensor) -> Tensor:
+    return (self.weight * x).square().sum().conj().imag
 
 
 @pytest.mark.sweep(keep="eager")
 def test_a_loss_that_is_negated_only_in_name(backend: str) -> None:
-    model, x = Imaginary(), torch.randn(4)
+    model, x = (
+        Made(run_imaginary, weight=nn.Parameter(torch.randn(4, dtype=torch.complex64))),
+        torch.randn(4),
+    )
     want = model(x)
     assert want.is_neg()
     loss = lazyinline.compile_step(twin(model), backend=backend)(x)
