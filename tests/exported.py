@@ -1,6 +1,6 @@
 """ONNX files, run by onnxruntime and compared with eager."""
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import lazyinline
 
 
-def session(path: pathlib.Path) -> Any:
+def session(path: Path) -> Any:
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def run(path: pathlib.Path | str, *inputs: Tensor, **named: Tensor) -> list[Any]:
+def run(path: Path | str, *inputs: Tensor, **named: Tensor) -> list[Any]:
     """Runs a file on inputs in its order, or by name."""
-    loaded = session(pathlib.Path(path))
+    loaded = session(Path(path))
     names = [i.name for i in loaded.get_inputs()]
     given = {**dict(zip(names, inputs, strict=False)), **named}
     return list(loaded.run(None, {name: value.numpy() for name, value in given.items()}))
@@ -31,11 +31,7 @@ def is_close(found: Any, expected: Tensor, tolerance: float = 1e-4) -> bool:
 
 
 def assert_trains_as_eager(
-    model: nn.Module,
-    path: pathlib.Path,
-    *args: Tensor,
-    others: tuple[Tensor, ...] = (),
-    **kwargs: Tensor,
+    model: nn.Module, path: Path, *args: Tensor, others: tuple[Tensor, ...] = (), **kwargs: Tensor
 ) -> None:
     """Exports a training graph; its loss and every gradient are eager's, on ``others`` if given."""
     report = lazyinline.export_onnx(model, args, path, kwargs=kwargs, train=True, verify=False)

@@ -4,10 +4,10 @@ import contextlib
 import datetime
 import importlib
 import os
-import pathlib
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from forked import Forked
 LIMIT_S = 300
 
 
-def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
+def worker(rank: int, world: int, folder: Path, task: str) -> None:
     """Runs ``module.function`` on one rank; what it returns goes to a file.
 
     Of several tasks, with commas between, what each function returned is there by its name.
@@ -37,11 +37,11 @@ def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
 
 @contextlib.contextmanager
 def started(
-    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
+    folder: Path, task: str, world: int = 2, cache: Path | None = None
 ) -> Iterator[list[Forked]]:
     """Starts the ranks and ends them whatever happens."""
     environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache or folder / "cache")}
-    call = "ranks.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
+    call = "ranks.worker(int(argv[1]), int(argv[2]), Path(argv[3]), argv[4])"
     code = f"import pathlib, ranks; from sys import argv; {call}"
     common = (str(world), str(folder), task)
     ranks = [Forked(code, str(rank), *common, environment=environment) for rank in range(world)]
@@ -53,7 +53,7 @@ def started(
 
 
 def said_by_survivors(
-    folder: pathlib.Path,
+    folder: Path,
     task: str,
     limit_s: float,
     world: int = 2,
@@ -82,9 +82,7 @@ def two_replicas() -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
 
 
-def run_ranks(
-    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
-) -> list[Any]:
+def run_ranks(folder: Path, task: str, world: int = 2, cache: Path | None = None) -> list[Any]:
     """Returns what a function returned on each rank."""
     deadline = time.monotonic() + LIMIT_S
     with started(folder, task, world, cache) as ranks:

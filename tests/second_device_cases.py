@@ -99,9 +99,7 @@ def test_placed_blocks_share_a_closure() -> None:
 
 
 @pytest.mark.parametrize(("way", "backend"), [("embedding", "inductor"), ("two blocks", "eager")])
-def test_a_step_trains_as_eager_does_and_state_is_where_parameters_are(
-    way: str, backend: str
-) -> None:
+def test_a_step_trains_as_eager_and_state_is_where_parameters_are(way: str, backend: str) -> None:
     model, twin, args = placed(way)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, twin)]
     step = lazyinline.compile_step(model, micro_batches=2, backend=backend)

@@ -55,9 +55,7 @@ def without_lines(text: str) -> str:
     return re.sub(r"\.py:\d+", ".py:N", text)
 
 
-def test_the_report_names_the_class_and_what_keeps_a_layer_apart(
-    golden: Callable[[str, str], None],
-) -> None:
+def test_the_report_names_class_and_what_keeps_apart(golden: Callable[[str, str], None]) -> None:
     model = Stack(Layer(), Layer(), Layer(causal=False), Layer())
     golden("advice", without_lines(f"{advise(model)}\n"))
 

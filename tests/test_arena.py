@@ -25,7 +25,7 @@ DATA = ROOT / "tests" / "data"
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Does what the native one does: each goes to the lowest gap between those that live with it."""
+    """Does what the native one does: each into the lowest gap between its companions."""
     births, deaths, sizes = buffers.birth.tolist(), buffers.death.tolist(), buffers.size.tolist()
     placed: dict[int, tuple[int, int]] = {}  # lowest and highest address
     for i in order.tolist():

@@ -114,9 +114,7 @@ def objects(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 @pytest.mark.usefixtures("directory")
-def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_warm_start_traces_lowers_and_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a warm start does not come here")
 

@@ -86,9 +86,7 @@ def only_when_comparing(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.usefixtures("only_when_comparing")
-def test_same_text_passes_and_other_text_shows_the_difference(
-    golden: Callable[[str, str], None],
-) -> None:
+def test_same_text_passes_and_other_shows_what_differs(golden: Callable[[str, str], None]) -> None:
     golden("golden_fixture", "first line\nsecond line")
     with pytest.raises(pytest.fail.Exception, match=r"\n first line\n-second line\n\+third line"):
         golden("golden_fixture", "first line\nthird line")

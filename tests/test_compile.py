@@ -133,9 +133,7 @@ def norm_of_channels(self: Any, image: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("channels", [7, 8, 16])
 @pytest.mark.sweep(keep=["7-torch.float32", "16-torch.float64"])
-def test_kernels_that_read_across_rows_sum_gradients_as_eager(
-    channels: int, dtype: torch.dtype
-) -> None:
+def test_kernels_across_rows_sum_gradients_as_eager(channels: int, dtype: torch.dtype) -> None:
     seed_all()
     image = torch.randn(2, 3, 32, 32, dtype=dtype)
     model = Made(

@@ -12,11 +12,11 @@ import ast
 import contextlib
 import functools
 import io
-import pathlib
 import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ FILE = re.compile(rf"`((?:{FOLDERS}|examples)/[\w./-]*)`")
 class Runner:
     """Runs the blocks of one page and compares what they print, or notes it."""
 
-    def __init__(self, cache: pathlib.Path) -> None:
+    def __init__(self, cache: Path) -> None:
         self.cache = str(cache)
         self.printed = io.StringIO()
         self.shown: list[str] = []
@@ -71,7 +71,7 @@ class Runner:
             f"{printed}"
         )
 
-    def document(self, page: pathlib.Path, shown: Callable[[Example], None]) -> Document:
+    def document(self, page: Path, shown: Callable[[Example], None]) -> Document:
         parsers = (CodeBlockParser("python", self.python), CodeBlockParser("output", shown))
         return Document.parse(str(page), *parsers)
 
@@ -98,17 +98,17 @@ def rewritten(text: str, shown: list[str]) -> str:
     return FENCE.sub(block, text)
 
 
-def blocks(page: pathlib.Path, language: str) -> list[str]:
+def blocks(page: Path, language: str) -> list[str]:
     text = page.read_text(encoding="utf-8")
     return [found[2] for found in FENCE.finditer(text) if found[1] == language]
 
 
-def name_of(page: pathlib.Path) -> str:
+def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all pages: they compile the same blocks."""
     return tmp_path_factory.mktemp("pages")
 
@@ -119,9 +119,9 @@ KEPT = "README command-line concepts extending install large-models quickstart s
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
 @pytest.mark.sweep(keep=KEPT.split())
 def test_a_page_runs_and_prints_what_it_says(
-    page: pathlib.Path,
-    cache: pathlib.Path,
-    tmp_path: pathlib.Path,
+    page: Path,
+    cache: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -172,7 +172,7 @@ def parallel_blocks() -> list[str]:
     return [one for block in found for one in block.strip().split("\n\n") if "lazyinline." in one]
 
 
-def runs_parallel_blocks(rank: int, folder: pathlib.Path) -> list[tuple[str, float, float]]:
+def runs_parallel_blocks(rank: int, folder: Path) -> list[tuple[str, float, float]]:
     """Runs each on one rank: returns it with the loss, its own and eager's, where it has one."""
     options = {"backend": "eager"}  # where there are no kernels to build, these take a second
     names = ("compile", "compile_step", "pipeline")
@@ -199,9 +199,7 @@ def runs_parallel_blocks(rank: int, folder: pathlib.Path) -> list[tuple[str, flo
 
 
 @pytest.mark.sweep
-def test_blocks_for_several_processes_run_and_give_eagers_loss(
-    tmp_path: pathlib.Path, cache: pathlib.Path
-) -> None:
+def test_blocks_for_several_processes_run_and_give_eagers_loss(tmp_path: Path, cache: Path) -> None:
     first, last = run_ranks(tmp_path, "test_docs.runs_parallel_blocks", cache=cache)
     assert len(last) == len(parallel_blocks()) == 5
     assert len(first) == len(last) - 2  # the loss of a pipeline is on its last rank
@@ -210,7 +208,7 @@ def test_blocks_for_several_processes_run_and_give_eagers_loss(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_names_is_there(page: pathlib.Path) -> None:
+def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert {found[1].partition(" ")[0] for found in FENCE.finditer(text)} <= LANGUAGES
     prose = FENCE.sub("", text)
@@ -226,7 +224,7 @@ def test_the_page_on_the_command_line_has_each_command() -> None:
     assert {f"## {name}" for name in (*COMMANDS, "completion")} <= set(page.splitlines())
 
 
-def anchors(page: pathlib.Path) -> set[str]:
+def anchors(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as GitHub and the site make them."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)

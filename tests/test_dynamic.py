@@ -305,9 +305,7 @@ def test_python_on_sizes_is_right_at_each_shape(name: str, door: Door) -> None:
     assert found[-1][1] >= 3
 
 
-def test_shapes_that_were_not_used_for_long_are_linked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shapes_not_used_for_long_are_linked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lazyinline.frontend.guard.MAX_LINKED", 2)
     shapes = [(2, length) for length in (3, 4, 5, 6, 5, 6, 4)]
     assert train_at(Wrapped(torch.tanh), shapes, numbers)[-1] == (2, 3)

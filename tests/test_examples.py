@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import forked
 import pytest
@@ -19,13 +19,13 @@ NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "deco
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all examples: most have the same block."""
     return tmp_path_factory.mktemp("examples")
 
 
 @pytest.fixture(autouse=True)
-def of_all(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(cache))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -67,9 +67,7 @@ print(json.dumps(said))
 """
 
 
-def said_one_by_one(
-    examples: dict[str, list[str]], folder: pathlib.Path, cache: pathlib.Path
-) -> dict[str, str]:
+def said_one_by_one(examples: dict[str, list[str]], folder: Path, cache: Path) -> dict[str, str]:
     """What examples print, run in one process: to import PyTorch costs more than they do."""
     arguments = (str(folder), str(EXAMPLES), json.dumps(examples))
     printed = forked.run(ONE_BY_ONE, *arguments, LAZYINLINE_CACHE_DIR=str(cache))
@@ -79,7 +77,7 @@ def said_one_by_one(
 
 @pytest.fixture(scope="module")
 def said_by(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> dict[str, str]:
     wanted = {"pinn.py", "when_blocks_differ.py", *selected(request, "example")}
     examples = {name: arguments for name, arguments in QUICK.items() if name in wanted}
@@ -87,9 +85,7 @@ def said_by(
 
 
 @pytest.fixture(scope="module")
-def said_with_kernels(
-    tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path
-) -> dict[str, str]:
+def said_with_kernels(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("generating")
     said = said_one_by_one(GENERATING, folder, cache)
     return said | {"page": (folder / "report.html").read_text(encoding="utf-8")}
@@ -107,9 +103,7 @@ def test_a_decoder_learns_the_text_as_in_eager(said_with_kernels: dict[str, str]
 
 
 @pytest.mark.sweep
-def test_a_budget_lies_between_saving_and_computing_again(
-    said_with_kernels: dict[str, str],
-) -> None:
+def test_a_budget_is_between_saving_and_computing_again(said_with_kernels: dict[str, str]) -> None:
     said = said_with_kernels["recompute_budget.py"]
     rows = [float(peak) for peak in re.findall(r"(\d+\.\d\d) +\d+\.\d  #+$", said, re.MULTILINE)]
     assert len(rows) == 5 and rows == sorted(rows, reverse=True)
@@ -198,7 +192,7 @@ def test_two_processes_average_their_gradients() -> None:
 
 
 @pytest.mark.sweep
-def test_two_processes_are_a_pipeline(tmp_path: pathlib.Path) -> None:
+def test_two_processes_are_a_pipeline(tmp_path: Path) -> None:
     page = tmp_path / "pipeline.html"
     said = printed(
         "pipeline_llama.py",

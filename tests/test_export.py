@@ -3,8 +3,8 @@
 import importlib.util
 import itertools
 import logging
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import decoders as own
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from exported import assert_trains_as_eager, is_close, run
 from models import Around, Stack, block, example
+from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -34,7 +35,7 @@ SMALL = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 8}
 
 
 @pytest.fixture
-def path(tmp_path: pathlib.Path) -> pathlib.Path:
+def path(tmp_path: Path) -> Path:
     return tmp_path / "model.onnx"
 
 
@@ -43,7 +44,7 @@ class Written(NamedTuple):
 
     model: nn.Module
     ids: Tensor
-    path: pathlib.Path
+    path: Path
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(model, ids, path)
 
 
-def nodes_of(path: pathlib.Path) -> dict[str, int]:
+def nodes_of(path: Path) -> dict[str, int]:
     model = onnx.load(path, load_external_data=False)
     return {"main": len(model.graph.node), **{f.name: len(f.node) for f in model.functions}}
 
@@ -63,7 +64,7 @@ def nodes_of(path: pathlib.Path) -> dict[str, int]:
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
 @pytest.mark.smoke
 @pytest.mark.sweep(keep=["functions-llama", "flat-gpt2"])
-def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathlib.Path) -> None:
+def test_hugging_face_models_equal_eager(name: str, functions: bool, path: Path) -> None:
     model, inputs = hugging_face.example(name)
     report = lazyinline.export_onnx(model, (), path, kwargs=inputs, functions=functions)
     with torch.no_grad():
@@ -80,7 +81,7 @@ def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathl
         assert list(nodes_of(path)) == ["main"]
 
 
-def test_training_graph_gives_loss_and_every_gradient(path: pathlib.Path) -> None:
+def test_training_graph_gives_loss_and_every_gradient(path: Path) -> None:
     model, (ids, targets) = own.llama(3, **SMALL)
     assert_trains_as_eager(model, path, ids_BT=ids, targets_BT=targets)
     layers = [n.op_type for n in onnx.load(path).graph.node if "Block" in n.op_type]
@@ -92,7 +93,7 @@ def mean_square(*layers: nn.Module) -> nn.Module:
     return Around(lambda layers, x: layers[0](x).square().mean(), Stack(*layers))
 
 
-def test_training_graph_of_convolutions_gives_every_gradient(path: pathlib.Path) -> None:
+def test_training_graph_of_convolutions_gives_every_gradient(path: Path) -> None:
     @lazy_inline
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -124,7 +125,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_training_graph_of_attention_norms_and_dropout(dropout: float, path: pathlib.Path) -> None:
+def test_training_graph_of_attention_norms_and_dropout(dropout: float, path: Path) -> None:
     model, x = mean_square(Attention(dropout), Attention(dropout)), torch.randn(2, 4, 8)
     if not dropout:
         assert_trains_as_eager(model, path, x)
@@ -175,7 +176,7 @@ on_new_runtime = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("opset", [20, pytest.param(24, marks=on_new_runtime)])
-def test_operator_sets(opset: int, path: pathlib.Path) -> None:
+def test_operator_sets(opset: int, path: Path) -> None:
     model, inputs = hugging_face.example("bert", layers=2)
     lazyinline.export_onnx(model, (), path, kwargs=inputs, opset=opset)
     loaded = onnx.load(path)
@@ -184,16 +185,14 @@ def test_operator_sets(opset: int, path: pathlib.Path) -> None:
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def test_without_its_packages_the_extra_is_named(
-    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_packages_the_extra_is_named(path: Path, monkeypatch: MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "onnx" else find(n))
     with pytest.raises(ExportError, match=r"needs onnx, .*pip install 'lazyinline\[onnx\]'"):
         lazyinline.export_onnx(nn.Linear(2, 2), (torch.ones(2),), path)
 
 
-def test_round_trips(written: Written, path: pathlib.Path) -> None:
+def test_round_trips(written: Written, path: Path) -> None:
     expected, loaded = written.model(written.ids), onnx.load(written.path)
     inputs = {"ids_BT": written.ids.numpy()}
     (found,) = onnx.reference.ReferenceEvaluator(loaded).run(None, inputs)
@@ -206,7 +205,7 @@ def test_round_trips(written: Written, path: pathlib.Path) -> None:
 
 
 @on_new_runtime
-def test_a_file_as_text(path: pathlib.Path, golden: Callable[[str, str], None]) -> None:
+def test_a_file_as_text(path: Path, golden: Callable[[str, str], None]) -> None:
     twice = block(lambda self, x: F.relu(self.linear(x)))
     for train, name in ((False, "onnx_inference"), (True, "onnx_training")):
         model = Around(lambda layers, x: layers[1](layers[0](x)).sum(), twice(), twice())
@@ -222,7 +221,7 @@ def test_a_file_as_text(path: pathlib.Path, golden: Callable[[str, str], None]) 
         golden(name, "\n".join([*weights, *functions, onnx.printer.to_text(loaded)]))
 
 
-def test_nested_blocks_are_nested_functions(path: pathlib.Path) -> None:
+def test_nested_blocks_are_nested_functions(path: Path) -> None:
     inner = block(lambda self, x: F.relu(self.linear(x)))
 
     @lazy_inline
@@ -246,9 +245,7 @@ def test_nested_blocks_are_nested_functions(path: pathlib.Path) -> None:
     assert any(n.name.startswith("layers.2/second/") for n in onnx.load(path).graph.node)
 
 
-def test_a_program_and_a_compiled_model_are_exported_too(
-    written: Written, path: pathlib.Path
-) -> None:
+def test_a_program_and_a_compiled_model_are_exported_too(written: Written, path: Path) -> None:
     model, ids = written.model, written.ids
     lazyinline.export_onnx(lazyinline.compile(model, backend="eager"), (ids,), path)
     assert nodes_of(path) == nodes_of(written.path)
@@ -257,7 +254,7 @@ def test_a_program_and_a_compiled_model_are_exported_too(
     assert is_close(run(path, ids_BT=ids)[0], model(ids))
 
 
-def test_results_that_are_inputs_parameters_or_twice_the_same(path: pathlib.Path) -> None:
+def test_results_that_are_inputs_parameters_or_twice_the_same(path: Path) -> None:
     same = block(lambda self, x: (x, self.linear.weight, self.linear(x)))
 
     class Model(nn.Module):
@@ -277,7 +274,7 @@ def test_results_that_are_inputs_parameters_or_twice_the_same(path: pathlib.Path
 
 
 @pytest.mark.parametrize("sizes", [None, {"x": {0: "rows"}, "y": {0: "rows"}}], ids=["", "dynamic"])
-def test_one_example_passed_as_two_arguments_is_two_inputs(sizes: Any, path: pathlib.Path) -> None:
+def test_one_example_passed_as_two_arguments_is_two_inputs(sizes: Any, path: Path) -> None:
     class Difference(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x - 2 * y
@@ -288,7 +285,7 @@ def test_one_example_passed_as_two_arguments_is_two_inputs(sizes: Any, path: pat
     assert is_close(run(path, x=x, y=y)[0], model(x, y))
 
 
-def test_changed_buffers_are_results(path: pathlib.Path) -> None:
+def test_changed_buffers_are_results(path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     x = torch.randn(8, 4)
     before = {n: b.clone() for n, b in model.named_buffers()}
@@ -302,7 +299,7 @@ def test_changed_buffers_are_results(path: pathlib.Path) -> None:
 
 
 def test_weights_can_lie_in_a_file_beside_it_and_the_difference_is_logged(
-    written: Written, path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    written: Written, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, ids = written.model, written.ids
     with caplog.at_level(logging.INFO, logger="lazyinline"):
@@ -331,7 +328,7 @@ BACKWARD = "the backward of aten.grid_sampler.default in Block.backward at test_
     ],
 )
 def test_what_has_no_translation_is_named_with_block_and_line(
-    odd: type[nn.Module], shape: tuple[int, ...], train: bool, said: str, path: pathlib.Path
+    odd: type[nn.Module], shape: tuple[int, ...], train: bool, said: str, path: Path
 ) -> None:
     model = mean_square(odd()) if train else Stack(odd(), odd())
     with pytest.raises(ExportError) as caught:
@@ -341,9 +338,7 @@ def test_what_has_no_translation_is_named_with_block_and_line(
     assert not path.exists()
 
 
-def test_a_wrong_file_is_not_written(
-    written: Written, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_file_is_not_kept(written: Written, path: Path, monkeypatch: MonkeyPatch) -> None:
     from lazyinline.backend.onnx import torch_onnx
 
     translate = torch_onnx.translate
@@ -363,7 +358,7 @@ def test_a_wrong_file_is_not_written(
     assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
 
 
-def test_bad_input_gets_a_clear_error(path: pathlib.Path) -> None:
+def test_bad_input_gets_a_clear_error(path: Path) -> None:
     model, (ids, _) = own.llama(1, **SMALL)
     for arguments, text in (
         ({"opset": 17}, "opset=17: from 18 to 24"),
@@ -404,9 +399,7 @@ pytree.register_pytree_node(HeldByKey, lambda x: (list(x.values()), list(x)), by
 
 
 @pytest.mark.parametrize("as_input", [False, True])
-def test_results_of_a_class_without_names_are_named_by_key_or_position(
-    as_input: bool, path: pathlib.Path
-) -> None:
+def test_results_of_a_class_without_names_get_key_or_position(as_input: bool, path: Path) -> None:
     class Net(nn.Linear):
         def forward(self, x: Any) -> Any:
             y = super().forward(x.held[0] if as_input else x)

@@ -125,9 +125,7 @@ def is_compiled(compiled: Any, *paths: str) -> bool:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.sweep(keep=["by_a_mask-eager", "by_a_sparse_product-eager", "its_window-eager"])
-def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
-    way: Run, backend: str
-) -> None:
+def test_what_cannot_be_captured_is_eager_between_compiled_parts(way: Run, backend: str) -> None:
     compiled = assert_trains_like_eager(Around(way), *batches(), backend=backend)
     report, found = compiled.last_report, by_path(compiled)
     assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
@@ -141,9 +139,7 @@ def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
 
 
 @pytest.mark.filterwarnings("ignore:.*please report it")
-def test_a_bug_in_a_pass_is_told_and_the_model_runs_eagerly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bug_in_a_pass_is_told_and_the_model_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*args: Any) -> Any:
         raise ZeroDivisionError("of a bug")
 

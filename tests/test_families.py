@@ -146,9 +146,7 @@ def test_generate_gives_eagers_tokens_past_the_window(name: str, prompt: int) ->
 @pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("family", [*zoo.ASKED, *zoo.FURTHER], ids=lambda family: family.name)
-def test_values_of_a_trace_are_those_that_inductor_finds(
-    family: zoo.Family, dynamic: bool | None
-) -> None:
+def test_values_of_traces_are_those_of_inductor(family: zoo.Family, dynamic: bool | None) -> None:
     model, inputs = family.build()
     with values_compared() as taken:
         compiled = lazyinline.compile(model.train(), dynamic=dynamic)

@@ -108,9 +108,7 @@ def test_the_series_of_an_operator(text: str, series: Series) -> None:
 @pytest.mark.parametrize("series", KINDS, ids=str)
 @pytest.mark.parametrize("text", BINARY)
 @pytest.mark.sweep(keep=[f"CUBE * y).mT-{KINDS[1]}-(True, True)"])
-def test_the_series_of_an_operator_of_two(
-    text: str, series: Series, active: tuple[bool, bool]
-) -> None:
+def test_series_of_an_operator_of_two(text: str, series: Series, active: tuple[bool, bool]) -> None:
     assert_series(function_of(text), [X, Y], series, active=active)
 
 
@@ -121,9 +119,7 @@ def layer_norm_by_hand(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("series", KINDS, ids=str)
 @pytest.mark.sweep(keep=[str(KINDS[1])])
-def test_the_series_of_layer_norm_is_right_where_forward_mode_of_pytorch_is_not(
-    series: Series,
-) -> None:
+def test_series_of_layer_norm_are_right_where_pytorchs_forward_mode_is_not(series: Series) -> None:
     assert_series(
         lambda x: F.layer_norm(x, (4,), Y[0], Y[1]), [X], series, reference=layer_norm_by_hand
     )

@@ -599,9 +599,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.usefixtures("eager_derivatives")
 @pytest.mark.sweep(keep="True")
-def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
-    *, is_captured: bool
-) -> None:
+def test_all_parts_of_a_jacobian_are_of_the_draws_of_one_run(*, is_captured: bool) -> None:
     model, x = Parts(), tensor(4)
     torch.manual_seed(0)
     found = (lazyinline.compile(model, backend="eager") if is_captured else model)(x)

@@ -79,9 +79,7 @@ def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: st
 
 @pytest.mark.parametrize("how", ["updates"])
 @pytest.mark.parametrize("case", ["own decoder"])
-def test_a_gpu_program_that_updates_equals_fused_with_each_learning_rate(
-    cases: Any, case: str, how: str
-) -> None:
+def test_gpu_programs_that_update_equal_fused_at_each_rate(cases: Any, case: str, how: str) -> None:
     found = cases[case, how]
     assert found["error"] < 1e-4
     assert "a number that a program for a GPU holds changes" in found["after"]
@@ -209,9 +207,7 @@ def test_the_drop_in_counts_gradients_and_says_that_it_is_no_graph(
     assert gpu.peak_bytes == report.held_bytes + gpu.given_bytes
 
 
-def test_no_gradient_lies_where_a_launch_allocated_and_would_be_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_gradient_lies_where_a_launch_allocated_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor would write a weight's gradient over that of the keys, which is as large."""
     monkeypatch.setattr(lower, "is_interpreting", lambda: True)
     model, kwargs = gpu_cases.llama()

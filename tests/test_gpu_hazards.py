@@ -243,9 +243,7 @@ def test_kernels_are_handed_what_they_can_load_and_users_get_their_own_memory(tr
     assert len(seen) > 4 and not any(seen)
 
 
-def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_is_launched_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for Inductor's tuner, and for the stream."""
     cuda = StandIn(monkeypatch)
     monkeypatch.setattr(
@@ -268,9 +266,7 @@ def test_a_kernel_is_launched_on_the_stream_of_its_device_which_is_present(
 
 
 @NEEDS_TRITON
-def test_ways_to_launch_are_chosen_before_there_is_an_arena(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ways_to_launch_are_chosen_before_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for Inductor's tuner, whose first run tries all ways and takes memory."""
     model = Around(lambda layers, x: layers[0](x).tanh().square().mean(), nn.Linear(8, 8))
     step = lazyinline.compile_step(model, target=TARGET, micro_batches=2)
@@ -308,9 +304,7 @@ def test_ways_to_launch_are_chosen_before_there_is_an_arena(
     assert chosen == {f: "before" for f in launches if isinstance(f, TritonKernel)} != {}
 
 
-def test_a_second_derivative_draws_what_the_forward_drew_on_its_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_second_derivatives_draw_what_the_forward_drew(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.Generator()
     is_captured = [False]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu.get_state())

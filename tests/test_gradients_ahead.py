@@ -210,9 +210,7 @@ def test_whatever_a_loss_asks_is_right_after_a_habit(
         assert num_ahead() > len(OTHERS)
 
 
-def test_forces_are_computed_with_the_energy_once_two_losses_asked_for_them(
-    num_ahead: Callable[[], int],
-) -> None:
+def test_forces_come_with_the_energy_once_two_losses_asked(num_ahead: Callable[[], int]) -> None:
     assert_as_eager(Potential(), [forces] * 3 + [changed, energies])
     assert num_ahead() == 3  # with that of the energies, which ended it
 

@@ -200,9 +200,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("block", [Adds, Keeps])
 @pytest.mark.parametrize("by", ["positions", "weight"])
 @pytest.mark.sweep(keep=["positions-Adds", "weight-Keeps"])
-def test_a_call_on_a_shared_closure_writes_as_its_python_would(
-    block: type[nn.Module], by: str
-) -> None:
+def test_a_call_on_a_shared_closure_writes_as_python_does(block: type[nn.Module], by: str) -> None:
     model, expected = Blocks(block, by), Blocks(block, by)
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     found, wanted = compiled(positions()), expected(positions())

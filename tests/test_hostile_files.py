@@ -10,12 +10,12 @@ import contextlib
 import io
 import json
 import os
-import pathlib
 import re
 import struct
 import sys
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -261,7 +261,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def opened(content: bytes, path: pathlib.Path) -> str:
+def opened(content: bytes, path: Path) -> str:
     """Opens a file; returns the sentence that it is refused with, or nothing."""
     path.write_bytes(content)
     before, said = sorted(path.parent.iterdir()), ""
@@ -275,7 +275,7 @@ def opened(content: bytes, path: pathlib.Path) -> str:
     return said
 
 
-def num_refused(content: bytes, path: pathlib.Path, seeds: range, *ways: Any) -> int:
+def num_refused(content: bytes, path: Path, seeds: range, *ways: Any) -> int:
     """Returns how many damaged files were refused; the others are sound programs."""
     number = 0
     for seed in seeds:
@@ -292,7 +292,7 @@ def num_refused(content: bytes, path: pathlib.Path, seeds: range, *ways: Any) ->
     ("seeds", "least"), [(range(70), 45), (range(70, 10_070), 7_000)], ids=["few", "many"]
 )
 def test_a_damaged_or_forged_file_is_refused_in_a_sentence(
-    seeds: range, least: int, sound: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    seeds: range, least: int, sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
     assert num_refused(sound, tmp_path / "model.lz", seeds) > least
@@ -332,7 +332,7 @@ def sized(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Halves]:
     return path.read_bytes(), model
 
 
-def results(path: pathlib.Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def results(path: Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Returns what a file computes for some sizes, and from what; nothing where it is refused."""
     found = {}
     try:
@@ -350,7 +350,7 @@ def results(path: pathlib.Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.sweep(keep="few")
 @pytest.mark.parametrize("count", [30, 3_000], ids=["few", "many"])
 def test_sizes_and_conditions_that_lie_are_refused_or_change_no_number(
-    count: int, sized: tuple[bytes, Halves], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    count: int, sized: tuple[bytes, Halves], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAZYINLINE_VERIFY", "0")
     content, model = sized
@@ -366,9 +366,7 @@ def test_sizes_and_conditions_that_lie_are_refused_or_change_no_number(
     assert number > count / 2
 
 
-def test_what_is_compressed_is_refused_before_it_grows(
-    sound: bytes, tmp_path: pathlib.Path
-) -> None:
+def test_what_is_compressed_is_refused_before_it_grows(sound: bytes, tmp_path: Path) -> None:
     parts = parts_in(sound)
     parts["model.json"] = b" " * 10**8
     content = written(parts, zipfile.ZIP_DEFLATED)
@@ -376,7 +374,7 @@ def test_what_is_compressed_is_refused_before_it_grows(
     assert "compressed" in opened(content, tmp_path / "model.lz")
 
 
-def test_parts_that_lie_over_one_another_are_refused(sound: bytes, tmp_path: pathlib.Path) -> None:
+def test_parts_that_lie_over_one_another_are_refused(sound: bytes, tmp_path: Path) -> None:
     target = io.BytesIO(sound)
     with zipfile.ZipFile(target, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("model.json", b"{}")
@@ -384,7 +382,7 @@ def test_parts_that_lie_over_one_another_are_refused(sound: bytes, tmp_path: pat
 
 
 @pytest.mark.parametrize("make", ["folder", "missing", "empty", "text"])
-def test_what_is_no_file_of_ours_is_refused(make: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_file_of_ours_is_refused(make: str, tmp_path: Path) -> None:
     path = tmp_path / "model.lz"
     if make == "folder":
         path.mkdir()
@@ -406,7 +404,7 @@ def test_what_is_no_file_of_ours_is_refused(make: str, tmp_path: pathlib.Path) -
     ],
 )
 def test_a_refusal_says_which_part_is_wrong_and_what_to_do(
-    name: str, content: bytes, said: str, sound: bytes, tmp_path: pathlib.Path
+    name: str, content: bytes, said: str, sound: bytes, tmp_path: Path
 ) -> None:
     parts = parts_in(sound) | {name: content}
     if name == "more.json":
@@ -416,7 +414,7 @@ def test_a_refusal_says_which_part_is_wrong_and_what_to_do(
 
 
 def test_a_forged_signature_makes_nothing_trusted(
-    sound: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = parts_in(sound)
     manifest = json.loads(parts["manifest.json"])
@@ -428,9 +426,7 @@ def test_a_forged_signature_makes_nothing_trusted(
     assert opened(written(parts), tmp_path / "model.lz")
 
 
-def test_an_operator_that_this_process_registered_is_not_run(
-    sound: bytes, tmp_path: pathlib.Path
-) -> None:
+def test_an_operator_that_this_process_registered_is_not_run(sound: bytes, tmp_path: Path) -> None:
     @torch.library.custom_op("hostile::tanh", mutates_args=())
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.tanh()
@@ -443,9 +439,7 @@ def test_an_operator_that_this_process_registered_is_not_run(
     assert "calls hostile.tanh.default, no operator of PyTorch's own" in said
 
 
-def test_a_header_that_says_less_memory_than_operators_fill_is_refused(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_header_that_says_less_memory_than_operators_fill_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.lz"
     compiled = lazyinline.compile(Net(Block, 1), backend="eager")
     with torch.no_grad():
@@ -472,8 +466,8 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def test_stages_of_others_and_missing_ones_are_refused(
-    alone: None, staged: bytes, tmp_path: pathlib.Path
+def test_stages_of_others_and_missing_are_refused(
+    alone: None, staged: bytes, tmp_path: Path
 ) -> None:
     path, parts = tmp_path / "pipe.lz", parts_in(staged)
     for name in ("forward.txt", "backward.txt", "boundary.json"):
@@ -509,7 +503,7 @@ def test_stages_of_others_and_missing_ones_are_refused(
     ],
 )
 def test_ranks_and_stages_that_there_are_not_are_refused(
-    place: int, value: Any, said: str, alone: None, staged: bytes, tmp_path: pathlib.Path
+    place: int, value: Any, said: str, alone: None, staged: bytes, tmp_path: Path
 ) -> None:
     parts = parts_in(staged)
     told = json.loads(parts["model.json"])
@@ -520,7 +514,7 @@ def test_ranks_and_stages_that_there_are_not_are_refused(
 
 @pytest.mark.parametrize("row", range(4))
 def test_gradients_that_nobody_sends_are_refused(
-    row: int, alone: None, staged: bytes, tmp_path: pathlib.Path
+    row: int, alone: None, staged: bytes, tmp_path: Path
 ) -> None:
     name = "programs/0/stages/1/boundary.json"
     parts = parts_in(staged)

@@ -1,7 +1,6 @@
 """Forks, many writers, folders of others, and objects that are damaged: nothing ends or is run."""
 
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +104,7 @@ def test_a_child_forked_while_another_thread_compiles_can_compile() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Inductor's folder, which others know of."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "known"))
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "cache"))
@@ -113,15 +113,15 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     return tmp_path / "known"
 
 
-def open_to_all(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def open_to_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.chmod(0o777)
 
 
-def open_above(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def open_above(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.parent.chmod(0o777)
 
 
-def of_another(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = torch_store.not_private
     theirs = folder.stat().st_ino
 
@@ -133,9 +133,7 @@ def of_another(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spoil", [open_to_all, of_another])
 def test_a_folder_that_others_can_write_to_is_left(
-    spoil: Callable[[pathlib.Path, pytest.MonkeyPatch], None],
-    folder: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert own_folder() == folder
     spoil(folder, monkeypatch)
@@ -148,7 +146,7 @@ def test_a_folder_that_others_can_write_to_is_left(
 
 
 def test_a_folder_below_one_that_everybody_may_write_to_is_no_place_for_code(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_above(folder, monkeypatch)
     with pytest.warns(CacheWarning, match="everybody may rename what is in"):
@@ -160,7 +158,7 @@ def test_a_folder_below_one_that_everybody_may_write_to_is_no_place_for_code(
 
 
 def test_inductors_own_default_is_made_for_its_user_only(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new" / "folder"))
     assert own_folder().stat().st_mode & 0o077 == 0
@@ -170,7 +168,7 @@ def test_inductors_own_default_is_made_for_its_user_only(
 
 
 def test_an_object_that_is_cut_off_or_open_to_others_is_removed_and_not_loaded(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = torch_native.native_file()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -209,7 +207,7 @@ def test_a_damaged_probe_is_built_again() -> None:
 WRITER = """
 import os, sys, pathlib
 from lazyinline.backend.files.torch_store import DiskCache
-found = DiskCache(pathlib.Path(sys.argv[1]))
+found = DiskCache(Path(sys.argv[1]))
 if sys.argv[2] == "die":
     os.replace = lambda *paths: os.kill(os.getpid(), 9)
 for i in range(90):
@@ -222,7 +220,7 @@ for i in range(90):
 """
 
 
-def writer(directory: pathlib.Path, how: str) -> "subprocess.Popen[str]":
+def writer(directory: Path, how: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", WRITER, str(directory), how],
         stdout=subprocess.PIPE,
@@ -232,14 +230,14 @@ def writer(directory: pathlib.Path, how: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.sweep
-def test_processes_may_write_read_and_clear_at_once(tmp_path: pathlib.Path) -> None:
+def test_processes_may_write_read_and_clear_at_once(tmp_path: Path) -> None:
     for process in [writer(tmp_path, "live") for _ in range(2)]:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
 
 
 def test_a_clear_while_an_entry_is_written_is_no_fault(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, replace = DiskCache(tmp_path), os.replace
 
@@ -256,7 +254,7 @@ def test_a_clear_while_an_entry_is_written_is_no_fault(
 
 
 @pytest.mark.sweep
-def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: pathlib.Path) -> None:
+def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: Path) -> None:
     process = writer(tmp_path, "die")
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL

@@ -180,9 +180,7 @@ class Raising:
             raise self.error
 
 
-def test_what_raises_an_error_does_not_hold_but_an_interruption_ends_the_call(
-    function: Function,
-) -> None:
+def test_an_error_does_not_hold_but_an_interruption_ends_the_call(function: Function) -> None:
     owner, checks = Raising(ValueError), IdentityChecks()
     checks.attribute(owner, "value", None)
     unchanged = function(checks)

@@ -1,7 +1,7 @@
 """Many kernels in one C++ file: the same bits, built once, and damage costs only time."""
 
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -9,6 +9,7 @@ import damage
 import models
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
@@ -76,11 +77,11 @@ def result_of(kernel: Callable[..., Any], x: Tensor) -> Tensor:
 
 
 def bundles_in(
-    folder: pathlib.Path, built: list[str], num_threads: int = 2, setting: str = "test"
+    folder: Path, built: list[str], num_threads: int = 2, setting: str = "test"
 ) -> Bundles:
     """Bundles whose builds are noted."""
 
-    def build(text: str) -> pathlib.Path:
+    def build(text: str) -> Path:
         built.append(text)
         return build_file(text)
 
@@ -90,12 +91,12 @@ def bundles_in(
     return Bundles(lambda: known_in(folder, setting), build, alone, num_threads)
 
 
-def known_in(folder: pathlib.Path, setting: str = "test") -> BuiltKernels:
+def known_in(folder: Path, setting: str = "test") -> BuiltKernels:
     return BuiltKernels(open_store(folder), setting)
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """A store in a fresh cache of Inductor's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path / "lazyinline"
@@ -107,9 +108,7 @@ def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tenso
     return [loss.detach(), *gradients]
 
 
-def test_a_training_step_gives_the_bits_of_kernels_built_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_step_gives_the_bits_of_kernels_built_alone(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
     model, x = models.Block(32, norm=True), torch.randn(4, 32)
     PyCodeCache.cache_clear()
@@ -145,7 +144,7 @@ def test_braces_in_strings_and_comments_are_no_blocks() -> None:
     assert kernel_source(TYPES, text_of("auto s = \"}\"; char c = '{'; // }\n/* { */")) is not None
 
 
-def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: MonkeyPatch) -> None:
     """The flags are the same on every CPU, "for the one at hand", and folders may be shared."""
     built: list[str] = []
 
@@ -173,9 +172,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.sweep(keep="True")
-def test_what_inductor_writes_today_shares_files(
-    dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_inductor_writes_today_shares_files(dynamic: bool, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
     PyCodeCache.cache_clear()
     accepted = []
@@ -190,7 +187,7 @@ def test_what_inductor_writes_today_shares_files(
 
 
 @pytest.mark.sweep
-def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: pathlib.Path) -> None:
+def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: Path) -> None:
     with pytest.raises(KeyError), deferred_builds():
         promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[1])
         raise KeyError
@@ -199,12 +196,12 @@ def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: path
     assert torch.allclose(result_of(promise.result(), x), x.tanh() / (x.abs() + 3))
 
 
-def entry_in(folder: pathlib.Path) -> pathlib.Path:
+def entry_in(folder: Path) -> Path:
     (entry,) = folder.glob("entries/[0-9a-f]*")
     return entry
 
 
-def name_instead(folder: pathlib.Path, named: Callable[[Any], str]) -> None:
+def name_instead(folder: Path, named: Callable[[Any], str]) -> None:
     """Has the entry name something else, under the right digest."""
     store = open_store(folder)
     assert store is not None
@@ -216,7 +213,7 @@ def other_object(store: Any) -> str:
     return made
 
 
-FORGED: dict[str, Callable[[pathlib.Path], None]] = {
+FORGED: dict[str, Callable[[Path], None]] = {
     "another file": lambda folder: name_instead(folder, lambda _: "../../thesis"),
     "another object": lambda folder: name_instead(folder, other_object),
 }
@@ -227,7 +224,7 @@ for way, spoil in damage.WAYS.items():
 
 @pytest.mark.parametrize("how", FORGED)
 @pytest.mark.sweep(keep=["entry, cut off", "object, a bit flipped"])
-def test_what_is_damaged_is_built_again(how: str, folder: pathlib.Path) -> None:
+def test_what_is_damaged_is_built_again(how: str, folder: Path) -> None:
     source = source_of(text_of("for (int64_t i = 0; i < n; ++i) out_ptr0[i] = in_ptr0[i] * 2;"))
     # Each its own setting: what a process has loaded stays loaded, whatever becomes of its file.
     known_in(folder, how).keep([source], build_file(bundle_text([source], how)))
@@ -245,7 +242,7 @@ def test_what_is_damaged_is_built_again(how: str, folder: pathlib.Path) -> None:
     assert theirs.read_text() == "two years of work"
 
 
-def test_kernels_are_built_where_no_store_can_be(folder: pathlib.Path) -> None:
+def test_kernels_are_built_where_no_store_can_be(folder: Path) -> None:
     folder.write_text("")  # a file where the folder should be
     with pytest.warns(CacheWarning, match="The cache is not used"):
         bundles = bundles_in(folder, [])

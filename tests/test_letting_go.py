@@ -78,9 +78,7 @@ def swapping() -> Iterator[None]:
 
 @pytest.mark.usefixtures("swapping")
 @pytest.mark.sweep(keep=["eager"])
-def test_the_users_tensors_can_be_swapped_and_the_program_sees_what_they_are_then(
-    kind: str,
-) -> None:
+def test_the_users_tensors_can_be_swapped_and_the_program_sees_it(kind: str) -> None:
     model, held = Net(), torch.randn(5, 4)
     run = compiled_by(kind, model)
     run(held)
@@ -229,9 +227,7 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.sweep(keep=["eager", "zeros-inductor"])
-def test_what_users_do_to_their_gradients_does_not_reach_the_next_step(
-    use: str, backend: str
-) -> None:
+def test_what_users_do_to_gradients_does_not_reach_the_next_step(use: str, backend: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend=backend)

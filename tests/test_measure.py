@@ -169,9 +169,7 @@ def test_notes_say_what_is_not_shared() -> None:
         ),
     ],
 )
-def test_what_cannot_be_measured(
-    options: dict[str, object], error: type[Exception], text: str
-) -> None:
+def test_no_measurement(options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         measure_net(**options)
 

@@ -308,9 +308,7 @@ def train():
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.sweep(keep=["[list-", "closure-frozen", "list made anew-replaced", "List-exchanged"])
-def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
-    holder: str, exchange: str
-) -> None:
+def test_a_parameter_held_twice_is_read_where_eager_reads_it(holder: str, exchange: str) -> None:
     hold, find = HOLDERS[holder]
     scene = ["", "train()", f"train()\n{EXCHANGES[exchange]}", "train()"]
     assert_as_eager(HELPERS, HOLDING.format(hold=hold, find=find), scene=scene, state="EVERY")
@@ -332,9 +330,7 @@ def test_functional_call_with_other_parameters(backend: str, in_place: bool) -> 
     assert_close(compiled(IDS), model(IDS))
 
 
-def test_what_the_model_never_reads_does_not_compile_it_again(
-    compiles: list[CompileReport],
-) -> None:
+def test_what_the_model_never_reads_makes_no_compile(compiles: list[CompileReport]) -> None:
     compiled, model = build()
     out = compiled(IDS)
     model.step = 1

@@ -92,9 +92,7 @@ _MODES = ("taylor", "reverse")
     ],
 )
 @pytest.mark.sweep(keep=["[xy-", "laplacian"])
-def test_every_mode_equals_torch_func_and_the_one_with_fewer_flops_is_taken(
-    by: str, best: str
-) -> None:
+def test_every_mode_equals_torch_func_and_that_of_fewer_flops_is_taken(by: str, best: str) -> None:
     x = points(3)
     places = [[i, i] for i in range(3)] if by == "laplacian" else [["xyz".index(c) for c in by]]
     wanted = by_torch_func(Field(by), x, places)

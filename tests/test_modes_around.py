@@ -133,9 +133,7 @@ def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() ->
 
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.sweep(keep="eager-")
-def test_what_traces_the_model_traces_the_model_itself(
-    called_before: bool, pair: tuple[Any, Any]
-) -> None:
+def test_what_traces_the_model_traces_itself(called_before: bool, pair: tuple[Any, Any]) -> None:
     compiled, expected = pair
     if called_before:
         compiled(batch())

@@ -333,9 +333,7 @@ def test_short_attention_is_plain_and_equals_eager(batch: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["once", "retained"])
-def test_memory_that_a_parameter_gives_up_in_flight_is_still_there_for_the_backward(
-    keep: bool,
-) -> None:
+def test_memory_that_a_parameter_gives_up_in_flight_is_there_for_the_backward(keep: bool) -> None:
     """``parameter.data = ...`` frees what the native program has by address alone."""
 
     def train(model: nn.Module, run: nn.Module) -> None:

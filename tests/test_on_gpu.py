@@ -15,7 +15,7 @@ import pytest
 import torch
 from decoders import Decoder, DecoderBlock, DecoderConfig
 from models import Around
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazyinline
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {"hidden": 64, "num_heads": 4, "vocab": 128, "seq": 32, "batch": 4}
-Args = tuple[torch.Tensor, torch.Tensor]
+Args = tuple[Tensor, Tensor]
 
 
 def decoder(dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Decoder, Args]:
@@ -40,7 +40,7 @@ def batch(vocab: int, rows: int = 4, tokens: int = 33) -> Args:
     return whole[:, :-1].clone(), whole[:, 1:].clone()
 
 
-def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def gradients(model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor]:
     """Returns the loss of a forward and a backward, and each gradient."""
     model.zero_grad()
     loss = run()
@@ -49,9 +49,7 @@ def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.T
     return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
 
 
-def assert_same(
-    found: list[torch.Tensor], expected: list[torch.Tensor], most: float = 1e-4
-) -> None:
+def assert_same(found: list[Tensor], expected: list[Tensor], most: float = 1e-4) -> None:
     scale = max(t.norm() for t in expected)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= most * max(other.norm(), 1e-3 * scale)
@@ -173,7 +171,7 @@ def test_a_second_derivative_draws_what_its_forward_drew() -> None:
     compiled = lazyinline.compile(copy.deepcopy(model))
     x = torch.randn(4, 8, device=GPU, requires_grad=True)
 
-    def penalty(run: nn.Module) -> list[torch.Tensor]:
+    def penalty(run: nn.Module) -> list[Tensor]:
         torch.manual_seed(3)
         (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         torch.manual_seed(4)  # what follows draws on
@@ -228,14 +226,14 @@ def test_bfloat16_is_no_further_from_float64_than_eager() -> None:
 
 
 def test_autocast_is_no_further_from_float64_than_eager() -> None:
-    def run(model: Any, args: Args) -> torch.Tensor:
+    def run(model: Any, args: Args) -> Tensor:
         with torch.autocast(GPU.type, dtype=torch.bfloat16):
             return model(*args)  # type: ignore[no-any-return]
 
     assert_as_near_as_eager(run, torch.float32)
 
 
-def assert_as_near_as_eager(run: Callable[[Any, Args], torch.Tensor], dtype: torch.dtype) -> None:
+def assert_as_near_as_eager(run: Callable[[Any, Args], Tensor], dtype: torch.dtype) -> None:
     model, args = decoder(dtype)
     exact = copy.deepcopy(model).double()
     compiled = lazyinline.compile(copy.deepcopy(model), fallback="error")

@@ -248,9 +248,7 @@ class Using(nn.Module):
     ("how", "backend"),
     [("compile", "inductor"), ("no_grad", "inductor"), ("compile_step", "eager")],
 )
-def test_a_result_laid_out_otherwise_than_its_fake_kernel_says_is_read_rightly(
-    how: str, backend: str
-) -> None:
+def test_results_laid_out_otherwise_than_fakes_say_are_read_rightly(how: str, backend: str) -> None:
     operator = _operator(f"transposed_{how}", _transposed)
     model, expected = Using(operator), Using(operator)
     expected.load_state_dict(model.state_dict())

@@ -63,9 +63,7 @@ def ready(layers: int, backend: str) -> tuple[Callable[[], Any], Callable[[], An
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
 @pytest.mark.smoke
 @pytest.mark.sweep(keep="training-eager")
-def test_a_forward_adds_few_calls_to_its_kernels_and_few_per_layer(
-    train: bool, backend: str
-) -> None:
+def test_a_forward_adds_few_calls_to_its_kernels_and_per_layer(train: bool, backend: str) -> None:
     with torch.set_grad_enabled(train):
         added = {}
         for layers in (4, LAYERS):

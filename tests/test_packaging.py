@@ -6,7 +6,6 @@ And what counts as the code of lazyinline.
 import importlib.metadata
 import json
 import os
-import pathlib
 import pkgutil
 import re
 import shutil
@@ -15,11 +14,13 @@ import sys
 import sysconfig
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
+from pytest import MonkeyPatch
 from run_versions import PAIRS, Pair
 from test_architecture import imported_names, package_of, sources, tree_of
 
@@ -43,7 +44,7 @@ NOT_SOURCE = shutil.ignore_patterns(
 )
 
 
-def run_python(*args: object, cwd: pathlib.Path, **env: str) -> str:
+def run_python(*args: object, cwd: Path, **env: str) -> str:
     """Runs this interpreter outside the checkout; returns what it prints."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
     command = [sys.executable, *map(str, args)]
@@ -60,7 +61,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (needed,) = (r for r in PYPROJECT["build-system"]["requires"] if r.startswith("setuptools>="))
     found = importlib.metadata.version("setuptools")
     if release(found) < release(needed):
@@ -91,7 +92,7 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert inside == set(all_packages().values()), "each needs an __init__.py"
 
 
-def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
+def test_wheel_has_every_file_and_no_other(wheel: Path) -> None:
     expected = {f"lazyinline/{path.name}" for path in PUBLIC_FACE.iterdir() if path.is_file()}
     for folder in package_folders():
         inside = (path for path in folder.rglob("*") if path.is_file())
@@ -111,7 +112,7 @@ def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
     assert wheel.name == f"lazyinline-{lazyinline.__version__}-py3-none-any.whl"
 
 
-def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_wheel_imports_by_itself(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)  # all that an installer does with a plain one
     code = (
@@ -252,7 +253,7 @@ def test_this_interpreter_and_this_torch_are_supported() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cpu", "1.13.1"])
-def test_a_torch_that_is_too_old_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_too_old_is_refused(version: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(LazyInlineError) as refused:
         check_supported()
@@ -263,16 +264,14 @@ def test_a_torch_that_is_too_old_is_refused(version: str, monkeypatch: pytest.Mo
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234567", "3.0.0.dev20270101"])
-def test_a_torch_that_is_too_new_gets_a_warning(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_is_too_new_gets_a_warning(version: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.warns(UserWarning, match="tested with PyTorch 2.11 to 2.15, and this is"):
         check_supported()
 
 
 @pytest.mark.smoke
-def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(process, "NEWEST_PYTHON", (3, 9))
     with pytest.warns(UserWarning, match=r"up to Python 3\.9, this is 3\."):
         check_supported()
@@ -280,7 +279,7 @@ def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.smoke
 def test_a_free_threaded_build_is_refused_also_with_its_lock_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
@@ -316,16 +315,14 @@ def test_every_folder_of_the_package_is_known() -> None:
 
 
 def test_the_digest_reads_every_file_of_the_package() -> None:
-    found = {pathlib.Path(path).resolve() for path in process.own_files()}
+    found = {Path(path).resolve() for path in process.own_files()}
     expected = {path for folder in package_folders() for path in folder.rglob("*")}
     assert PUBLIC_FACE / "__init__.py" in found
     assert found == {p for p in expected if p.is_file() and "__pycache__" not in p.parts}
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_the_digest_changes_with_any_file_at_any_depth(
-    installed: bool, tmp_path: pathlib.Path
-) -> None:
+def test_the_digest_changes_with_any_file_at_any_depth(installed: bool, tmp_path: Path) -> None:
     files = ["reuse/x.py", "recompute/x.py", "backend/a/native.cpp", "frontend/a/b/c/x.py"]
     files += ["__init__.py"] if installed else []
     for name in [*files, "backend/a/__pycache__/native.pyc"]:
@@ -345,7 +342,7 @@ def test_the_digest_changes_with_any_file_at_any_depth(
     assert (process.code_digest(tmp_path) == seen[-1]) is not installed
 
 
-def frame_of(path: pathlib.Path) -> SimpleNamespace:
+def frame_of(path: Path) -> SimpleNamespace:
     """Returns what says of a frame that it runs a function of this file."""
     return SimpleNamespace(
         f_code=SimpleNamespace(co_filename=str(path)), f_globals={"__name__": "x"}, f_back=None
@@ -353,7 +350,7 @@ def frame_of(path: pathlib.Path) -> SimpleNamespace:
 
 
 def test_no_frame_of_ours_is_a_frame_of_the_user() -> None:
-    ours = [p for p in map(pathlib.Path, process.own_files()) if p.suffix == ".py"]
+    ours = [p for p in map(Path, process.own_files()) if p.suffix == ".py"]
     assert len(ours) > 100
     for path in ours:
         frame = frame_of(path)

@@ -317,9 +317,7 @@ def test_a_line_of_a_leaf_that_is_read_later_is_refused_where_it_stands() -> Non
         _ = leaf.module
 
 
-def test_threads_that_read_programs_parse_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_parse_programs_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own parser fails where a finalizer lets another thread begin half way."""
     text, parse, parsing = str(random_program(0)), ast.parse, []
 
@@ -342,9 +340,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "index"), CASES)
-def test_passes_give_what_the_file_says(
-    path: Path, index: int, request: pytest.FixtureRequest
-) -> None:
+def test_passes_give_what_files_say(path: Path, index: int, request: pytest.FixtureRequest) -> None:
     test = FileTest.read(path)[index]
     assert test.error or test.check or test.executes, "a file test expects something"
     if test.error:

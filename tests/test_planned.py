@@ -15,6 +15,7 @@ import torch
 from apart import in_threads
 from halves import differentiated
 from programs import MATRIX, assert_same, binary_leaf, random_arguments, random_program
+from pytest import MonkeyPatch
 
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link import placement
@@ -152,9 +153,7 @@ def run_pinned(flat: FlatProgram, given: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("gradients", ["apart", "overlaid"])
-def test_forward_and_backward_share_one_arena(
-    gradients: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_and_backward_share_one_arena(gradients: Any, monkeypatch: MonkeyPatch) -> None:
     """Two flights, each through a backward that keeps the graph and one that frees it.
 
     Overlaid, activations lie in the memory of gradients to come: inside their host, apart from one
@@ -203,7 +202,7 @@ def check_guests(planned: PlannedProgram) -> None:
             assert apart or at + first.num_bytes <= other_at or other_at + second.num_bytes <= at
 
 
-def test_the_proof_finds_a_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_finds_a_clash(monkeypatch: MonkeyPatch) -> None:
     program, _, _ = subject(1)
     planned = plan([link(program)], model_inputs=[], num_results=[1])
     monkeypatch.setattr(planned, "offsets", [0] * len(planned.offsets))

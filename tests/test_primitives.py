@@ -183,9 +183,7 @@ def assert_reduced_equals_eager(
 @pytest.mark.parametrize(
     ("make", "dropout"), [(decoders.gpt, 0.0), (decoders.gpt, 0.3), (decoders.llama, 0.0)]
 )
-def test_a_decoder_of_primitives_computes_and_draws_what_eager_does(
-    make: Any, dropout: float
-) -> None:
+def test_a_decoder_of_primitives_computes_and_draws_as_eager(make: Any, dropout: float) -> None:
     assert_reduced_equals_eager(*make(2, **SMALL, **({"dropout": dropout} if dropout else {})))
 
 

@@ -189,9 +189,7 @@ DOORS = {"compile": "compile", "compile_step": "step"}
         "eager-drawing-compile_step-0.3",
     ]
 )
-def test_gradients_and_drawn_numbers_are_eagers(
-    backend: Any, kind: str, door: str, policy: str
-) -> None:
+def test_gradients_and_draws_are_eagers(backend: Any, kind: str, door: str, policy: str) -> None:
     options: dict[str, Any] = {"door": DOORS[door], "backend": backend}
     assert_steps_equal_eager(MODELS[kind](), recompute=POLICIES[policy], **options)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pathlib
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
@@ -39,7 +39,7 @@ def compiled_for(model: nn.Module, *args: Any, backend: str = "eager", **kwargs:
     return compiled
 
 
-def reloaded(compiled: Any, folder: pathlib.Path, **options: Any) -> Any:
+def reloaded(compiled: Any, folder: Path, **options: Any) -> Any:
     """Saves and loads; saved again, the file has the same bytes."""
     path, again = folder / "model.lz", folder / "again.lz"
     lazyinline.save(compiled, path, **options)
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sweep(keep="eager")
 def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
-    name: str, backend: str, tmp_path: pathlib.Path
+    name: str, backend: str, tmp_path: Path
 ) -> None:
     make, x = MODELS[name]
     compiled = compiled_for(make(), x, backend=backend)
@@ -112,9 +112,7 @@ def test_a_loaded_model_computes_and_trains_as_the_compiled_one(
     assert all(map(torch.equal, loaded.parameters(), compiled.parameters()))
 
 
-def test_an_optimizer_steps_a_loaded_model_and_its_state_can_be_replaced(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_an_optimizer_steps_a_loaded_model_whose_state_is_replaced(tmp_path: Path) -> None:
     x = batch()
     compiled = compiled_for(Net(BatchNormBlock), x)
     loaded = reloaded(compiled, tmp_path)
@@ -146,7 +144,7 @@ class Tied(nn.Module):
         return {"logits": logits, "extra": (None, 3), "loss": F.cross_entropy(logits, ids)}
 
 
-def test_ties_frozen_parameters_buffers_and_nested_results_are_kept(tmp_path: pathlib.Path) -> None:
+def test_ties_frozen_parameters_buffers_and_nested_results_are_kept(tmp_path: Path) -> None:
     ids = torch.tensor([1, 5, 6])
     compiled = compiled_for(Tied(), ids, loss=True)
     loaded: Any = reloaded(compiled, tmp_path)
@@ -163,7 +161,7 @@ def test_ties_frozen_parameters_buffers_and_nested_results_are_kept(tmp_path: pa
 
 
 @pytest.mark.sweep
-def test_a_second_derivative_is_that_of_the_compiled_model(tmp_path: pathlib.Path) -> None:
+def test_a_second_derivative_is_that_of_the_compiled_model(tmp_path: Path) -> None:
     x = batch().requires_grad_()
     compiled = compiled_for(Net(Block), x)
     loaded = reloaded(compiled, tmp_path)
@@ -178,7 +176,7 @@ def test_a_second_derivative_is_that_of_the_compiled_model(tmp_path: pathlib.Pat
     assert all(expected[n] is None or torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_a_model_of_hugging_face_is_saved_with_its_default_cache(tmp_path: pathlib.Path) -> None:
+def test_a_model_of_hugging_face_is_saved_with_its_default_cache(tmp_path: Path) -> None:
     model, inputs = of_hugging_face("llama", layers=2)
     model.config.use_cache = True
     compiled = lazyinline.compile(model, backend="eager")
@@ -231,7 +229,7 @@ LOADS = """
 @pytest.mark.parametrize("dynamic", [None, True], ids=["plain", "sizes"])
 @pytest.mark.sweep(keep="sizes")  # plain: test_saved_losses.py
 def test_a_file_is_opened_where_the_source_of_the_model_cannot_be_imported(
-    dynamic: bool | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    dynamic: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "secret_model.py"
     source.write_text(textwrap.dedent(SOURCE), encoding="utf-8")
@@ -273,10 +271,7 @@ def attends(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["module", "step"])
 def test_a_program_for_a_gpu_that_is_not_here_is_a_file_with_its_plan(
-    kind: str,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
     model, x = (
@@ -310,7 +305,7 @@ def test_a_program_for_a_gpu_that_is_not_here_is_a_file_with_its_plan(
     assert again.gpu == found
 
 
-def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.Path) -> None:
+def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: Path) -> None:
     x, path = batch(), tmp_path / "model.lz"
     model = Net()
     compiled = compiled_for(model, x)
@@ -332,7 +327,7 @@ def test_weights_are_beside_a_file_or_come_from_a_state_dict(tmp_path: pathlib.P
         lazyinline.load(path, state_dict={k: v for k, v in other.items() if k != "head.weight"})
 
 
-def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Path) -> None:
+def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(1024, 1023), nn.Linear(1023, 7), nn.Tanh())
     loaded = reloaded(compiled_for(model, torch.randn(2, 1024)), tmp_path)
     tensors = list(loaded.parameters())
@@ -347,7 +342,7 @@ def test_tensors_of_a_large_file_have_storages_of_their_own(tmp_path: pathlib.Pa
 
 
 def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, path = batch(2, 8), tmp_path / "model.lz"
     compiled = lazyinline.compile(Net(lambda: Block(8), width=8))
@@ -366,7 +361,7 @@ def test_kernels_of_another_machine_are_made_again_unless_they_are_trusted(
     assert made[True] < made[False]
 
 
-def test_a_call_that_no_program_is_for_is_refused_in_a_sentence(tmp_path: pathlib.Path) -> None:
+def test_a_call_that_no_program_is_for_is_refused_in_a_sentence(tmp_path: Path) -> None:
     loaded = reloaded(compiled_for(Net(), batch()), tmp_path)
     with pytest.raises(lazyinline.LazyInlineError, match="none of them is for a call like this"):
         loaded(batch(5))
@@ -407,7 +402,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_file_cannot_say_is_refused_by_name(case: str, tmp_path: pathlib.Path) -> None:
+def test_what_a_file_cannot_say_is_refused_by_name(case: str, tmp_path: Path) -> None:
     make, given, message = REFUSED[case]
     compiled = lazyinline.compile(make(), backend="eager")
     with torch.no_grad():
@@ -417,14 +412,14 @@ def test_what_a_file_cannot_say_is_refused_by_name(case: str, tmp_path: pathlib.
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_not_compiled_or_not_called_is_refused(tmp_path: pathlib.Path) -> None:
+def test_what_was_not_compiled_or_not_called_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="save takes what"):
         lazyinline.save(Net(), tmp_path / "model.lz")
     with pytest.raises(FileError, match="call the compiled model once"):
         lazyinline.save(lazyinline.compile(Net()), tmp_path / "model.lz")
 
 
-def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: pathlib.Path) -> None:
+def test_a_further_layer_takes_at_most_2_kb_beside_weights(tmp_path: Path) -> None:
     sizes = []
     for num_blocks in (4, 8):
         path = tmp_path / f"{num_blocks}.lz"
@@ -456,7 +451,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_step_goes_on_as_the_compiled_one(
-    optimizer: str, micro_batches: int, dynamic: bool | None, tmp_path: pathlib.Path
+    optimizer: str, micro_batches: int, dynamic: bool | None, tmp_path: Path
 ) -> None:
     model = Loss(MarkedBlock if dynamic else BatchNormBlock)
     made = OPTIMIZERS[optimizer](model.parameters())
@@ -477,7 +472,7 @@ def test_a_loaded_step_goes_on_as_the_compiled_one(
     assert (loaded.optimizer is None) == (optimizer == "none")
 
 
-def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_step_whose_optimizer_runs_behind_it_is_refused(tmp_path: Path) -> None:
     model = Loss()
     step = lazyinline.compile_step(
         model, optimizer=torch.optim.Adagrad(model.parameters()), backend="eager"
@@ -521,7 +516,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", RECOMPUTED)
 def test_a_file_holds_what_a_recompute_policy_holds(
-    policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_of(**options: Any) -> Any:
         torch.manual_seed(0)
@@ -555,7 +550,7 @@ def sized(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.sweep(keep=["inference-eager", "training-inductor"])
 def test_sizes_that_vary_are_linked_without_source_or_tracing(
-    train: bool, backend: str, tmp_path: pathlib.Path
+    train: bool, backend: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     compiled: Any = lazyinline.compile(
@@ -590,7 +585,7 @@ def run_twice(self: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("trusts", [True, False], ids=["signed", "of another machine"])
 def test_sizes_that_are_computed_of_others_are_taken_and_returned(
-    trusts: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    trusts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Made(run_twice, parts=nn.ModuleList(nn.Linear(3, 3) for _ in range(2)))
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=True, fallback="error")
@@ -611,7 +606,7 @@ def test_sizes_that_are_computed_of_others_are_taken_and_returned(
 
 
 def test_commands_take_a_file_in_place_of_a_target(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, onnx, page = (tmp_path / name for name in ("model.lz", "model.onnx", "page.html"))
     lazyinline.save(compiled_for(Net(MarkedBlock, 3), batch()), path)
@@ -642,7 +637,7 @@ REFUSED_FAMILIES = {("Bloom", False), ("Bloom", True)}  # an autograd.Function o
 @pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: pathlib.Path) -> None:
+def test_a_family_is_saved_and_loaded(name: str, train: bool, tmp_path: Path) -> None:
     model, inputs = FAMILIES[name].build()
     compiled: Any = lazyinline.compile(model.eval(), backend="eager")
     with torch.set_grad_enabled(train):

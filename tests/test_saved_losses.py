@@ -220,9 +220,7 @@ def test_files_with_such_backwards_that_are_damaged_are_refused_in_a_sentence(
     assert num_refused(paired, tmp_path / "model.lz", range(count), backward_changed) > count // 2
 
 
-def test_a_file_without_such_backwards_is_opened_and_compiles_them(
-    paired: bytes, tmp_path: pathlib.Path
-) -> None:
+def test_a_file_without_such_backwards_compiles_them(paired: bytes, tmp_path: pathlib.Path) -> None:
     parts = parts_in(paired)
     told = json.loads(parts["model.json"])
     del told["programs"][0]["backwards"]

@@ -355,9 +355,7 @@ OPERANDS += ["x.flatten(1)", "x.type_as(x)", "x.expand_as(x)"]
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.sweep(keep=["True", "False-x.contiguous"])
-def test_operator_that_returns_its_operand_under_no_grad_takes_no_gradient_away(
-    operand: str, marked: bool
-) -> None:
+def test_an_operand_returned_under_no_grad_keeps_its_gradient(operand: str, marked: bool) -> None:
     forward = f"""
 def forward(self, x):
     with torch.no_grad(): z = self.linear({operand})
@@ -538,9 +536,7 @@ HOOKS = {
 @pytest.mark.parametrize("register", HOOKS)
 @pytest.mark.parametrize("place", ["layers.1", "layers.1.linear", ""])
 @pytest.mark.sweep(keep=["1-register_full_backward_hook", "linear-register_backward_hook", "[-"])
-def test_a_backward_hook_runs_at_each_backward_and_the_reason_is_reported(
-    register: str, place: str
-) -> None:
+def test_a_backward_hook_runs_at_each_backward_and_is_the_reason(register: str, place: str) -> None:
     owner = f"model.get_submodule({place!r})"
     scene = ["", "", f"h = {owner}.{register}({HOOKS[register]})", "", "h.remove()"]
     outcome = assert_as_eager(HELPERS, SETUP, HALVING, "model = stack(3)", scene=scene)

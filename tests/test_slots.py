@@ -171,9 +171,7 @@ def test_gradients_through_a_cache_that_is_shared_are_those_of_eager(act: str, k
 
 
 @pytest.mark.parametrize("together", [(0,), (2,), (0, 1, 2)])
-def test_slots_that_are_one_tensor_are_told_from_slots_that_are_not(
-    together: tuple[int, ...],
-) -> None:
+def test_slots_that_are_one_tensor_are_told_from_others(together: tuple[int, ...]) -> None:
     """One tensor is put into several places before the layers run."""
 
     def forward(layers: Any, x: Tensor, cache: Cache) -> Tensor:

@@ -137,9 +137,7 @@ def changed_outside(row: Row, way: Way, **options: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("way", OUTSIDE | ASKED)
-def test_blocks_that_reach_one_number_share_and_a_change_is_noticed(
-    way: str, restored: None
-) -> None:
+def test_blocks_that_reach_one_number_share_and_notice_a_change(way: str, restored: None) -> None:
     number = NUMBER._replace(value="2.0", other="3.0")
     outcome = changed_outside(number, (OUTSIDE | ASKED)[way], grad=way == "global")
     if not outcome.eagerly:
@@ -228,9 +226,7 @@ DONE = ["list", "object", "slot", "array of numpy", "context variable", "class",
 
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("kind", "way"), paired(CHANGED, HOLDING, DONE))
-def test_a_change_by_the_forward_itself_is_left_as_eager_leaves_it(
-    kind: str, way: str, marked: bool
-) -> None:
+def test_a_change_by_the_forward_is_left_as_eager_does(kind: str, way: str, marked: bool) -> None:
     """Three blocks that hold one value; then they are given one anew."""
     row = CHANGED[kind]
     texts = HELPERS, AROUND, DOING.format(row=row, way=HOLDING[way], marked=marked)

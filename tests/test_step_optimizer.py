@@ -71,9 +71,7 @@ def assert_same_training(
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.sweep(keep=["eager", "nesterov-ind"])
 @pytest.mark.smoke
-def test_steps_with_a_schedule_and_two_groups_have_the_bits_of_fused(
-    kind: str, backend: str
-) -> None:
+def test_steps_by_a_schedule_of_two_groups_have_the_bits_of_fused(kind: str, backend: str) -> None:
     small = Around(lambda layers, x: loss_of(layers[0](x)), net())
     model, args = decoder() if kind == "AdamW" else (small, (batch(),))
     next(model.parameters()).requires_grad_(False)

@@ -187,9 +187,7 @@ def test_whatever_a_tensor_has_is_as_eager(name: str, place: str) -> None:
 @pytest.mark.parametrize("place", ["input", "parameter"])
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.sweep(keep=["[storage_offset", "[grad-", "[tolist"])
-def test_what_was_kept_of_a_tensors_class_is_asked_of_the_callers_tensor(
-    name: str, place: str
-) -> None:
+def test_what_was_kept_of_a_tensors_class_asks_the_callers_tensor(name: str, place: str) -> None:
     with torch.no_grad():
         assert_as_eager(keeping(name), place, inputs()[:2])
 

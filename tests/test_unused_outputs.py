@@ -128,9 +128,7 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
     [("eager", False, [4]), ("inductor", False, [4]), ("eager", True, [4, 6])],
 )
 @pytest.mark.sweep(keep="eager")
-def test_kept_graphs_take_one_loss_after_another(
-    backend: str, dynamic: bool, lengths: list[int]
-) -> None:
+def test_kept_graphs_take_loss_after_loss(backend: str, dynamic: bool, lengths: list[int]) -> None:
     model, expected, compiled = made(Net(), backend=backend, dynamic=dynamic)
     for _ in range(2):
         inputs = [torch.randn(length, 8) for length in lengths]
@@ -210,9 +208,7 @@ def run_parts(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     ("backend", "dynamic"), [("eager", None), ("eager", False), ("inductor", True)]
 )
 @pytest.mark.sweep(keep="eager")
-def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
-    backend: str, dynamic: bool | None
-) -> None:
+def test_zeros_of_any_layout_stand_for_unused_parts(backend: str, dynamic: bool | None) -> None:
     model, expected, compiled = made(
         Made(run_parts, linear=nn.Linear(4, 12)), backend=backend, dynamic=dynamic
     )
@@ -301,9 +297,7 @@ def test_what_hooks_give_back_in_another_layout_is_read_right(backend: str) -> N
 
 
 @pytest.mark.parametrize("kind", CHANGING)
-def test_what_hooks_give_back_of_another_type_is_an_error_and_the_next_step_is_right(
-    kind: str,
-) -> None:
+def test_what_hooks_give_of_another_type_is_an_error_and_the_next_step_is_right(kind: str) -> None:
     model = Mixed()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend="eager")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -113,7 +114,7 @@ class Philox:
 GENERATOR = Philox()
 
 
-def uniform(num: int, seed: int, offset: int) -> torch.Tensor:
+def uniform(num: int, seed: int, offset: int) -> Tensor:
     """Returns numbers in [0, 1): word ``i % 4`` of counter ``i // 4``, at an offset."""
     counters = torch.arange(-(-num // 4))
     words = [torch.full_like(counters, offset), torch.zeros_like(counters), counters, counters * 0]
@@ -130,14 +131,12 @@ def uniform(num: int, seed: int, offset: int) -> torch.Tensor:
     return (torch.stack(words, 1).flatten()[:num] >> 8).to(torch.float32) * 2.0**-24
 
 
-def _kept(shape: Sequence[int], p: float, seed: int, offset: int) -> torch.Tensor:
+def _kept(shape: Sequence[int], p: float, seed: int, offset: int) -> Tensor:
     """Which elements a dropout keeps."""
     return (uniform(math.prod(shape), seed, offset) < 1 - p).reshape(tuple(shape))
 
 
-def _native_dropout(
-    tensor: torch.Tensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_dropout(tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     mask = _kept(tensor.shape, p, *GENERATOR.advance())
     return tensor * mask * (1 / (1 - p)), mask
 
@@ -154,23 +153,23 @@ class AsOnAGpu(TorchFunctionMode):
 
 
 def _dropout_of_a_gpu(
-    tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
+    tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     if not training or not p:
         return tensor
     return torch.ops.aten.native_dropout(tensor, p, True)[0]
 
 
 def _attention_of_a_gpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     if enable_gqa:
         times = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(times, 1) for t in (key, value))
@@ -185,14 +184,14 @@ def _attention_of_a_gpu(
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
     scale: float | None,
     *,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns the probabilities and the logarithms of their sums."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.transpose(-1, -2)) * scale
@@ -205,22 +204,22 @@ def attention(
     return scores.softmax(-1), scores.logsumexp(-1)
 
 
-def _laid_out(result: torch.Tensor) -> torch.Tensor:
+def _laid_out(result: Tensor) -> Tensor:
     """As the kernels of a GPU give it: the heads of one position beside each other."""
     return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
     compute_log_sumexp: bool,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     chances, sums = attention(query, key, value, bias, scale, causal=is_causal)
     seed, offset = GENERATOR.advance() if dropout_p else (0, 0)
     if dropout_p:
@@ -233,21 +232,21 @@ def _efficient(
 
 
 def _efficient_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
     dropout_p: float,
     wanted: Sequence[bool],
     is_causal: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     chances, _ = attention(query, key, value, bias, scale, causal=is_causal)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     of_chances = grad @ value.transpose(-1, -2)
@@ -266,9 +265,9 @@ def _efficient_backward(
 
 
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     return_debug_mask: bool = False,
@@ -286,15 +285,15 @@ def _flash(
 
 
 def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
     *others: Any,
     scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     is_causal = others[5]
     wide = [grad.float(), query.float(), *_of_all_heads(query, key, value)]
     none = torch.zeros(0)
@@ -308,7 +307,7 @@ def _flash_backward(
     return tuple(_laid_out(g.to(query.dtype)) for g in summed)
 
 
-def _of_all_heads(query: torch.Tensor, *kept: torch.Tensor) -> list[torch.Tensor]:
+def _of_all_heads(query: Tensor, *kept: Tensor) -> list[Tensor]:
     """Returns keys and values in single precision, once for each head that shares one."""
     return [t.float().repeat_interleave(query.shape[1] // t.shape[1], 1) for t in kept]
 
