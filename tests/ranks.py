@@ -41,7 +41,7 @@ def started(
 ) -> Iterator[list[Forked]]:
     """Starts the ranks and ends them whatever happens."""
     environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache or folder / "cache")}
-    call = "ranks.worker(int(argv[1]), int(argv[2]), Path(argv[3]), argv[4])"
+    call = "ranks.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
     code = f"import pathlib, ranks; from sys import argv; {call}"
     common = (str(world), str(folder), task)
     ranks = [Forked(code, str(rank), *common, environment=environment) for rank in range(world)]

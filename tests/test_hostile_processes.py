@@ -207,7 +207,7 @@ def test_a_damaged_probe_is_built_again() -> None:
 WRITER = """
 import os, sys, pathlib
 from lazyinline.backend.files.torch_store import DiskCache
-found = DiskCache(Path(sys.argv[1]))
+found = DiskCache(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "die":
     os.replace = lambda *paths: os.kill(os.getpid(), 9)
 for i in range(90):
