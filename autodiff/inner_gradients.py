@@ -14,9 +14,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import torch
-import torch.fx
-
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.ir import program as ir
 from ..reuse.ir.leaf import flat_types, stamp_of
@@ -80,7 +77,8 @@ def takes_gradients(program: ir.Program) -> bool:
 
 def derivative_call(call: ir.Call) -> DerivativeCall | None:
     """Returns the derivatives that a call requests, if its closure is a mark."""
-    node = _derivation(call.closure) if isinstance(call.closure, ir.Leaf) else None
+    nodes = call.closure.nodes if isinstance(call.closure, ir.Leaf) else ()
+    node = next((n for n in nodes if isinstance(n.target, DerivativeMark)), None)
     if node is None:
         return None
     assert isinstance(call.closure, ir.Leaf)
@@ -89,21 +87,13 @@ def derivative_call(call: ir.Call) -> DerivativeCall | None:
     env = dict(zip(call.closure.entries, call.args, strict=True))
     operands = tuple(env[n] for n in node.args)  # type: ignore[index]
     source = stamp_of(node).source
-    picked = [int(n.args[1]) for n in _returned(call.closure)]  # type: ignore[arg-type]
+    picks = ir.outputs_of(call.closure.module)
+    assert all(n.target is operator.getitem for n in picks)
+    picked = [int(n.args[1]) for n in picks]
     results = list(zip(picked, call.results, strict=True))
     first, second = target.num_outputs, target.num_outputs + target.num_inputs
     parts = operands[:first], operands[first:second], operands[second:]
     return DerivativeCall(*parts, target.series, tuple(results), source)
-
-
-def _derivation(leaf: ir.Leaf) -> torch.fx.Node | None:
-    return next((n for n in leaf.nodes if isinstance(n.target, DerivativeMark)), None)
-
-
-def _returned(leaf: ir.Leaf) -> list[torch.fx.Node]:
-    picks = ir.outputs_of(leaf.module)
-    assert all(n.target is operator.getitem for n in picks)
-    return picks
 
 
 def calls_between(

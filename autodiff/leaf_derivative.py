@@ -205,18 +205,11 @@ def save_memory_once(forward: GraphModule, backward: GraphModule) -> None:
         # An input is handed over at no cost; a name that the backward uses cannot be added.
         if len(names) == 1 or _is_input(source) or source.name in own:
             continue
-        views = [node_type(by_name[n]).num_bytes for n in names]
-        if _are_fewer(node_type(source).num_bytes, views):
+        whole, views = node_type(source).num_bytes, [node_type(by_name[n]).num_bytes for n in names]
+        # A comparison of symbols is often undecided, even of ``n`` with ``2 * n``; that one of the
+        # views has as many bytes, which is enough, shows without one.
+        if whole in views or is_certain(whole < sum(views)):
             _take_views(backward, {n: chains[n] for n in names if chains[n]})
-
-
-def _are_fewer(num_bytes: int, others: Sequence[int]) -> bool:
-    """Returns whether a number of bytes is less than the sum of others, for all symbolic sizes.
-
-    A comparison of symbols is often undecided, even of ``n`` with ``2 * n``. That one of the others
-    is equal, which is enough, shows without a comparison.
-    """
-    return num_bytes in others or is_certain(num_bytes < sum(others))
 
 
 def _take_views(backward: GraphModule, chains: Mapping[str, Sequence[Node]]) -> None:

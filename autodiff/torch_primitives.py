@@ -69,12 +69,9 @@ def _rules() -> Decompositions:
 
     Random operators stay whole: another way to draw would give other numbers under one seed.
     """
-    known = torch.export.default_decompositions()
-    return {**{op: rule for op, rule in known.items() if _is_taken_apart(op)}, **_RULES}
-
-
-def _is_taken_apart(operator: Any) -> bool:
-    return not is_primitive(operator) and not may_draw(operator)
+    known = torch.export.default_decompositions().items()
+    apart = {op: rule for op, rule in known if not (is_primitive(op) or may_draw(op))}
+    return {**apart, **_RULES}
 
 
 @without_autocast()

@@ -138,7 +138,7 @@ class Planner:
         pairs = zip(closure.program.calls, asked, strict=True)
         asked_of = [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
         # Control flow saves what its bodies' recipes save.
-        return [s for s in asked_of if not is_control(s.call.closure)]
+        return [s for s in asked_of if getattr(s.call.closure, "control", None) is None]
 
     def _of_call(self, site: Site, policy: ir.RecomputeMark) -> Choice | None:
         own = policy_of(site.call, policy)
@@ -279,11 +279,6 @@ class Planner:
                 joint.graph_module, joint.num_outputs, self._costs, self._sizes
             )
         return self._problems[request]
-
-
-def is_control(closure: ir.Closure) -> bool:
-    """Whether a closure is control flow."""
-    return isinstance(closure, ir.Leaf) and closure.control is not None
 
 
 def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:

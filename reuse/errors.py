@@ -76,19 +76,8 @@ class CompileInterrupted(KeyboardInterrupt):
     """A compile was interrupted: everything is as it was before, and the next call compiles."""
 
 
-for _public in (
-    LazyInlineError,
-    CaptureError,
-    ReuseError,
-    DecompositionError,
-    PlanError,
-    PipelineError,
-    ExportError,
-    FileError,
-    NoProgramError,
-    CacheError,
-    VerifyError,
-):
+_PUBLIC = (LazyInlineError, CaptureError, ReuseError, DecompositionError, PlanError, PipelineError)
+for _public in (*_PUBLIC, ExportError, FileError, NoProgramError, CacheError, VerifyError):
     _public.__module__ = "lazyinline"  # a traceback shows the name that users catch
 
 VARIABLE = "LAZYINLINE_DEBUG"  # the environment variable that keeps tracebacks whole

@@ -38,24 +38,15 @@ from .torch_recorder import can_record as can_record_wrapper
 
 BackendName: TypeAlias = Literal["inductor", "eager"]  # the name of a backend
 
-_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+_aten = torch.ops.aten
+_STRIDED = (_aten.as_strided.default, _aten.as_strided_scatter.default)
 _TINY_NODES = 2
-_LAYER_NORMS = frozenset(
-    {torch.ops.aten.layer_norm.default, torch.ops.aten.native_layer_norm.default}
-)
+_LAYER_NORMS = frozenset({_aten.layer_norm.default, _aten.native_layer_norm.default})
 _FREE_TARGETS = frozenset(
     {
-        torch.ops.aten.view.default,
-        torch.ops.aten.reshape.default,
-        torch.ops.aten.permute.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.t.default,
-        torch.ops.aten.unsqueeze.default,
-        torch.ops.aten.squeeze.dim,
-        torch.ops.aten.expand.default,
-        torch.ops.aten.slice.Tensor,
-        torch.ops.aten.select.int,
-        torch.ops.aten.detach.default,
+        *(_aten.view.default, _aten.reshape.default, _aten.permute.default, _aten.t.default),
+        *(_aten.unsqueeze.default, _aten.expand.default, _aten.detach.default),
+        *(_aten.transpose.int, _aten.squeeze.dim, _aten.slice.Tensor, _aten.select.int),
     }
 )
 

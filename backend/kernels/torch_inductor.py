@@ -183,7 +183,8 @@ def compile_leaves(
     """
     if not modules:  # all from the cache: Inductor is not imported
         return []
-    if any(n.meta["val"].device.type == "cpu" for m in modules for n in _tensor_inputs(m)):
+    given = [n.meta["val"] for module in modules for n in input_nodes(module)]
+    if any(x.device.type == "cpu" for x in given if isinstance(x, torch.Tensor)):
         check_cpp_compiler()
     compiled: list[BoxedCallable | NotCompiled] = []
     asked: list[int] = []
@@ -289,10 +290,6 @@ def _example(node: torch.fx.Node) -> Any:
         size = value.untyped_storage().nbytes() // value.element_size()
         whole = torch.empty(size + 1, dtype=value.dtype, device=value.device)
         return whole.as_strided(value.shape, value.stride(), 1)
-
-
-def _tensor_inputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [n for n in input_nodes(module) if isinstance(n.meta["val"], torch.Tensor)]
 
 
 def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
@@ -465,18 +462,15 @@ def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any,
                 # A probe is cheaper with the kernels' header, which is precompiled. For code
                 # without vectors Inductor builds a file that fits any instruction set.
                 is_short = config.cpp_cache_precompile_headers and "at::vec::" in code
-                if is_short and _builds(isa, "\n".join([code, *map(_apart, _asked_next(isa))])):
+                # In namespaces, since they may define names that the kernels' header defines.
+                apart = [f"namespace asked {{\n{one}\n}}" for one in _asked_next(isa)]
+                if is_short and _builds(isa, "\n".join([code, *apart])):
                     built.update((type(isa), one) for one in _asked_next(isa))
                     return True
                 return (is_short and _builds(isa, code)) or check_build(isa, code)
         return False
 
     return check
-
-
-def _apart(code: str) -> str:
-    """Wraps C++ in a namespace, since it may define names that the kernels' header defines."""
-    return f"namespace asked {{\n{code}\n}}"
 
 
 def _asked_next(isa: Any) -> list[str]:

@@ -69,14 +69,10 @@ class GeneratedCode:
         return [{n: one for n, one in views.items() if one.has_size} for views in both]
 
     @cached_property
-    def _places(self) -> IntArray:
-        """The positions of the words that are sizes."""
-        return np.array([place for place, _ in self.sizes])
-
-    @cached_property
-    def _which(self) -> IntArray:
-        """The numbers of these sizes, in the same order."""
-        return np.array([size.place for _, size in self.sizes])
+    def _places(self) -> tuple[IntArray, IntArray]:
+        """The positions of the words that are sizes, and the numbers of these sizes."""
+        places = np.array([(place, size.place) for place, size in self.sizes])
+        return places[:, 0], places[:, 1]
 
     @cached_property
     def _names(self) -> dict[str, int]:
@@ -99,7 +95,8 @@ class GeneratedCode:
         """Returns the part of the code that differs at other sizes, or where tensors have moved."""
         words = array("q", self.words)
         if self.sizes:
-            np.frombuffer(words, np.int64)[self._places] = np.take(numbers.column, self._which)
+            places, which = self._places
+            np.frombuffer(words, np.int64)[places] = np.take(numbers.column, which)
         arena, model = ({n: views[n].at(numbers) for n in views} for views in self._views)
         if moved:
             views = self.model_views.items()
@@ -234,14 +231,12 @@ def launch_apart(
 
 def _bind_device(device: torch.device) -> dict[str, Any]:
     """Returns the functions that allocate tensors in a run, for its device."""
-    new = new_cpu_tensor if device.type == "cpu" else partial(_new_tensor, device)
-    return {"new_tensor": new, "as_predicted": partial(as_predicted, device=device)}
 
+    def new(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
-def _new_tensor(
-    device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    made = new_cpu_tensor if device.type == "cpu" else new
+    return {"new_tensor": made, "as_predicted": partial(as_predicted, device=device)}
 
 
 def _bind_model(

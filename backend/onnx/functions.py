@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,97 +46,6 @@ from ...reuse.ir.program import (
 from ...reuse.ir.rewrite import grouped
 from ...reuse.ir.types import TensorType, Type
 from . import torch_onnx
-
-Make = Callable[[Type, str], ir.Value]  # makes a value of a type, with a name
-
-
-@dataclass(frozen=True)
-class ControlNodes:
-    """Writes one control-flow operator, given the functions of its bodies.
-
-    ``make`` makes the inputs of graphs and the results of nodes; ``names`` are taken around it.
-    """
-
-    functions: Mapping[Closure, ir.Function]
-    make: Make
-    names: UniqueNames
-
-    def nodes(self, control: Control, operands: Sequence[ir.Value]) -> list[ir.Node]:
-        """Returns the nodes of an operator; the last one gives its results."""
-        if isinstance(control, Choose):
-            return [self._if(control, operands)]
-        if isinstance(control, Repeat):
-            return [self._scan(control, operands)]
-        assert isinstance(control, RepeatWhile)
-        return self._loop(control, operands)
-
-    def _if(self, control: Choose, operands: Sequence[ir.Value]) -> ir.Node:
-        graphs = []
-        for name, body in zip(("then_branch", "else_branch"), control.bodies, strict=True):
-            call = self._call(body, operands[1:])
-            graphs.append(ir.AttrGraph(name, self._graph(name, [], [call], call.outputs)))
-        number = len(control.bodies[0].output_types)
-        return ir.Node("", "If", [operands[0]], graphs, num_outputs=number)
-
-    def _scan(self, control: Repeat, operands: Sequence[ir.Value]) -> ir.Node:
-        (body,) = control.bodies
-        carried, scanned, same = control.split(operands)
-        entries = self._entries(body.input_types[: len(carried) + len(scanned)])
-        call = self._call(body, [*entries, *same])
-        graph = self._graph("step", entries, [call], call.outputs)
-        number = len(body.output_types)
-        attributes = [
-            ir.AttrGraph("body", graph),
-            ir.AttrInt64("num_scan_inputs", len(scanned)),
-            ir.AttrInt64s("scan_input_directions", [control.is_reversed] * len(scanned)),
-            ir.AttrInt64s(
-                "scan_output_directions", [control.is_reversed] * (number - len(carried))
-            ),
-        ]
-        return ir.Node("", "Scan", [*carried, *scanned], attributes, num_outputs=number)
-
-    def _loop(self, control: RepeatWhile, operands: Sequence[ir.Value]) -> list[ir.Node]:
-        test, body = control.bodies
-        number = control.num_carried
-        same = operands[number:]
-        first = self._call(test, operands)
-        step = ir.Value(
-            name=self.names.take("step"), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(())
-        )
-        flag = self.make(test.output_types[0], self.names.take("goes_on"))
-        entries = self._entries(body.input_types[:number])
-        call = self._call(body, [*entries, *same])
-        again = self._call(test, [*call.outputs, *same])
-        graph = self._graph(
-            "step", [step, flag, *entries], [call, again], [*again.outputs, *call.outputs]
-        )
-        inputs = [None, first.outputs[0], *operands[:number]]
-        loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", graph)], num_outputs=number)
-        return [first, loop]
-
-    def _entries(self, types: Sequence[Type]) -> list[ir.Value]:
-        return [self.make(type_, self.names.take("given")) for type_ in types]
-
-    def _call(self, body: Closure, args: Sequence[ir.Value]) -> ir.Node:
-        function, types = self.functions[body], body.output_types
-        outputs = [self.make(type_, self.names.take("made")) for type_ in types]
-        return ir.Node(
-            function.domain,
-            function.name,
-            args,
-            outputs=outputs,
-            name=self.names.take(function.name),
-        )
-
-    def _graph(
-        self,
-        name: str,
-        inputs: Sequence[ir.Value],
-        nodes: Sequence[ir.Node],
-        outputs: Sequence[ir.Value],
-    ) -> ir.Graph:
-        return ir.Graph(inputs, outputs, nodes=nodes, name=self.names.take(name))
-
 
 DOMAIN = "lazyinline"
 IR_VERSION = 10  # the first version of the format in which functions carry types and metadata
@@ -172,6 +81,16 @@ class _Body:
         node.name = self._node_names.take(wish)
         self.nodes.append(node)
         return node
+
+    def graph(
+        self,
+        name: str,
+        inputs: Sequence[ir.Value],
+        nodes: Sequence[ir.Node],
+        outputs: Sequence[ir.Value],
+    ) -> ir.Graph:
+        """Returns a graph inside a node, which sees the values of this body."""
+        return ir.Graph(inputs, outputs, nodes=nodes, name=self.values.take(name))
 
     def outputs(self, values: Iterable[ir.Value], owned: Iterable[ir.Value]) -> list[ir.Value]:
         """Returns results that are each the result of a node of this body, and each only once."""
@@ -229,7 +148,9 @@ class _Builder:
         name = re.sub(r"\W", "_", self._names[closure])
         function = ir.Function(DOMAIN, name, graph=graph, attributes=())
         function.doc_string = self._about(closure)
-        function.metadata_props["lazyinline.key"] = closure_key(closure)
+        # The same in every process: a digest of what the closure computes.
+        text = closure_to_compare(closure).encode()
+        function.metadata_props["lazyinline.key"] = hashlib.sha256(text).hexdigest()[:32]
         return function
 
     def _composite_graph(self, closure: Composite) -> ir.Graph:
@@ -251,13 +172,7 @@ class _Builder:
         names = self._input_names(leaf)
         inputs = [self._bundle(t, n, body)[0] for t, n in zip(leaf.input_types, names, strict=True)]
 
-        def made(type_: Type, name: str) -> ir.Value:
-            value = ir.Value(name=name)
-            (inner,) = flat_types([type_])
-            self._describe(value, inner)
-            return value
-
-        for node in ControlNodes(self._functions, made, body.values).nodes(control, inputs):
+        for node in self._control_nodes(control, inputs, body):
             body.add(node, node.op_type.lower())
         for value, type_ in zip(node.outputs, flat_types(leaf.output_types), strict=True):
             self._describe(value, type_)
@@ -313,10 +228,15 @@ class _Builder:
         return node.outputs
 
     def _bundle(self, type_: Type, name: str, body: _Body) -> Bundle:
-        bundle = [ir.Value(name=body.values.take(wish)) for wish in _flat_names([type_], [name])]
-        for value, inner in zip(bundle, flat_types([type_]), strict=True):
-            self._describe(value, inner)
-        return tuple(bundle)
+        wishes = zip(_flat_names([type_], [name]), flat_types([type_]), strict=True)
+        return tuple(self._made(inner, wish, body) for wish, inner in wishes)
+
+    def _made(self, type_: Type, wish: str, body: _Body) -> ir.Value:
+        """Returns a new value of a tensor type, which no node gives yet."""
+        value = ir.Value(name=body.values.take(wish))
+        (inner,) = flat_types([type_])
+        self._describe(value, inner)
+        return value
 
     def _describe(self, value: ir.Value, type_: TensorType) -> None:
         value.dtype = torch_onnx.onnx_dtype(type_.dtype)
@@ -324,6 +244,67 @@ class _Builder:
         value.shape = ir.Shape(
             [d if isinstance(d, int) else _size_name(str(d), sizes) for d in type_.shape]
         )
+
+    # ---- control flow --------------------------------------------------------------------
+
+    def _control_nodes(
+        self, control: Control, operands: Sequence[ir.Value], body: _Body
+    ) -> list[ir.Node]:
+        """Returns the nodes of an operator; the last one gives its results."""
+        if isinstance(control, Choose):
+            return [self._if(control, operands, body)]
+        if isinstance(control, Repeat):
+            return [self._scan(control, operands, body)]
+        assert isinstance(control, RepeatWhile)
+        return self._loop(control, operands, body)
+
+    def _if(self, control: Choose, operands: Sequence[ir.Value], body: _Body) -> ir.Node:
+        graphs = []
+        for name, branch in zip(("then_branch", "else_branch"), control.bodies, strict=True):
+            call = self._inner_call(branch, operands[1:], body)
+            graphs.append(ir.AttrGraph(name, body.graph(name, [], [call], call.outputs)))
+        number = len(control.bodies[0].output_types)
+        return ir.Node("", "If", [operands[0]], graphs, num_outputs=number)
+
+    def _scan(self, control: Repeat, operands: Sequence[ir.Value], body: _Body) -> ir.Node:
+        (step,) = control.bodies
+        carried, scanned, same = control.split(operands)
+        number, turned = len(step.output_types), control.is_reversed
+        types = step.input_types[: len(carried) + len(scanned)]
+        entries = [self._made(type_, "given", body) for type_ in types]
+        call = self._inner_call(step, [*entries, *same], body)
+        graph = body.graph("step", entries, [call], call.outputs)
+        attributes = [
+            ir.AttrGraph("body", graph),
+            ir.AttrInt64("num_scan_inputs", len(scanned)),
+            ir.AttrInt64s("scan_input_directions", [turned] * len(scanned)),
+            ir.AttrInt64s("scan_output_directions", [turned] * (number - len(carried))),
+        ]
+        return ir.Node("", "Scan", [*carried, *scanned], attributes, num_outputs=number)
+
+    def _loop(
+        self, control: RepeatWhile, operands: Sequence[ir.Value], body: _Body
+    ) -> list[ir.Node]:
+        (test, step), number = control.bodies, control.num_carried
+        same = operands[number:]
+        first = self._inner_call(test, operands, body)
+        whole = ir.TensorType(ir.DataType.INT64)
+        place = ir.Value(name=body.values.take("step"), type=whole, shape=ir.Shape(()))
+        flag = self._made(test.output_types[0], "goes_on", body)
+        entries = [self._made(type_, "given", body) for type_ in step.input_types[:number]]
+        call = self._inner_call(step, [*entries, *same], body)
+        again = self._inner_call(test, [*call.outputs, *same], body)
+        given, made = [place, flag, *entries], [*again.outputs, *call.outputs]
+        graph = body.graph("step", given, [call, again], made)
+        inputs = [None, first.outputs[0], *operands[:number]]
+        loop = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", graph)], num_outputs=number)
+        return [first, loop]
+
+    def _inner_call(self, closure: Closure, args: Sequence[ir.Value], body: _Body) -> ir.Node:
+        function = self._functions[closure]
+        outputs = [self._made(type_, "made", body) for type_ in closure.output_types]
+        name = body.values.take(function.name)
+        return ir.Node(function.domain, function.name, args, outputs=outputs, name=name)
 
     # ---- the main graph ------------------------------------------------------------------
 
@@ -356,11 +337,6 @@ class _Builder:
         return ir.Graph(
             inputs, outputs, nodes=body.nodes, initializers=initializers, name=self._naming.graph
         )
-
-
-def closure_key(closure: Closure) -> str:
-    """Returns a digest of what a closure computes, the same in every process."""
-    return hashlib.sha256(closure_to_compare(closure).encode()).hexdigest()[:32]
 
 
 def _call_paths(program: Program) -> dict[Closure, list[Call]]:
@@ -456,7 +432,7 @@ def _refuse_untranslatable(leaf: Leaf, module: torch.fx.GraphModule, opset: int)
     found = torch_onnx.untranslatable(module, opset)
     if not found:
         return
-    lines = dict.fromkeys(_place(leaf, node) for node, _ in found)
+    lines = dict.fromkeys(_place(leaf, node) for node in found)
     raise ExportError(
         f"ONNX (opset {opset}) has no operator for " + "; ".join(lines) + ". Write that part with "
         "other operators, or try a newer opset (up to 24)."

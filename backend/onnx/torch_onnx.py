@@ -40,6 +40,7 @@ from torch.onnx._internal.exporter import (
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import input_nodes
+from ...reuse.torch_names import operator_named
 
 _convolution = torch.ops.aten.convolution.default
 
@@ -283,13 +284,9 @@ def _masked_attention(*args: Any, **kwargs: Any) -> Any:
 
 def _composite_operators() -> Iterator[Any]:
     """Yields every ATen operator that is made of others, except questions about layout."""
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if namespace == "aten" and hasattr(_ATEN, packet):
-            operator = getattr(getattr(_ATEN, packet), overload or "default", None)
-            if operator is not None and operator not in _METADATA_OPERATORS:
-                yield operator
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    found = (operator_named(name) for name in names if name.startswith("aten::"))
+    yield from (one for one in found if one is not None and one not in _METADATA_OPERATORS)
 
 
 @without_autocast()
@@ -319,16 +316,11 @@ def is_traced(module: torch.fx.GraphModule) -> bool:
     return all(isinstance(n.meta.get("val"), FakeTensor) for n in input_nodes(module))
 
 
-def untranslatable(module: torch.fx.GraphModule, opset: int) -> list[tuple[torch.fx.Node, str]]:
-    """Returns the nodes that ONNX has no operator for, each with what torch.onnx says."""
+def untranslatable(module: torch.fx.GraphModule, opset: int) -> list[torch.fx.Node]:
+    """Returns the nodes that ONNX has no operator for."""
     registry = operators(opset).registry
-    found = []
-    for node in module.graph.nodes:
-        if node.op == "call_function" and _name(node) != "getitem":
-            function, message = _dispatching.dispatch(node, registry)
-            if function is None:
-                found.append((node, str(message)))
-    return found
+    asked = (n for n in module.graph.nodes if n.op == "call_function" and _name(n) != "getitem")
+    return [node for node in asked if _dispatching.dispatch(node, registry)[0] is None]
 
 
 def _name(node: torch.fx.Node) -> str:

@@ -135,7 +135,7 @@ class RankPlan:
             names = [spec.name for spec in layout.specs]
             inboxes = {b.region: way for way, boxes in layout.inboxes.items() for b in boxes}
             outboxes = {b.region: way for way, boxes in layout.outboxes.items() for b in boxes}
-            for flight in self._flights_of(unit):
+            for flight in sorted({run.flight for run in schedule.runs if run.unit == unit}):
                 begins = [times[self._numbers[Run(unit, name, flight)]] + 1 for name in names]
                 for number, region in enumerate(layout.regions):
                     birth = begins[region.first] + region.first_phase
@@ -185,9 +185,6 @@ class RankPlan:
             assert other[2] == num_bytes, "two ends of a hand-over differ"
             birth, death = min(birth, other[0]), max(death, other[1])
         found[root] = (birth, death, num_bytes)
-
-    def _flights_of(self, unit: int) -> list[int]:
-        return sorted({run.flight for run in self.schedule.runs if run.unit == unit})
 
     @property
     def lower_bound_bytes(self) -> int:

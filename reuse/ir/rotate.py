@@ -202,7 +202,8 @@ def _cut_block(leaf: Leaf, handed_on: int, received: int) -> _Block | None:
     _, body, tail = parts
     if not {*body, *tail}.issuperset(outputs) or outputs[handed_on] not in tail:
         return None
-    if not _keeps_order(leaf, parts):
+    # Random numbers have to be drawn in the same order when the parts run one by one.
+    if [n for part in parts for n in part if is_draw(n)] != list(filter(is_draw, leaf.nodes)):
         return None
     pieces = [_piece(leaf, *named) for named in zip(("head", "body", "tail"), parts, strict=True)]
     crossing = [node for piece in pieces for node in piece.outputs]
@@ -242,11 +243,6 @@ def _parts(leaf: Leaf, first: Node, last: Node) -> tuple[list[Node], list[Node],
             tail.add(node)
     body = [n for n in leaf.nodes if n not in head and n not in tail]
     return [n for n in leaf.nodes if n in head], body, [n for n in leaf.nodes if n in tail]
-
-
-def _keeps_order(leaf: Leaf, parts: Sequence[Sequence[Node]]) -> bool:
-    """Whether random numbers are drawn in the same order when the parts run one by one."""
-    return [n for part in parts for n in part if is_draw(n)] == list(filter(is_draw, leaf.nodes))
 
 
 def _can_be_cut(leaf: Leaf, crossing: Sequence[Node]) -> bool:

@@ -154,8 +154,10 @@ def _check_leaf(leaf: Leaf) -> None:
     outputs = leaf.module.graph.output_node().args[0]
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(flat_types(leaf.output_types)):
         raise _BrokenRuleError(f"{where}: outputs do not match its output types")
-    # A leaf must not change its inputs: the caller may use an operand again after the call.
-    own = {memory_of(n) for n in placeholders if not _is_only_copied(n)}
+    # A leaf must not change its inputs: the caller may use an operand again after the call. Of one
+    # that it only clones it may change the clone.
+    clone = torch.ops.aten.clone.default
+    own = {memory_of(n) for n in placeholders if any(u.target is not clone for u in n.users)}
     for node in leaf.nodes:
         if node.op != "call_function":
             raise _BrokenRuleError(
@@ -164,8 +166,3 @@ def _check_leaf(leaf: Leaf) -> None:
         for changed in mutated_args(node):
             if memory_of(changed) in own:
                 raise _BrokenRuleError(f"{where}: node {node.name} changes an input in place")
-
-
-def _is_only_copied(placeholder: torch.fx.Node) -> bool:
-    """Whether a leaf only clones an input: it may change the clone in place."""
-    return all(user.target is torch.ops.aten.clone.default for user in placeholder.users)
