@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazyinline
 from lazyinline.frontend import mesh_placement
-from lazyinline.reuse.ir.costs import Rates
+from lazyinline.reuse.ir.operators import Rates
 
 HERE = "test_parallel_processes"
 

@@ -39,7 +39,7 @@ from lazyinline.pipeline_parallel.plan import (
 from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
 from lazyinline.pipeline_parallel.steps import Progress
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
+from lazyinline.reuse.ir.operators import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)

@@ -27,7 +27,7 @@ from lazyinline.pipeline_parallel.stage_derivative import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.leaf import flatten_value, interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput
-from lazyinline.reuse.ir.verify import verify
+from lazyinline.reuse.ir.rewrite import verify
 
 SEEDS = range(60)
 BATCH = 20

@@ -33,8 +33,8 @@ from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Place, Tools
 from ...backend.link.program_writer import record_control
 from ...backend.run.planned import closures_run
-from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.leaf import FullKey, leaf_key
+from ...reuse.ir.operators import CPU, OperatorCosts
 from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.torch_updates import is_update

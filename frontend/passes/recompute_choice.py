@@ -14,7 +14,7 @@ from ...autodiff.traces.torch_make_fx import SizesAt
 from ...recompute.fit_budget import BudgetFit, ProgramPeaks
 from ...recompute.planner import Budget, Planner, Policy, policy_of, summarize
 from ...reuse.errors import PlanError
-from ...reuse.ir.costs import OperatorCosts
+from ...reuse.ir.operators import OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ..report import CompileReport
