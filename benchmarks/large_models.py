@@ -29,9 +29,8 @@ from lazyinline.frontend.compiled import CompiledStep
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Batching, Options
-from lazyinline.frontend.page.page import compile_page, gpu_tiles
+from lazyinline.frontend.page.page import PageData, compile_page, gpu_tiles, write_page
 from lazyinline.frontend.page.sections import passes_section
-from lazyinline.frontend.page.write import PageData, write_page
 from lazyinline.frontend.passes.state import step_goal
 from lazyinline.frontend.report import CompileReport
 from lazyinline.recompute.planner import Budget, Policy

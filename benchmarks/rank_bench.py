@@ -21,9 +21,8 @@ from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import PASSES, made_by
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import LossModel, Options
-from lazyinline.frontend.page.page import ShownPlan, plan_page
+from lazyinline.frontend.page.page import PageData, ShownPlan, plan_page
 from lazyinline.frontend.page.sections import passes_section
-from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.rank import RankCompilation, Splitting, parts_of, started
 from lazyinline.frontend.passes.stages import owned_bytes

@@ -27,8 +27,7 @@ func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx_file            ``export_onnx``: a program as an ONNX file, checked by onnxruntime
 pipeline             ``pipeline(model, args)``
-parallel             ``parallelize(model, args, mesh=...)``
-parallel_elsewhere   the same for ranks on other machines, to be saved
+parallel             ``parallelize(model, args, mesh=...)``; also for ranks on other machines
 mesh_placement       the placements of a step over a mesh, and a model's parameters so, as DTensors
 fit                  ``lazyinline.fit``: the memory of a rank of a mesh, without the ranks
 saved                compiled programs as files: ``save`` and ``load``

@@ -26,8 +26,8 @@ from .fit import fit
 from .measure import MeasureReport, measure
 from .onnx_file import export_onnx
 from .options import Options
-from .page.page import measured_page
-from .page.write import about, error_text, write_page
+from .page.page import about, measured_page, write_page
+from .page.sections import error_text
 from .pipeline import Pipeline
 from .tracing.frames import is_library_frame, is_standard_frame
 

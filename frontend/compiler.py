@@ -45,7 +45,7 @@ from .passes.context import Context
 from .passes.link import ManyShapes, describe_gpu, link_program, linked
 from .passes.mesh import plan_mesh, plan_stages, shard, shard_stages
 from .passes.numbers import results_at
-from .passes.recompute import choose_recompute
+from .passes.stages import choose_recompute
 from .passes.state import (
     Compilation,
     Goal,

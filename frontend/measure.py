@@ -32,8 +32,8 @@ from .compiled_module import CompiledModule
 from .compiler import Compiler
 from .onnx_file import copied, gap
 from .options import Batching, LossModel, Options, check_count, loss_of, split_batch
-from .page.page import measured_page
-from .page.write import error_text, write_page
+from .page.page import measured_page, write_page
+from .page.sections import error_text
 from .passes.state import Goal, step_goal
 from .refusals import check_example, check_runnable
 from .report import CompileReport, cpu_seconds

@@ -25,8 +25,7 @@ from .compile_record import (
     part_lines,
     reuse_table,
 )
-from .page.page import compile_page
-from .page.write import write_page
+from .page.page import compile_page, write_page
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 

@@ -23,14 +23,21 @@ from lazyinline.frontend import measure
 from lazyinline.frontend.capture.regions import InitKeys, SharingDecision
 from lazyinline.frontend.compile_record import Memory, PartRecord, PassRecord, reuse_table
 from lazyinline.frontend.measure import Errors
-from lazyinline.frontend.page import sections, write
-from lazyinline.frontend.page.page import compile_page, measured_page
+from lazyinline.frontend.page import page, sections
+from lazyinline.frontend.page.page import (
+    PageData,
+    as_json,
+    compile_page,
+    measured_page,
+    ratio_range,
+    times_less,
+    write_page,
+)
 from lazyinline.frontend.page.sections import arena_section, runs
-from lazyinline.frontend.page.write import PageData, as_json, ratio_range, times_less, write_page
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.ir.printer import WIDTH, bytes_text, flops_text, folded, seconds_text
 
-ASSETS = pathlib.Path(write.__file__).parent / "assets"
+ASSETS = pathlib.Path(page.__file__).parent / "assets"
 SHOWN = ("lanes", "keys", "instances", "passes", "choices", "frontiers")
 
 

@@ -28,8 +28,7 @@ from test_pipeline_plan import plan
 
 import lazyinline
 from lazyinline.frontend import measure
-from lazyinline.frontend.page.page import ShownPlan, measured_page
-from lazyinline.frontend.page.write import write_page
+from lazyinline.frontend.page.page import ShownPlan, measured_page, write_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BINARY = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -5,22 +5,28 @@ A page has a verdict, tiles with compared figures, and sections.
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import pathlib
+import platform
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from ...pipeline_parallel.mesh.plan import MeshPlan
 from ...pipeline_parallel.plan import PipelinePlan
 from ...reuse.ir.printer import bytes_text, counted, flops_text, seconds_text
 from ..compile_record import CompileRecord, GpuRecord, part_lines
 from . import sections
-from .write import PageData, about, error_text, ratio_range, times_less, write_page
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline
     from ...pipeline_parallel.mesh.traffic import Collective, RankMemory
-
 
 Tile: TypeAlias = dict[str, str]
 Numbers = Mapping[str, Any]  # the result of :meth:`lazyinline.MeasureReport.to_dict`
@@ -254,7 +260,7 @@ def _run_tiles(found: Numbers) -> Iterator[Tile]:
     # An absolute error of an output has no scale, so only infinity is surely wrong.
     exact = float(error) <= _EXACT if found["train"] else error != "inf"
     label = "Largest difference from eager"
-    yield tile(label, error_text(error), note, good=exact, otherwise="warn")
+    yield tile(label, sections.error_text(error), note, good=exact, otherwise="warn")
 
 
 # ---- a pipeline's plan ---------------------------------------------------------------------------
@@ -353,3 +359,79 @@ def plan_page(plan: ShownPlan, measured_s: sections.Measured | None = None) -> P
         "mesh": plan.layouts and sections.mesh_section(plan.layouts, traffic),
         "predicted": sections.predicted_section(rows, _LEAD),
     }
+
+
+PageData: TypeAlias = dict[str, Any]
+"""The data of a page: a title, and the data of each section. Plain values only."""
+
+_ASSETS = resources.files(__package__) / "assets"
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
+
+
+def write_page(data: PageData) -> str:
+    """Returns the text of a page."""
+    import jinja2  # imported late, because only pages need it
+
+    # The script draws a section for each name in the data.
+    present = {name: section for name, section in data.items() if section is not None}
+    files = {name: _asset(name) for name in ("page.css", "echarts.min.js", "page.js")}
+    template = jinja2.Environment(autoescape=True).from_string(_asset("page.html.jinja"))
+    return template.render(present, files=files, data=as_json(present))
+
+
+def as_json(data: PageData) -> str:
+    """Returns data as JSON for a script element; no string in it can close the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def about() -> dict[str, Any]:
+    """Returns the machine, versions and command that made a page."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    from lazyinline import __version__
+
+    return {
+        "rows": [
+            ["Processor", _processor()],
+            ["Cores", f"{os.cpu_count()}, {torch.get_num_threads()} threads in PyTorch"],
+            ["System", f"{platform.system()} {platform.machine()}"],
+            ["Python", platform.python_version()],
+            ["PyTorch", torch.__version__],
+            ["lazyinline", __version__],
+        ],
+        # In a notebook or a console, the name of that program.
+        "command": shlex.join([pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+_EQUAL = 0.02  # ratios this close to one are called equal
+
+
+def times_less(late: float, early: float) -> str:
+    """Compares the first number with the second: ``2.4x less``, ``1.1x more``, ``equal``."""
+    if not late or not early:
+        return "equal" if late == early else "-"
+    ratio = early / late
+    if abs(ratio - 1) <= _EQUAL:  # so small a difference is noise
+        return "equal"
+    return f"{ratio:.3g}\u00d7 less" if ratio > 1 else f"{1 / ratio:.3g}\u00d7 more"
+
+
+def ratio_range(ratios: list[float]) -> str:
+    """Formats ratios as a range: ``0.9-1.1x``, or ``1.0x`` if they agree."""
+    low, high = (f"{r:.2f}" if r < 10 else f"{r:.0f}" for r in (min(ratios), max(ratios)))
+    return f"{low}\u00d7" if low == high else f"{low}\u2013{high}\u00d7"

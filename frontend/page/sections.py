@@ -28,7 +28,6 @@ from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, U
 from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
 from ..compile_record import CompileRecord, Made, Memory, alike, reuse_rows
-from .write import error_text
 
 if TYPE_CHECKING:
     from ...pipeline_parallel.mesh.traffic import Collective
@@ -545,3 +544,8 @@ def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
     found = plan.simulated(dict(measured_s)) if measured_s else None
     yield "step", "s", plan.step_s, None if found is None else found.step_s
     yield "bubble", "share", plan.bubble, None if found is None else found.bubble
+
+
+def error_text(error: float | str | None) -> str:
+    """Formats an error in two digits: ``1.2e-07``, ``0``, or ``-`` if it is not known."""
+    return "-" if error is None else "0" if error == 0 else f"{float(error):.1e}"

@@ -23,10 +23,10 @@ from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.program import Leaf, Program, RecomputeMark, UserInput, Value, tensor_type
 from ...reuse.ir.types import TensorType, Wire
 from ..options import Batching
+from .context import ProgramPeaks
 from .programs import PARTS, decompose, differentiate, repeat_micro_batches, tensor_name
 from .rank import RankCompilation, Splitting, colors_of, named_parts, part_name, parts_of
-from .recompute import choose_recompute
-from .recompute_choice import ProgramPeaks
+from .stages import choose_recompute
 from .state import Compilation, OnMesh, State, apply, compile_pass, step_goal
 
 if TYPE_CHECKING:  # importing DTensor takes as long as importing all of lazyinline

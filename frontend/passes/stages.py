@@ -1,4 +1,7 @@
-"""Passes of one pipeline rank: cut the stages, differentiate, fit them to memory, and link them."""
+"""Passes that fit programs to memory by trial compiles, and those of one pipeline rank.
+
+A rank cuts the model into stages, differentiates them, fits them to memory, and links them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from ...autodiff.derivative import Request
+from ...autodiff.traces.torch_make_fx import SizesAt
 from ...autodiff.training_program import NotUpdatedError, step_of_sums, with_updates
 from ...backend.link.unit_layout import UnitLayout, least
 from ...pipeline_parallel.cut import Stage, cut_program
@@ -17,9 +22,12 @@ from ...pipeline_parallel.stage_derivative import Splitter, StageDerivative
 from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.planner import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
-from ...reuse.ir.program import ModelTensor
-from .link import hindrance, launches, linked
-from .programs import PARTS, decompose, estimate, lower
+from ...reuse.ir.program import Leaf, ModelTensor
+from ...reuse.ir.torch_symbols import Values
+from .context import ProgramPeaks, leaves_of
+from .link import held_bytes, hindrance, launches, linked
+from .numbers import forget_numbers, kernel_at_numbers, with_numbers
+from .programs import PARTS, decompose, estimate, lower, repeat_micro_batches, with_derivative
 from .rank import (
     RankCompilation,
     RankUpdate,
@@ -31,8 +39,7 @@ from .rank import (
     unit_of,
     update_name,
 )
-from .recompute_choice import ProgramPeaks
-from .state import Pass, apply, compile_pass
+from .state import Compilation, Pass, State, apply, compile_pass
 
 
 class StageRecompute:
@@ -234,3 +241,50 @@ def of_rank(state: RankCompilation, rank: int) -> RankCompilation:
     """Returns the state for another rank, before its kernels are made."""
     state = replace(state, rank=rank)
     return replace(state, programs=named_parts(state.own))
+
+
+@compile_pass("recompute", goals=("module", "step"), wanted=attrgetter("wants_recompute"))
+def choose_recompute(state: State) -> State:
+    """Chooses per call what the forward saves and the backward computes again (where asked for)."""
+    assert state.request is not None
+    sizes, recompute = state.captured.sizes, state.context.recompute
+    if sizes is not None:  # measured at the sizes of the call that is compiled
+        recompute = recompute.at(sizes.example)
+    trials = Trials(state)
+    try:
+        request = recompute.chosen(state.request, trials.peaks, state.policy)
+        return with_derivative(state, request, state.context.differentiator.of(request))
+    finally:
+        trials.end()
+
+
+class Trials:
+    """Measures the memory that a program holds under a request, by running the later passes."""
+
+    def __init__(self, state: Compilation) -> None:
+        self._state = state
+        sizes = state.captured.sizes
+        self._values = None if sizes is None else sizes.example
+        self._sizes = SizesAt(self._values or Values())
+        self._made, self._guessed = dict[Leaf, Leaf](), dict[Leaf, Leaf]()
+        self.peaks = ProgramPeaks(lambda r: self._held(r, lower), lambda r: self._held(r, estimate))
+
+    def _held(self, request: Request, kernels: Pass) -> int:
+        passes = (repeat_micro_batches, decompose, kernels)
+        derivative = self._state.context.differentiator.of(request)
+        state = linked(apply(passes, with_derivative(self._state, request, derivative)))
+        if self._values is None:
+            return held_bytes(state)
+        known = self._made if state.kernels == "made" else self._guessed
+        for leaf in leaves_of(state.linked):
+            if leaf not in known:
+                known[leaf] = (
+                    kernel_at_numbers(state.context, leaf, self._values)
+                    if state.kernels == "made"
+                    else self._sizes.leaf(leaf)
+                )
+        return held_bytes(with_numbers(state, self._values, known))
+
+    def end(self) -> None:
+        """Drops the kernels that trials made for numbers."""
+        forget_numbers(self._state.context, self._made)

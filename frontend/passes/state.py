@@ -29,8 +29,7 @@ from ..capture.surroundings import one_at_a_time
 from ..compiled import GradientRequest
 from ..options import Batching
 from ..report import CompileReport, PassRecord, cpu_seconds
-from .context import Context
-from .recompute_choice import has_marks
+from .context import Context, has_marks
 
 VERIFY_VARIABLE = "LAZYINLINE_VERIFY"
 """The environment variable that turns on verification after every pass."""

@@ -25,8 +25,7 @@ from ..dispatch.model_dispatcher import ModelDispatcher
 from ..guard import Constant, Guard
 from ..mesh_placement import KeptOnMesh
 from ..options import Batching, Options
-from ..parallel import ParallelPipeline, ParallelStep
-from ..parallel_elsewhere import ParallelElsewhere, check_backwards
+from ..parallel import ParallelElsewhere, ParallelPipeline, ParallelStep, check_backwards
 from ..passes.link import launches_for_all
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation
