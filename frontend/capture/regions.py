@@ -274,7 +274,7 @@ class Region:
 
 
 Sizes: TypeAlias = Any
-"""The dynamic dimensions of one capture: a :class:`..sizes.torch_known_sizes.TracedSizes`."""
+"""The dynamic dimensions of one capture: a :class:`..sizes.torch_input_sizes.TracedSizes`."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:

@@ -1,6 +1,6 @@
 """Sizes that vary: symbols in place of numbers, and a link for each further shape.
 
 shapes                finds or compiles the program for the sizes of a call
-torch_known_sizes     adapter: the symbols of a capture and of inputs; conditions of a program
-torch_input_sizes     adapter: which dimensions are symbols, learned from calls or declared
+torch_known_sizes     adapter: the symbols of inputs, and the conditions of a program
+torch_input_sizes     adapter: symbols in a capture; which dimensions they are, learned or declared
 """
