@@ -225,8 +225,10 @@ def test_value_is_active_whatever_in_place_operators_did_to_it() -> None:
     constant = builder.add(aten.add.Tensor, zeros, 1)
     constant.meta["stamp"] = Stamp(grad_enabled=False)
     detached = builder.add(aten.detach.default, x)
-    leaf = builder.leaf([x, zeros, row, copy, doubled, constant, detached])
-    assert is_active(leaf, [True]) == (True, True, True, True, True, False, False)
+    like = builder.add(aten.zeros_like.default, x)
+    filled = builder.add(aten.index_add_.default, builder.add(aten.ones_like.default, x), 0, row, x)
+    leaf = builder.leaf([x, zeros, row, copy, doubled, constant, detached, like, filled])
+    assert is_active(leaf, [True]) == (*[True] * 5, False, False, False, True)
     assert not any(is_active(leaf, [False]))
 
 

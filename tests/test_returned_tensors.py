@@ -28,6 +28,7 @@ class Returning(nn.Module):
             hidden,
             hidden,
             hidden.detach(),
+            torch.zeros_like(hidden),
             hidden[0],
             self.count,
             x,

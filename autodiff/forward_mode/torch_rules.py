@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reuse.ir.operators import READ_NO_VALUES
 from .jets import (
     BY_NAME,
     Coefficient,
@@ -361,11 +362,9 @@ _LINEAR_TOGETHER: Mapping[str, tuple[int, ...]] = {
 }
 
 _WITHOUT_DERIVATIVE = _names("""
-    argmax argmin bernoulli bitwise_not ceil empty_like eq.Scalar eq.Tensor floor full_like
-    ge.Scalar ge.Tensor gt.Scalar gt.Tensor heaviside isfinite isinf isnan le.Scalar le.Tensor
-    logical_and logical_not logical_or lt.Scalar lt.Tensor ne.Scalar ne.Tensor new_empty
-    new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like randn_like round
-    sign signbit sgn trunc zeros_like is_same_size
+    argmax argmin bernoulli bitwise_not ceil eq.Scalar eq.Tensor floor ge.Scalar ge.Tensor
+    gt.Scalar gt.Tensor heaviside isfinite isinf isnan le.Scalar le.Tensor logical_and logical_not
+    logical_or lt.Scalar lt.Tensor ne.Scalar ne.Tensor round sign signbit sgn trunc is_same_size
 """)
 
 RULES: Mapping[str, Rule] = {
@@ -373,7 +372,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_PIECEWISE_LINEAR, piecewise_linear),
     **dict.fromkeys(_LINEAR_IN_THE_FIRST, linear_in_first()),
     **{name: jointly_linear(*places) for name, places in _LINEAR_TOGETHER.items()},
-    **dict.fromkeys(_WITHOUT_DERIVATIVE, without_derivative),
+    **dict.fromkeys((*READ_NO_VALUES, *_WITHOUT_DERIVATIVE), without_derivative),
     "_log_softmax": log_softmax,
     "_safe_softmax": softmax,
     "_softmax": softmax,

@@ -48,6 +48,10 @@ _NORMS = (
 )
 WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in _NORMS)
 
+# Their results have no history in autograd: of tensors they read the size, dtype and device alone.
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+_NEW = ("empty", "empty_strided", "full", "ones", "zeros")
+READ_NO_VALUES = (*(f"{made}_like" for made in _LIKE), *(f"new_{made}" for made in _NEW))
 
 _DROPOUTS = frozenset(
     overload
@@ -61,6 +65,12 @@ def is_mutable(operator: object) -> bool:
     """Whether an operator changes an operand in place; running statistics do not count."""
     schema = schema_of(operator)
     return schema is not None and bool(schema.is_mutable)
+
+
+def reads_values(operator: object) -> bool:
+    """Whether a result depends on operands' values; not so for ``zeros_like`` and its like."""
+    schema = schema_of(operator)
+    return schema is None or schema.name.removeprefix("aten::") not in READ_NO_VALUES
 
 
 def returns_operand(operator: object) -> bool:
