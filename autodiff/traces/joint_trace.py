@@ -388,10 +388,7 @@ class JointTrace:
         return self._gradients == "differentiated"
 
     def _joint(
-        self,
-        types: Mapping[int, TensorType],
-        primals: list[Tensor],
-        tangents: list[Tensor],
+        self, types: Mapping[int, TensorType], primals: list[Tensor], tangents: list[Tensor]
     ) -> tuple[Any, ...]:
         graph, (wanted, outputs_wanted) = growing_graph(), self._wanted
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter

@@ -52,7 +52,7 @@ _STALE_S = 3600.0
 _MAGIC = b"lazyinline cache 1 "
 _OFF = ("0", "off", "no", "false")
 # A link leads out of the directory, and opening a pipe would wait for its writer.
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _ENTRIES, _OBJECTS, _KEY = "entries", "objects", "key"
 _TEMPORARY = ".new-"  # how the name of a file that is being written begins
 
@@ -385,8 +385,6 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 def not_private(status: os.stat_result) -> str:
     """Says why somebody else may have written this; empty if nobody else can."""
-    if os.name != "posix":
-        return ""
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & _OTHERS:
@@ -396,8 +394,6 @@ def not_private(status: os.stat_result) -> str:
 
 def why_not_trusted(path: Path) -> str:
     """Says why a file or folder may not be the user's own work; empty if it is."""
-    if os.name != "posix":
-        return ""
     path = path.absolute()
     try:
         reason = _not_own(path.stat())

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -224,14 +224,12 @@ def indices_printed_once() -> Iterator[None]:
 @contextmanager
 def quicker_writing() -> Iterator[None]:
     """Applies the corrections that save time and do not change the generated code."""
-    with ExitStack() as stack:
-        for quicker in (
-            polynomials_expanded,
-            dtype_rules_made_once,
-            values_as_traced,
-            indices_printed_once,
-        ):
-            stack.enter_context(quicker())
+    with (
+        polynomials_expanded(),
+        dtype_rules_made_once(),
+        values_as_traced(),
+        indices_printed_once(),
+    ):
         yield
 
 

@@ -361,17 +361,11 @@ def _size_name(text: str, names: Mapping[str, str]) -> str:
 
 
 def _rename_sizes(graph: ir.Graph, names: Mapping[str, str]) -> None:
-    def renamed(value: ir.Value) -> None:
+    for value in (*graph.inputs, *(made for node in graph for made in node.outputs)):
         if value.shape is not None and not value.shape.is_static():
             value.shape = ir.Shape(
                 [d if isinstance(d, int) else _size_name(str(d.value), names) for d in value.shape]
             )
-
-    for value in graph.inputs:
-        renamed(value)
-    for node in graph:
-        for value in node.outputs:
-            renamed(value)
 
 
 def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
@@ -544,7 +538,7 @@ def _paths(model: ir.Model, nodes: Iterable[ir.Node], path: str) -> Iterator[tup
             yield path, node.op_type
         else:
             # Operators outside of any block have no module to be named after.
-            name = (
-                "" if "." not in str(node.name) and str(node.name).startswith("glue") else node.name
-            )
-            yield from _paths(model, function, "/".join(p for p in (path, name) if p))
+            name = node.name or ""
+            is_glue = "." not in name and name.startswith("glue")
+            below = "/".join(p for p in (path, name) if p) if not is_glue else path
+            yield from _paths(model, function, below)

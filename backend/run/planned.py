@@ -124,12 +124,8 @@ class PlannedProgram:
 
     def at(self, numbers: Numbers) -> PlannedProgram:
         """Returns the same program at other sizes, for which its buffers have room."""
-        _ = (
-            self._device_of,
-            self._made_bytes,
-            self._outside,
-            self.is_native,
-        )  # cached before the copy
+        for name in ("_device_of", "_made_bytes", "_outside", "is_native"):
+            getattr(self, name)  # cached before the copy
         made = copy.copy(self)
         made._numbers, made._key = numbers, object()
         return made

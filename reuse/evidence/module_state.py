@@ -72,8 +72,7 @@ def has_hooks(module: nn.Module, kind: HookKind) -> bool:
 
 def has_own_hooks(module: nn.Module, kind: HookKind) -> bool:
     """Whether a module has hooks of its own."""
-    state = module_state(module)
-    return any(kind in table and state.get(table) for table in HOOK_TABLES)
+    return bool(own_hooks(module, kind))
 
 
 def own_hooks(module: nn.Module, kind: HookKind) -> list[int]:

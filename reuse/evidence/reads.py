@@ -46,9 +46,7 @@ _CHILDREN = ("_modules", "_parameters", "_buffers")
 _CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
 _ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
 # The functions that a read of os.environb runs, whose names are bytes.
-_BYTES_CODES = frozenset(
-    [os.environb.encodekey.__code__] if os.supports_bytes_environ else []  # type: ignore[attr-defined]
-)
+_BYTES_CODES = frozenset([os.environb.encodekey.__code__])  # type: ignore[attr-defined]
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
 _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)

@@ -9,6 +9,7 @@ symbols (:func:`with_size_inputs`).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -45,34 +46,21 @@ def computing_node(
     return sympy_interp(_ByNodes, proxies, expression).node
 
 
-def _call(function: Callable[..., Any], x: Any) -> Any:
-    if not isinstance(x, torch.fx.Proxy):
-        return function(x)
-    return x.tracer.create_proxy("call_function", function, (x,), {})
+def _rounding(function: Callable[..., Any]) -> Any:
+    def rounded(x: Any, dtype: Any) -> Any:
+        if not isinstance(x, torch.fx.Proxy):
+            return function(x)
+        return x.tracer.create_proxy("call_function", function, (x,), {})
+
+    return staticmethod(rounded)
 
 
 class _ByNodes(PythonReferenceAnalysis):
     """Adds what PyTorch's analysis can do with numbers only: quotients of integers, rounding."""
 
-    @staticmethod
-    def int_truediv(a: Any, b: Any) -> Any:
-        return a / b
-
-    @staticmethod
-    def floor_to_int(x: Any, dtype: Any) -> Any:
-        return _call(math.floor, x)
-
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: Any) -> Any:
-        return _call(math.ceil, x)
-
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
-        return _call(math.trunc, x)
-
-    @staticmethod
-    def round_to_int(x: Any, dtype: Any) -> Any:
-        return _call(round, x)
+    int_truediv = staticmethod(operator.truediv)
+    floor_to_int, ceil_to_int = _rounding(math.floor), _rounding(math.ceil)
+    trunc_to_int, round_to_int = _rounding(math.trunc), _rounding(round)
 
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
