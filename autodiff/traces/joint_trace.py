@@ -466,13 +466,15 @@ def trace_forward(
     types: Sequence[TensorType],
     decompositions: Decompositions,
     relayout: Relayout | None = None,
+    gradients: Gradients = "final",
 ) -> GraphModule:
     """Traces a leaf body into a functional graph with composite operators decomposed."""
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
     with sizes_kept_open(mode):
-        sizes = sizes_in(module)
-        return trace_forward_on(module, inputs, mode, decompositions, sizes, relayout)
+        return trace_forward_on(
+            module, inputs, mode, decompositions, sizes_in(module), relayout, gradients
+        )
 
 
 @without_autocast()
@@ -483,32 +485,29 @@ def trace_forward_on(
     decompositions: Decompositions,
     sizes: Sequence[Any] = (),
     relayout: Relayout | None = None,
+    gradients: Gradients = "final",
 ) -> GraphModule:
     """Does :func:`trace_forward` on given fake inputs.
 
     Without ``sizes`` the traced graph computes symbolic sizes itself.
     """
-    run = partial(_captured_run, module, NotingInterpreter, relayout)
-    decompositions = {**decompositions, **rules_beneath_autograd()}
+    is_final = gradients == "final"
+
+    def run(flat: list[Tensor]) -> tuple[Any, ...]:
+        kind = NotingInterpreter if is_final else StoppingInterpreter
+        interpreter = kind(module, growing_graph(), relayout)
+        results = with_captured_layouts(module, interpreter.run_flat(flat))
+        interpreter.write()
+        return results
+
+    # A user's derivative has a backward only, so before autograd the operator's rule is traced.
+    rules = rules_beneath_autograd() if is_final else rules_above_autograd()
+    table = {**decompositions, **rules}
     with mode, torch.no_grad():
-        module = traced(run, [inputs], sizes, decompositions)
-        return of_pure_memory(module, inputs, decompositions, sizes)
+        plain = traced(run, [inputs], sizes, table)
+        return of_pure_memory(plain, inputs, table, sizes, gradients=gradients)
 
 
-def _captured_run(
-    module: GraphModule,
-    kind: type[NotingInterpreter],
-    relayout: Relayout | None,
-    flat: list[Tensor],
-) -> tuple[Any, ...]:
-    """Runs a body while it is traced; returns its results in the layouts of the capture."""
-    interpreter = kind(module, growing_graph(), relayout)
-    results = with_captured_layouts(module, interpreter.run_flat(flat))
-    interpreter.write()
-    return results
-
-
-@without_autocast()
 def trace_for_rules(
     module: GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> GraphModule:
@@ -516,14 +515,9 @@ def trace_for_rules(
 
     Attention is decomposed: the fused one has neither forward mode nor a second derivative.
     """
-    mode = new_fake_mode(module)
-    inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
-    # A user's derivative has a backward only: here the operator is decomposed by its rule.
-    decompositions = {**decompositions, **rules_above_autograd()}
-    run = partial(_captured_run, module, StoppingInterpreter, attention_with_traced_layout)
-    with mode, torch.no_grad(), sizes_kept_open(mode), sdpa_kernel(SDPBackend.MATH):
-        plain = traced(run, [inputs], sizes, decompositions)
-        return of_pure_memory(plain, inputs, decompositions, sizes, gradients="differentiated")
+    relayout = attention_with_traced_layout
+    with sdpa_kernel(SDPBackend.MATH):
+        return trace_forward(module, types, decompositions, relayout, "differentiated")
 
 
 @without_autocast()

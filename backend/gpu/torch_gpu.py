@@ -46,21 +46,21 @@ def gpu_described(target: Target) -> Iterator[None]:
     _fake_tensors_on_cuda()
     from torch._inductor.runtime.hints import DeviceProperties
 
-    facts = _device_properties(target)
+    facts, patch = _device_properties(target), mock.patch.object
+    patches: list[Any] = [
+        *(patch(torch.cuda, name, answer) for name, answer in _answers(target).items()),
+        patch(DeviceProperties, "create", classmethod(lambda cls, device: facts)),
+        # Inductor puts the hash of Triton's backend into each kernel; that needs a driver.
+        patch(_triton, "triton_hash_with_backend", lambda: target.name),
+        # Generated code imports it; a PyTorch without CUDA does not have it.
+        patch(torch._C, "_cuda_getCurrentRawStream", no_stream, create=True),
+    ]
     _forget_gpus()
     with ExitStack() as stack:
         # Again at the end: the facts of this GPU must not stay in PyTorch's caches.
         stack.callback(_forget_gpus)
-        for name, answer in _answers(target).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        described = classmethod(lambda cls, device: facts)
-        stack.enter_context(mock.patch.object(DeviceProperties, "create", described))
-        # Inductor puts the hash of Triton's backend into each kernel; that needs a driver.
-        hashed = mock.patch.object(_triton, "triton_hash_with_backend", lambda: target.name)
-        stack.enter_context(hashed)
-        # Generated code imports it; a PyTorch without CUDA does not have it.
-        stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", no_stream, create=True)
-        stack.enter_context(stream)
+        for one in patches:
+            stack.enter_context(one)
         yield
 
 

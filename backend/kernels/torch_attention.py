@@ -185,7 +185,10 @@ def _num_padded(shape: Sequence[int]) -> int:
 def _forward_scratch_bytes(query: View, key: View) -> int:
     rows, columns = _block(query.shape[-2], key.shape[-2])
     width = query.shape[-1]
-    packs = _may_pack(key)
+    # A CPU with matrix units may pack copies of keys and values for them.
+    _, heads, tokens, size = key.shape
+    packs = heads >= _PACKED_HEADS and tokens >= _PACKED_WIDTH and size % _PACKED_WIDTH == 0
+    packs = packs and _is_reduced(key.dtype)
     if packs:
         columns = _padded(columns)
     num_bytes = (rows * columns + 2 * rows + rows * width) * _accumulated(query.dtype)
@@ -195,13 +198,6 @@ def _forward_scratch_bytes(query: View, key: View) -> int:
         num_bytes += (columns + width) * _PACKED_WIDTH * query.dtype.itemsize
     num_bytes = torch.get_num_threads() * (num_bytes + _PADDING_BYTES)
     return num_bytes + (_packed_bytes(key) if packs else 0)
-
-
-def _may_pack(key: View) -> bool:
-    """Whether a CPU with matrix units may pack copies of keys and values for them."""
-    _, heads, tokens, width = key.shape
-    fit = heads >= _PACKED_HEADS and tokens >= _PACKED_WIDTH and width % _PACKED_WIDTH == 0
-    return _is_reduced(key.dtype) and fit
 
 
 def _packed_bytes(key: View) -> int:
@@ -221,18 +217,10 @@ def _backward_scratch_bytes(gradient: View, query: View, key: View) -> int:
     if _is_reduced(query.dtype):
         num_bytes += 2 * rows * columns * query.dtype.itemsize
     num_bytes = torch.get_num_threads() * (num_bytes + _PADDING_BYTES)
-    return num_bytes + (0 if _has_tokens_first(gradient) else _num_bytes(gradient))  # a copy
-
-
-def _has_tokens_first(view: View) -> bool:
-    """Whether a tensor of heads and tokens lies contiguous as tokens and heads."""
-    order = (0, 2, 1, 3)
-    shape, stride = (tuple(numbers[d] for d in order) for numbers in (view.shape, view.stride))
-    return is_contiguous(shape, stride)
-
-
-def _num_bytes(view: View) -> int:
-    return math.prod(view.shape) * view.dtype.itemsize
+    # A gradient of heads and tokens is copied unless it is contiguous as tokens and heads.
+    turned = ([numbers[d] for d in (0, 2, 1, 3)] for numbers in (gradient.shape, gradient.stride))
+    copied = math.prod(gradient.shape) * gradient.dtype.itemsize
+    return num_bytes + (0 if is_contiguous(*map(tuple, turned)) else copied)
 
 
 def _block(num_queries: int, num_keys: int) -> tuple[int, int]:

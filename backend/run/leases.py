@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -22,13 +21,6 @@ address_of = torch.Tensor.data_ptr
 def new_memory(num_bytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
     """Allocates an arena."""
     return torch.empty(max(num_bytes, 64), dtype=torch.uint8, device=device, pin_memory=pinned)
-
-
-class Lender(Protocol):
-    """A program that lends arenas."""
-
-    def release(self, lease: Lease) -> None:
-        """Takes an arena back."""
 
 
 class Use:
@@ -115,7 +107,7 @@ class Lease:
     runners: tuple[Runner, ...]
     tensors: list[torch.Tensor]
     addresses: list[int]
-    owner: Lender | None
+    take_back: Callable[[Lease], None] | None  # of the program that lends the arena
     others: Mapping[torch.device, torch.Tensor] = field(default_factory=dict)
     home: Arena | None = None
     _starts: list[int] = field(init=False)
@@ -123,10 +115,12 @@ class Lease:
     def __post_init__(self) -> None:
         self._starts = [memory.data_ptr() for memory in self._arenas()]
 
-    def owned_by(self, owner: Lender | None, home: Arena | None = None) -> Lease:
-        """Returns a lease on the same arena that gives it back to this program."""
+    def owned_by(
+        self, take_back: Callable[[Lease], None] | None, home: Arena | None = None
+    ) -> Lease:
+        """Returns a lease on the same arena, which it gives back by calling this."""
         bound = (self.code, self.arena, self.runners, self.tensors, self.addresses)
-        return Lease(*bound, owner, self.others, home)
+        return Lease(*bound, take_back, self.others, home)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors are at the addresses that were bound."""
@@ -144,13 +138,13 @@ class Lease:
 
     def hand_over(self) -> None:
         """Passes the arena on to another lease, which will release it."""
-        self.owner = None
+        self.take_back = None
 
     def release(self) -> None:
         """Gives the arena back to its program."""
-        owner, self.owner = self.owner, None
-        if owner is not None:
-            owner.release(self)
+        take_back, self.take_back = self.take_back, None
+        if take_back is not None:
+            take_back(self)
 
     def __del__(self) -> None:
         self.release()

@@ -257,7 +257,7 @@ class PlannedProgram:
         known = arena.bound.get(self._key) if arena is not None else None
         if known is None or known.addresses != addresses:
             known = self._bound(tensors, addresses, arena, before)
-        return known.owned_by(self, arena)
+        return known.owned_by(self.release, arena)
 
     def followed(self, lease: Lease) -> Lease:
         """Returns a lease bound to its tensors' present addresses; RuntimeError if one is freed."""
@@ -267,7 +267,7 @@ class PlannedProgram:
         addresses = list(map(address_of, lease.tensors))
         bound = self._bind(lease.tensors, addresses, lease.arena, lease.others)
         lease.hand_over()
-        return bound.owned_by(self, lease.home)
+        return bound.owned_by(self.release, lease.home)
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""

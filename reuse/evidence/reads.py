@@ -14,7 +14,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,16 +70,6 @@ class AttributeRead(NamedTuple):
     frozen: Any  # the frozen value, of the module or its class, to compare another instance with
 
 
-class _BlockEvidence(Protocol):
-    """The evidence of a block that was called inside; see :class:`.evidence.Evidence`."""
-
-    @property
-    def plain_reads(self) -> tuple[tuple[str, str, Where], ...]: ...
-    @property
-    def tensor_ways(self) -> Iterable[tuple[Any, ...]]: ...
-    def mismatch(self, instance: nn.Module) -> str: ...
-
-
 @dataclass
 class Reads:
     """Holds what the Python of an instance, or of the whole model, reads while it runs."""
@@ -100,7 +90,8 @@ class Reads:
     # The code and scope of the functions that ran.
     functions: set[tuple[types.CodeType, int]] = field(default_factory=set)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
-    nested: list[tuple[nn.Module, _BlockEvidence]] = field(default_factory=list)
+    # The blocks that were called inside, each with its :class:`.evidence.Evidence`.
+    nested: list[tuple[nn.Module, Any]] = field(default_factory=list)
     # The modules whose children or tensors were looked through.
     walked: dict[int, nn.Module] = field(default_factory=dict)
     closures: Closures = field(default_factory=Closures)
