@@ -16,11 +16,13 @@ import torch
 import torch.fx
 
 from ..reuse.ir import program as ir
+from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import mutated_args
-from ..reuse.ir.rewrite import grouped, map_leaves
+from ..reuse.ir.rewrite import FlatStructs, grouped, map_leaves
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, reach
 from .derivative import Derivative
+from .flows import used_inputs
 from .traces.torch_partition import copy_graph
 
 _ADD = torch.ops.aten.add.Tensor
@@ -52,6 +54,7 @@ class MissingCotangents:
     def __init__(self, derivative: Derivative) -> None:
         self._full = derivative
         self._found: dict[tuple[ir.Closure, tuple[str, ...]], _Found] = {}
+        self._reads: dict[int, frozenset[int]] = {}
         self._eager: dict[ir.Closure, ir.Closure] = {}
         self._taken: dict[frozenset[int], Derivative] = {}
 
@@ -77,6 +80,14 @@ class MissingCotangents:
             program = map_leaves(backward.program, lambda leaf: replace(leaf, kernels="eager"))
             self._eager[backward] = ir.Composite(backward.name, program)
         return replace(derivative, backward=self._eager[backward])
+
+    def reads(self, output: int) -> frozenset[int]:
+        """Returns which inputs of the backward (structs as tensors) one output's gradients need."""
+        if output not in self._reads:
+            others = [i for i in self._full.cotangent_outputs if i != output]
+            alone = self.without(others) if others else self._full
+            self._reads[output] = _reads(alone or self._full)
+        return self._reads[output]
 
     def _without(self, unused: frozenset[int]) -> Derivative | None:
         full, backward = self._full, self._full.backward
@@ -139,6 +150,16 @@ class MissingCotangents:
         inputs = tuple(v for v in program.inputs if kinds[v] != _UNDEFINED)
         body = ir.Program(inputs, tuple(calls), outputs)
         return _Found(ir.Composite(closure.name, body) if outputs else None, results)
+
+
+def _reads(derivative: Derivative) -> frozenset[int]:
+    assert isinstance(derivative.backward, ir.Composite)
+    flat = FlatStructs().program(derivative.backward.program)
+    num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
+    num_read = num_saved + num_kept + len(derivative.kept_outputs)
+    # Inputs outlive the backward anyway; only values of the forward are freed.
+    inputs_of_forward = range(num_saved, num_saved + num_kept)
+    return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
 
 def _control(leaf: ir.Leaf, flags: tuple[str, ...]) -> _Found:

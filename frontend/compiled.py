@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ from ..reuse.ir.program import Closure, ModelTensor, Program
 from ..reuse.ir.torch_symbols import Values, type_at
 from ..reuse.ir.types import Type
 from .capture.regions import CapturedModel
+from .capture.surroundings import one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,24 @@ class Facts:
         # For each backward that was compiled later, the state of its compile before link.
         self.backwards: dict[Closure, Any] = {}
         # Cached, because every backward that leaves results unused looks these up.
+        self.apart: dict[tuple[frozenset[int], frozenset[int]], bool] = {}  # cache of ``are_apart``
         self.absent: dict[tuple[int, ...], tuple[int, ...]] = {}  # cache of ``absent_gradients``
         self.num_late = 0  # how often deferred kernels were PyTorch's in a run
+
+    def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """Returns whether the backwards of two groups of outputs share no saved tensor.
+
+        Autograd then allows one after the other without ``retain_graph``.
+        """
+        groups = frozenset(some), frozenset(others)
+        if groups not in self.apart:
+            with one_at_a_time():
+                known = self.unused_outputs
+                needed = (
+                    [frozenset().union(*map(known.reads, g)) for g in groups] if known else None
+                )
+                self.apart[groups] = needed is not None and needed[0].isdisjoint(needed[1])
+        return self.apart[groups]
 
     def absent_gradients(self, unused: tuple[int, ...]) -> tuple[int, ...]:
         """Returns which gradients are None instead of zero: no used output depends on the input."""

@@ -258,9 +258,12 @@ class Step:
     prepared: Backward
     flight: Any = None
     drawn_from: engine.GeneratorStates | None = None
+    used: tuple[int, ...] = ()
     is_differentiated: bool = False
     others: Sequence[torch.Tensor] = ()
     _others_versions: Sequence[int | None] = ()
+    _left: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = ()
 
     def hold_others(self) -> None:
         """Keeps references to the inputs that the backward does not need, with their versions."""
@@ -285,18 +288,35 @@ class Step:
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
 
-    def taken(self, ctx: Any) -> tuple[Sequence[torch.Tensor], Any, Graph]:
+    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns the saved tensors, the flight, and whether to keep or free it."""
-        flight = self.flight
-        if flight is None:
+        facts, outputs = self.bridge.facts, self.bridge.derivative.cotangent_outputs
+        if self.flight is None or (
+            self.used and not facts.are_apart(self.used, set(outputs) - set(unused))
+        ):
             raise RuntimeError(
                 "Trying to backward through the graph a second time, but the saved tensors have "
                 "already been freed. Specify retain_graph=True at the first backward."
             )
-        kept = self.bridge.saved.as_saved(ctx.saved_tensors[: self.bridge.num_kept])
+        kept: Sequence[torch.Tensor]
+        if self.used:
+            kept = list(map(unchanged, self._left, self._versions))
+        else:
+            saved = ctx.saved_tensors[: self.bridge.num_kept]
+            kept = self.bridge.saved.as_saved(saved)
+        flight = self.flight
         if engine.graph_is_kept():
             return kept, flight, "keep"
-        self.flight, self.others = None, ()
+        # After a backward that frees the graph, another one may follow for outputs that share no
+        # saved tensor with it, as in eager.
+        used = (*self.used, *(i for i in outputs if i not in unused))
+        rest = [i for i in unused if i not in self.used]
+        if any(facts.are_apart(used, [i]) for i in rest):
+            # Detached, because an output that references its own graph would never be freed.
+            self.used, self._left = used, [tensor.detach() for tensor in kept]
+            self._versions = list(map(version_of, kept))
+            return kept, flight, "keep"
+        self.flight, self._left, self.others = None, (), ()
         return kept, flight, "free"
 
 
@@ -388,9 +408,9 @@ class _CompiledFunction(torch.autograd.Function):
         backward = bridge.backwards.of(left, may_be_late=may_be_late)
         if step.flight is not None and bridge.backwards.is_other_forward(step.prepared, backward):
             found = bridge.by_pytorch(ctx, cotangents)
-            step.taken(ctx)
+            step.taken(ctx, left)
             return list(found)
-        kept, flight, graph = step.taken(ctx)
+        kept, flight, graph = step.taken(ctx, left)
         if backward is not step.prepared:
             # The forward's arena is laid out for another backward.
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)

@@ -122,8 +122,9 @@ def program_parts(
         roots = facts.view_roots
         numbers = [~r if isinstance(r, int) else roots.index(r) for r in roots]
         known = [numbers, facts.draws, list(watched), facts.output_order]
-        if kept.backwards:  # the cache of ``Facts`` for these
-            known.append(list(facts.absent.items()))
+        if kept.backwards:  # the caches of ``Facts`` for these
+            apart = [[sorted(a), sorted(b), are] for (a, b), are in facts.apart.items()]
+            known += [apart, list(facts.absent.items())]
     plans, *more = [
         list(map(plan_data, found)) for found in (kept.plans, *(x.plans for x in kept.backwards))
     ]
@@ -486,7 +487,9 @@ def take_made(state: State, parts: Parts, place: str, program: ReadProgram) -> S
     told = {"view_roots": views, "draws": draws, "output_order": order}
     told["watched_inputs"] = tuple(watched)
     if asked:
-        told["absent"] = {tuple(unused): tuple(places) for unused, places in asked[-1]}
+        apart, absent = asked
+        told["apart"] = {(frozenset(one), frozenset(other)): are for one, other, are in apart}
+        told["absent"] = {tuple(unused): tuple(places) for unused, places in absent}
     return replace(state, known=told)
 
 
