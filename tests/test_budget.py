@@ -45,9 +45,9 @@ from link_tree import ROOT
 # passes (frontend +150, reuse +33), errors of derivatives with their line (autodiff +33), values of
 # index_put (backend +53), gradients of pools, and casts, that are eager's (backend +147).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (28_487, 89),
+    "frontend": (28_527, 89),
     "reuse": (9_643, 32),
-    "autodiff": (6_022, 19),
+    "autodiff": (6_043, 19),
     "recompute": (1_081, 4),
     "pipeline_parallel": (7_172, 25),
     "backend": (12_131, 37),
