@@ -103,6 +103,12 @@ def test_a_step_links_once_for_shapes_that_grow_and_shrink(alone: mock.Mock) -> 
     assert peaks[0] < peaks[1] == peaks[2], "one plan has room for others"
 
 
+def test_sizes_that_keep_growing_are_given_more_room_each_time(alone: mock.Mock) -> None:
+    with mock.patch.object(link_pass, "_MAX_PATTERNS", 3):
+        steps_at((9, edges) for edges in (40, 48, 58, 70, 84, 101))
+    assert alone.call_count == 1
+
+
 def test_a_module_with_inductor_links_once_for_shapes(alone: mock.Mock) -> None:
     model, plain = potential()
     compiled = lazyinline.compile(model, dynamic=True)

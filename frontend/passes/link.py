@@ -361,7 +361,7 @@ def launches(state: Compilation) -> Mapping[Leaf, KernelList]:
 _CPU = torch.device("cpu")
 _MAX_PATTERNS = 8
 """The most programs linked for many shapes; a shape that fits none of them is linked alone."""
-_HEADROOM = 8  # buffers of a size that varies are planned for the largest size so far plus 1/8
+_HEADROOM = (8, 4, 3, 2)  # room is for the largest size so far plus 1/8; then plus 1/4, ...
 
 
 class ManyShapes:
@@ -400,7 +400,7 @@ class ManyShapes:
         """Returns the sizes to plan for: the largest so far, with headroom for those that vary."""
         sizes = state.captured.sizes
         known, is_first = self._room or sizes.example, not self._room
-        for part in (_HEADROOM, 0):
+        for part in (_HEADROOM[: self._num_tried][-1], 0):
             room = Values()
             for symbol, number in values.items():
                 most = max(number, known[symbol])
