@@ -39,7 +39,7 @@ from ..reuse.ir.types import StructType, TensorType
 from ..reuse.process import package_digest
 from ..reuse.torch_names import memory_id, module_of
 from .arena import ALIGNMENT, ArenaPlan, Buffers
-from .files.torch_store import DiskCache, MissingObjectError, open_cache
+from .files.torch_store import DiskCache, open_cache
 from .gpu.torch_cuda import TritonKernel, triton_version
 from .launches import torch_facts, torch_native
 from .launches.kernel_list import BufferInfo, KernelList, Launch, SymbolicList, View, with_native
@@ -286,10 +286,6 @@ def decode_kernels(
 T = TypeVar("T")
 Trace = Callable[[], tuple[Leaf, Any]]
 
-# The errors of decoding a malformed entry. An entry is data from a disk: no content of it may end a
-# compile.
-_BAD_ENTRY = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
-
 
 @dataclass
 class CacheUse:
@@ -520,18 +516,9 @@ class CompileCache:
         if key is None:
             return None
         assert self._disk is not None
-        data = self._disk.read(key)
-        if data is None:
-            return None
-        try:
-            decoded = decode(data)
-        except MissingObjectError:
-            return None
-        except _BAD_ENTRY as error:
-            self._disk.reject(key, f"it cannot be read ({type(error).__name__}: {error})")
-            return None
-        self._use.num_loaded += 1
-        return (decoded,)
+        found = self._disk.decoded(key, decode)
+        self._use.num_loaded += found is not None
+        return found
 
     def _store(self, key: str | None, encode: Callable[[], Any]) -> None:
         if key is None:

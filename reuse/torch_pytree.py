@@ -155,12 +155,6 @@ class ContainerFlattener:
         self._forms[number] = Container(kind, names, tuple(parts), self._known.get(id(value)))
         return number
 
-    def names_from(self, first: int, prefix: str) -> list[str]:
-        """Names the leaves of the containers from a number on: ``prefix.layers.0.keys``."""
-        if first == len(self.objects):
-            return []
-        return [path for *_, path in held(self.forms, first, set(range(first)), prefix)]
-
     @property
     def forms(self) -> tuple[Container, ...]:
         """The forms of the containers, by number."""
@@ -387,11 +381,7 @@ def outer_names(tree: Any) -> list[str]:
 
 def containers(tree: Any) -> list[Any]:
     """Returns the containers in a structure, and those in them, by number."""
-    classes = cache_classes()
-    apart = ContainerFlattener(classes)
-    for leaf in flatten_outer(tree)[0]:
-        apart.add(leaf)
-    return apart.objects
+    return list(_taken_apart(*flatten_outer(tree))[2])
 
 
 def growing_leaves(spec: TreeSpec) -> list[int | None]:
@@ -502,17 +492,13 @@ def changeable_parts(tree: Any) -> list[Any]:
 
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves with readable names, such as ``position_embeddings.0``."""
-    classes = cache_classes()
-    apart, named = ContainerFlattener(classes), []
-    for path, leaf in _leaves_with_paths(tree, classes):
-        name = ".".join(path)
-        num_leaves, num_objects = len(apart.leaves), len(apart.objects)
-        if apart.add(leaf) < 0:
-            named.append((name, leaf))
-        else:
-            names = apart.names_from(num_objects, name)
-            named += zip(names, apart.leaves[num_leaves:], strict=True)
-    return named
+    leaves, spec = flatten(tree)
+    names, seen = outer_names(tree), set[int]()
+    if isinstance(spec, Nested):  # of what a container holds: cache.layers.0.keys
+        named = zip(names, spec.containers, strict=True)
+        inner = (held(spec.forms, n, seen, name) if n >= 0 else [(name,)] for name, n in named)
+        names = [str(path) for found in inner for *_, path in found]
+    return list(zip(names, leaves, strict=True))
 
 
 def _leaves_with_paths(tree: Any, classes: tuple[type, ...]) -> list[tuple[tuple[str, ...], Any]]:

@@ -372,7 +372,9 @@ class JointTrace:
         ):
             function = partial(self._joint, types)
             joint = traced(function, [primals, tangents], sizes, decompositions)
-            self._tag_forward(joint)
+            for node in joint.graph.nodes:  # tagged for the default partitioner
+                if node.name in self._forward:
+                    node.meta["partitioner_tag"] = "is_forward"
             names = _rename_inputs(joint, len(primals))
             inputs = [*(p.detach() for p in primals), *tangents]
             self.graph_module = of_pure_memory(
@@ -420,12 +422,6 @@ class JointTrace:
             *outputs,
             *(with_layout_of(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
         )
-
-    def _tag_forward(self, joint: GraphModule) -> None:
-        """Tags the nodes of the forward, for the default partitioner."""
-        for node in joint.graph.nodes:
-            if node.name in self._forward:
-                node.meta["partitioner_tag"] = "is_forward"
 
 
 def _rename_inputs(module: GraphModule, num_primals: int) -> list[str]:

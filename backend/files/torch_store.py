@@ -54,6 +54,8 @@ _OFF = ("0", "off", "no", "false")
 # A link leads out of the directory, and opening a pipe would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _ENTRIES, _OBJECTS, _KEY = "entries", "objects", "key"
+# The errors of decoding a malformed entry, which is data from a disk: it may not end a compile.
+_BAD_ENTRY = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError)
 _TEMPORARY = ".new-"  # how the name of a file that is being written begins
 
 T = TypeVar("T")
@@ -136,6 +138,19 @@ class DiskCache:
             return None if content is None else _opened(content, key)
         except (_UnusableError, OSError, ValueError, RecursionError) as error:
             self.reject(key, str(error))
+            return None
+
+    def decoded(self, key: str, decode: Callable[[Any], T]) -> tuple[T] | None:
+        """Returns what ``decode`` makes of an entry, in a tuple; None if there is none to use."""
+        data = self.read(key)
+        if data is None:
+            return None
+        try:
+            return (decode(data),)
+        except MissingObjectError:
+            return None
+        except _BAD_ENTRY as error:
+            self.reject(key, f"it cannot be read ({type(error).__name__}: {error})")
             return None
 
     def write(self, key: str, value: Any) -> None:

@@ -46,14 +46,14 @@ def gpu_described(target: Target) -> Iterator[None]:
     _fake_tensors_on_cuda()
     from torch._inductor.runtime.hints import DeviceProperties
 
-    facts, patch = _device_properties(target), mock.patch.object
+    facts, answers = _device_properties(target), _answers(target)
     patches: list[Any] = [
-        *(patch(torch.cuda, name, answer) for name, answer in _answers(target).items()),
-        patch(DeviceProperties, "create", classmethod(lambda cls, device: facts)),
+        *(mock.patch.object(torch.cuda, name, answer) for name, answer in answers.items()),
+        mock.patch.object(DeviceProperties, "create", classmethod(lambda cls, device: facts)),
         # Inductor puts the hash of Triton's backend into each kernel; that needs a driver.
-        patch(_triton, "triton_hash_with_backend", lambda: target.name),
+        mock.patch.object(_triton, "triton_hash_with_backend", lambda: target.name),
         # Generated code imports it; a PyTorch without CUDA does not have it.
-        patch(torch._C, "_cuda_getCurrentRawStream", no_stream, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", no_stream, create=True),
     ]
     _forget_gpus()
     with ExitStack() as stack:

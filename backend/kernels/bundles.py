@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.torch_store import DiskCache, MissingObjectError
+from ..files.torch_store import DiskCache
 from ..launches.torch_native import CHECKED, BuiltKernel, is_known_type, loaded_kernel
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
@@ -268,17 +268,12 @@ class BuiltKernels:
 
     def find(self, source: KernelSource) -> BuiltKernel | None:
         """Returns a kernel that was built before, or None."""
-        key = self._key(source)
-        digest = self._store.read(key) if self._store else None
-        if self._store is None or digest is None:
+        store = self._store
+        if store is None:
             return None
-        try:
-            return self._store.loaded(digest, functools.partial(_kernel_in, source=source))
-        except MissingObjectError:
-            return None
-        except (AttributeError, ValueError) as error:
-            self._store.reject(key, f"it names another object ({error})")
-            return None
+        load = functools.partial(_kernel_in, source=source)
+        found = store.decoded(self._key(source), lambda digest: store.loaded(digest, load))
+        return found[0] if found else None
 
     def keep(self, sources: Sequence[KernelSource], path: Path) -> list[BuiltKernel]:
         """Keeps a shared object that holds these kernels; returns them, or raises an error."""

@@ -226,7 +226,10 @@ class CodeWriter:
         if self.layout.instances[index].kind == "arena":
             return self._region_slot(index), self.offsets[index] + offset_bytes
         if index in self.fixed:
-            return self._bound_slot(index), offset_bytes
+            slots = self._code.slots
+            if index not in slots:
+                slots[index] = self._new_slot()
+            return slots[index], offset_bytes
         # Known only in a run: the function stores the address in the table, then calls the loop.
         base = self._base(placed.place(view))
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
@@ -243,12 +246,6 @@ class CodeWriter:
         if region not in self._code.regions:
             self._code.regions[region] = self._new_slot()
         return self._code.regions[region]
-
-    def _bound_slot(self, instance: int) -> int:
-        slot = self._code.slots.get(instance)
-        if slot is None:
-            slot = self._code.slots[instance] = self._new_slot()
-        return slot
 
     def _local_slot(self, instance: int, base: Placed) -> int:
         slot = self._local_slots.get(instance)

@@ -136,10 +136,6 @@ class Lease:
     def _arenas(self) -> list[torch.Tensor]:
         return [self.arena, *self.others.values()]
 
-    def hand_over(self) -> None:
-        """Passes the arena on to another lease, which will release it."""
-        self.take_back = None
-
     def release(self) -> None:
         """Gives the arena back to its program."""
         take_back, self.take_back = self.take_back, None

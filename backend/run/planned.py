@@ -266,7 +266,7 @@ class PlannedProgram:
         check_memory(lease.tensors, self._names)
         addresses = list(map(address_of, lease.tensors))
         bound = self._bind(lease.tensors, addresses, lease.arena, lease.others)
-        lease.hand_over()
+        lease.take_back = None  # the other one will give the arena back
         return bound.owned_by(self.release, lease.home)
 
     def release(self, lease: Lease) -> None:
@@ -337,7 +337,8 @@ class PlannedProgram:
         # The two backwards differ, so their saved tensors are at different offsets.
         twin = self.lease(lease.tensors)
         foreign = list(handed[: len(handed) - other.num_hosts])
-        hosts = [self._new_host(instance) for instance in self.overlay.hosts]
+        bases = [host_base(self.layout, instance) for instance in self.overlay.hosts]
+        hosts = [torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="cpu") for b in bases]
         for instance in dict.fromkeys(p.instance for p in self.layout.parts[1].inputs):
             if self.layout.instances[instance].kind == "arena":
                 saved = other.memory_of(instance, lease, handed[len(foreign) :])
@@ -354,10 +355,6 @@ class PlannedProgram:
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
         num_bytes = self._numbers.of(self.layout.instances[instance].num_bytes)
         return memory[start : start + num_bytes]
-
-    def _new_host(self, instance: int) -> torch.Tensor:
-        base = host_base(self.layout, instance)
-        return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="cpu")
 
     def _bind(
         self,

@@ -143,16 +143,13 @@ class Reads:
             self.contents.look_into(own)
         frozen = ABSENT if self.is_root else snapshot(value)
         if not (self.is_root or isinstance(value, _KNOWN_BY_STRUCTURE)):
-            self._look_for_holders(value)
+            # Attributes of the classes and modules that it leads to.
+            known = len(self._held.holders)
+            self._held.look_into(value)
+            for holder in [*self._held.holders.values()][known:]:
+                self._holder(holder, self.names())
         table = state if where in ("", "class") else state[where]
         self.attributes[id(module), name] = AttributeRead(module, table, own, frozen)
-
-    def _look_for_holders(self, value: Any) -> None:
-        """Notes attributes of the classes and modules that an attribute of a block leads to."""
-        known = len(self._held.holders)
-        self._held.look_into(value)
-        for holder in [*self._held.holders.values()][known:]:
-            self._holder(holder, self.names())
 
     def _holder(self, holder: Any, names: Iterable[str]) -> None:
         """Notes attributes of a class or module by name; of an object's class, plain data alone."""
