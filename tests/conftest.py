@@ -32,6 +32,9 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2" if WORKERS == 1 else "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2" if WORKERS == 1 else "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The package and the tests are compiled once, not again in each process that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

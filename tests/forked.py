@@ -16,7 +16,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HERE = str(pathlib.Path(__file__).parent)
-IMPORTED = ("lazyinline", "torch._inductor.compile_fx", "torch.distributed.tensor", "pytest")
+IMPORTED = (
+    *("lazyinline", "lazyinline.pipeline_parallel.mesh.planner", "torch._inductor.compile_fx"),
+    *("torch.distributed.tensor", "torch.distributed.checkpoint", "pytest"),
+)
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # elsewhere, forks may hang in BLAS
 
 
