@@ -133,7 +133,7 @@ def run_bench(options: argparse.Namespace) -> None:
     reports = bench(
         make,
         layers,
-        _say,
+        lambda line: print(folded(line), flush=True),
         train=not options.infer,
         micro_batches=micro_batches,
         backend=options.backend,
@@ -144,10 +144,6 @@ def run_bench(options: argparse.Namespace) -> None:
     if options.html is not None:
         page = measured_page([(one.to_dict(), one.sides) for one in reports], reports[-1].title())
         options.html.write_text(write_page(page), encoding="utf-8")
-
-
-def _say(line: str) -> None:
-    print(folded(line), flush=True)
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -258,18 +254,14 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 def run_advise(options: argparse.Namespace) -> None:
     """Runs ``advise``: prints which classes to mark."""
-    model, args, kwargs = inspection.load_target(options.target)
-    train = not options.infer
-    print(advise(model, args, kwargs, train=train, backend=options.backend))
+    target = inspection.load_target(options.target)
+    print(advise(*target, train=not options.infer, backend=options.backend))
 
 
 def run_fit(options: argparse.Namespace) -> None:
     """Runs ``fit``: prints the memory of a rank of a mesh."""
-    model, args, kwargs = inspection.load_target(options.model)
     found = fit(
-        model,
-        args,
-        kwargs,
+        *inspection.load_target(options.model),
         mesh=dict(options.mesh),
         target=options.target,
         # A command line cannot hold a plan; "marked" goes by names of dimensions and by marks.

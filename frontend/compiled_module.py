@@ -156,7 +156,9 @@ def _check_model(model: nn.Module, fallback: Fallback) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     places = walk_modules(model)
-    refusals.refuse_unknown_wrappers(places)
+    for path, part in places:
+        if refusals.way_of(part) == "none":
+            refusals.refuse_wrapper(part, path)
     refusals.refuse_compiled(places)
     refusals.refuse_scripted(places if fallback == "error" else [("", model)])
 

@@ -23,7 +23,7 @@ from ..reuse import torch_pytree
 from ..reuse.evidence.module_state import module_state, walk_modules
 from ..reuse.evidence.root_evidence import Check, CompareFacts, IdentityChecks
 from ..reuse.freeze import same_value
-from ..reuse.ir.program import ModelTensor, Program
+from ..reuse.ir.program import ModelTensor
 from ..reuse.kinds import is_library
 from ..reuse.process import ProcessLock
 from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
@@ -80,7 +80,10 @@ class Guard:
         # Tensors that code only read properties of, such as the shape.
         self._asked = [t for t in self._evidence.tensors if have_own_memory([t])]
         self._layouts_of_asked = TensorLayouts(self._asked)
-        self._written = _written_tensors(captured.program)
+        program = captured.program
+        own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
+        # Which of the model's tensors the program writes, by position; -1 for a user input.
+        self._written = [own.index(i) if i in own else -1 for _, i in program.writes]
         self._sharing = self._memories(leaves)
         self._memory: list[int] | None = None
         self.token = object()  # a new object whenever one of them was replaced or its memory moved
@@ -315,12 +318,6 @@ class Guard:
 def _not_checked() -> bool:
     """In place of the identity checks until they are made: always compare by value."""
     return False
-
-
-def _written_tensors(program: Program) -> list[int]:
-    """Returns which of the model's tensors a program writes, by position; -1 for a user input."""
-    own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
-    return [own.index(i) if i in own else -1 for _, i in program.writes]
 
 
 def _repeated(leaves: Sequence[Any]) -> list[int]:

@@ -50,16 +50,10 @@ class Target(NamedTuple):
 
 
 def load_target(text: str, *arguments: int) -> Target:
-    """Calls the function that a command line names.
+    """Calls the function that a command line names; LazyInlineError if it returns no model.
 
-    Args:
-        text: ``package.module:function``. The function returns ``(model, args)`` or ``(model, args,
-            kwargs)``; its module is also looked for in the working directory. Or a ``.pt2`` file of
-            ``torch.export.save``, with its example inputs.
-        arguments: the arguments to call it with; usually none.
-
-    Raises:
-        LazyInlineError: if there is no such function, if it fails, or if it returns something else.
+    Its module is also looked for in the working directory. A target may also be a ``.pt2`` file of
+    ``torch.export.save``, with its example inputs.
     """
     if text.endswith(".pt2"):
         from .dynamo.torch_dynamo_backend import target_in  # it imports Dynamo

@@ -401,17 +401,7 @@ class ParallelPipeline(Pipeline):
     @without_autocast()
     @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs one training step; call it on every rank with the whole batch.
-
-        ``.grad`` of each parameter of this rank's stages is set to this rank's part of the gradient
-        of the mean loss, a DTensor with the placements of the parameter.
-
-        Returns:
-            The mean loss of the micro-batches, the same on every rank.
-
-        Raises:
-            PipelineError: if the batch does not fit, the model changed, or a rank failed.
-        """
+        """Runs one training step, as that of a :class:`ParallelStep`; it raises PipelineError."""
         self._agreement.settle()
         with self._agreement.collectives():
             loss = super().step(*args, **kwargs)

@@ -33,14 +33,6 @@ from .marks import DISPATCHER_ATTRIBUTE
 from .tracing.torch_state import why_no_memory, why_watched
 
 
-def refuse_uncapturable(model: nn.Module) -> None:
-    """Raises CaptureError for wrappers, compiled modules and scripted modules."""
-    places = walk_modules(model)
-    refuse_wrappers(places)
-    refuse_compiled(places)
-    refuse_scripted(places)
-
-
 def refuse_compiled(places: Places) -> None:
     """Raises CaptureError if one of some modules is compiled already."""
     for path, module in places:
@@ -49,7 +41,8 @@ def refuse_compiled(places: Places) -> None:
                 f"{path or 'The model'} is a compiled module already. Compile the outer model with "
                 "the original module in it."
             )
-        if is_compiled_by_torch(module):
+        kind = type(module)
+        if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch."):
             raise CaptureError(
                 f"{path or 'The model'} was returned by torch.compile, so it is compiled already. "
                 "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
@@ -118,12 +111,6 @@ _WRAPPERS = {
 }
 
 
-def is_compiled_by_torch(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile`` returns."""
-    kind = type(module)
-    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.")
-
-
 def wrapper_name(module: nn.Module) -> str:
     """Returns the name of the wrapper that a module is, or was made into (``fully_shard``)."""
     for base in type(module).__mro__:
@@ -159,13 +146,6 @@ def wrapped_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def model_inside(module: nn.Module) -> nn.Module | None:
     """Returns the model that a wrapper calls; None if the module is not such a wrapper."""
     return module.module if way_of(module) == "calls" else None  # type: ignore[return-value]
-
-
-def refuse_unknown_wrappers(places: Places) -> None:
-    """Raises FinalCaptureError if one of some modules is an unsupported wrapper."""
-    for path, module in places:
-        if way_of(module) == "none":
-            refuse_wrapper(module, path)
 
 
 def refuse_wrappers(places: Places) -> None:
@@ -241,20 +221,13 @@ def refuse_unlike_constants(results: Sequence[Any]) -> None:
                 f"The model returns a {name}, which gives something else at each use, and a "
                 "compiled program would return the same at every call. Return a list or a tuple."
             )
-        if _leads_to_tensors(result):
+        inside = enumerate(reachable([result]))
+        if any(n > _MAX_SEARCHED or isinstance(x, (torch.Tensor, nn.Module)) for n, x in inside):
             raise CaptureError(
                 f"The model returns a {name}, which holds tensors and is unknown to PyTorch. "
                 "Return a tuple, a dict or a NamedTuple, or register the class "
                 "(torch.export.register_dataclass)."
             )
-
-
-def _leads_to_tensors(value: Any) -> bool:
-    """Whether a tensor or module is reachable from a value, or too many objects are."""
-    for count, found in enumerate(reachable([value])):
-        if isinstance(found, (torch.Tensor, nn.Module)) or count > _MAX_SEARCHED:
-            return True
-    return False
 
 
 def refuse_containers(tree: torch_pytree.TreeSpec, what: str) -> None:

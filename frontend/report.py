@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import resource
@@ -133,23 +134,15 @@ class Progress:
             finally:
                 self._bar = None
 
-    @contextmanager
-    def parts(self, total: int, unit: str) -> Iterator[Callable[[], None]]:
-        """Shows the parts of the running pass; yields a function that counts one."""
-        bar, done = self._bar, 0
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            bar.set_postfix_str(f"{done}/{total} {unit}")
-
-        yield (lambda: None) if bar is None else count
-        if bar is not None:
-            bar.set_postfix_str("")
+    def parts(self, total: int, unit: str) -> Callable[[], None]:
+        """Returns a function that shows that one more part of the running pass is done."""
+        numbers, bar = itertools.count(1), self._bar
+        return lambda: bar and bar.set_postfix_str(f"{next(numbers)}/{total} {unit}")
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         bar = self._bar
         bar.set_description_str(f"lazyinline: {name}")
         yield
+        bar.set_postfix_str("")
         bar.update(1)

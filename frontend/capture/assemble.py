@@ -267,7 +267,11 @@ class Assembler:
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
-        if not any(map(_is_own_call, region.items)) and len(_devices(operators)) <= 1:
+        has_calls = any(
+            isinstance(one, Region) or "call" in one.meta or isinstance(one.target, _OWN_CALLS)
+            for one in region.items
+        )
+        if not has_calls and len(_devices(operators)) <= 1:
             changed = _changed_inputs(operators, inputs, region.name)
             leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
             leaf = ir.Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
@@ -354,11 +358,6 @@ def _control_body(nodes: Sequence[Node]) -> tuple[_Body, Sequence[Node]]:
     types = [list(map(node_type, some)) for some in (inputs, picked)]
     leaf = control_leaf(control.word, control, *types, [n.name for n in inputs], stamp_of(node))
     return _Body(leaf, tuple(inputs), tuple(picked), ()), picked
-
-
-def _is_own_call(item: Node | Region) -> bool:
-    """Whether an item becomes a call of its own, not glue."""
-    return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _OWN_CALLS)
 
 
 _OWN_CALLS = (DerivativeMark, ir.Control)

@@ -90,7 +90,10 @@ def capture_model(
     cannot be traced, or kernels cannot read a tensor of the model.
     """
     with surroundings.one_at_a_time():
-        refusals.refuse_uncapturable(subject.model)
+        places = walk_modules(subject.model)
+        refusals.refuse_wrappers(places)
+        refusals.refuse_compiled(places)
+        refusals.refuse_scripted(places)
         if train:
             refusals.refuse_backward_hooks(subject.model)
         take = partial(_capture, subject, train, for_gpu)

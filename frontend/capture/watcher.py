@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,6 +114,7 @@ class ModelWatcher:
     def __init__(self, recording: Recording, calls: BlockCalls) -> None:
         self._recording = recording
         self.call = calls.call  # no method of our own: nested modules would use more stack
+        self.control_flow = ControlFlow(recording).run
         self._is_in_function = False
         self._capture = object()
 
@@ -248,14 +248,6 @@ class ModelWatcher:
                 f"The model's forward puts hooks on what autograd saves at {user_line()}, and a "
                 "compiled program cannot call them. Enter them around the model."
             )
-
-    @cached_property
-    def _control_flow(self) -> ControlFlow:
-        return ControlFlow(self._recording)
-
-    def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Records a call of a control-flow operator."""
-        return self._control_flow.run(name, args)
 
     def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
         """Returns the Python of a ``torch.jit`` function; refuses one without usable Python."""

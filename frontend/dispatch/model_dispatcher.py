@@ -262,14 +262,12 @@ class Routes:
         finally:
             with self._lock:
                 self._num_running -= 1
-                if not self._num_running:
-                    self._close()
-
-    def _close(self) -> None:
-        for calls, put_back in self._taken:
-            if torch_slot.in_slot(calls.model) is calls:  # else the model's Python has replaced it
-                put_back()
-        self._taken = []
+                taken = [] if self._num_running else self._taken
+                for calls, put_back in taken:
+                    # Else the model's Python has replaced it.
+                    if torch_slot.in_slot(calls.model) is calls:
+                        put_back()
+                taken.clear()
 
 
 # ---- a whole model -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...backend.arena import ALIGNMENT, Buffers, lower_bound
 from ...backend.launches.kernel_list import KernelList
-from ...backend.link.layout import Instance, Layout, buffers_of
+from ...backend.link.layout import Layout, buffers_of
 from ...backend.run.rank_program import RankPlan
 from ...pipeline_parallel.actions import ACTION_TEXT, BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from ...pipeline_parallel.mesh.plan import MeshPlan
@@ -138,17 +138,14 @@ def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
 def _outside(layout: Layout) -> list[list[Any]]:
     """Returns memory outside the arena: its kind, count, and the most bytes live at once."""
     foreign = [b for b in layout.instances if b.kind == "foreign" and b.num_bytes]
-    scratch, work = list(layout.scratch), [b.num_bytes for b in layout.workspaces]
+    most, within = (lower_bound(buffers_of(b)) for b in (foreign, list(layout.scratch)))
+    work = [b.num_bytes for b in layout.workspaces]
     rows = [
-        ["made by an operator that allocates its own result", len(foreign), _most(foreign)],
-        ["scratch inside one launch", len(scratch), _most(scratch)],
+        ["made by an operator that allocates its own result", len(foreign), most],
+        ["scratch inside one launch", len(layout.scratch), within],
         ["workspace of cuBLAS", len(work), sum(work)],
     ]
     return [row for row in rows if row[1]]
-
-
-def _most(buffers: list[Instance]) -> int:
-    return lower_bound(buffers_of(buffers))
 
 
 def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:

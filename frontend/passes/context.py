@@ -313,8 +313,8 @@ class Context:
     def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
         new = [leaf for leaf in leaves if leaf not in self.kernels and not leaf.bodies]
         self.kernels.update((leaf, self._control_kernel(leaf)) for leaf in leaves if leaf.bodies)
-        with self.progress.parts(len(new), "closures") as advance:
-            self.kernels.update(lower_leaves(new, self.backend, advance, self._unaligned))
+        advance = self.progress.parts(len(new), "closures")
+        self.kernels.update(lower_leaves(new, self.backend, advance, self._unaligned))
 
 
 def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:

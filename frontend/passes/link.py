@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
 from ...autodiff.training_program import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
@@ -40,7 +39,7 @@ from ...backend.run.planned import PlannedProgram, Runtime
 from ...recompute.planner import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ...reuse.ir.program import Leaf, ModelTensor
 from ...reuse.ir.size_tape import PLAIN, Numbers, SizeTape
 from ...reuse.ir.torch_symbols import SizeTrace, SymbolTrace, Values
 from ...reuse.ir.types import HOST, TensorType, strides_that_matter
@@ -213,15 +212,24 @@ def hindrance(state: Compilation) -> Unplanned | None:
     devices = devices_of(state.linked)
     if any(d.type != "cpu" for d in devices) and state.goal.kind not in LINKED:
         return Unplanned("a stage of a pipeline is planned on the CPU alone")
-    return other_devices(devices) or _unrecordable(state)
+    if found := other_devices(devices):
+        return found
+    context = state.context
+    for leaf in leaves_of(state.linked) if state.kernels == "made" else ():
+        if leaf not in context.recorded and not can_record(context.kernels[leaf]):
+            return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
+    return None
 
 
 def why_unplanned(state: Compilation) -> Unplanned | None:
     """Returns why the memory of linked programs is not planned; None if it is."""
     if state.goal.kind == "step":  # it writes changed buffers at its end, after every backward
         return hindrance(state)
-    known = state.unplanned or hindrance(state)
-    return known or changed_buffer(state.captured.program, state.derivative)
+    known, derivative = state.unplanned or hindrance(state), state.derivative
+    written = {target for _, target in state.captured.program.writes}
+    if known is None and derivative is not None and written & set(derivative.kept_inputs):
+        return Unplanned("the forward changes a buffer whose old value the backward needs")
+    return known
 
 
 def devices_of(flats: Sequence[FlatProgram]) -> list[torch.device]:
@@ -259,22 +267,6 @@ def tools_of(state: Compilation) -> Tools:
     # Never tested on a GPU: see docs/gpu.md
     place = on_gpu(device=gpu, graphs="captured", target=target)
     return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
-
-
-def _unrecordable(state: Compilation) -> Unplanned | None:
-    context = state.context
-    for leaf in leaves_of(state.linked) if state.kernels == "made" else ():
-        if leaf not in context.recorded and not can_record(context.kernels[leaf]):
-            return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
-    return None
-
-
-def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
-    """Returns why not to plan: the backward reads a buffer that the forward changes."""
-    written = {target for _, target in program.writes}
-    if derivative is not None and written & set(derivative.kept_inputs):
-        return Unplanned("the forward changes a buffer whose old value the backward needs")
-    return None
 
 
 # ---- the plan ---------------------------------------------------------------------------------

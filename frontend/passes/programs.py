@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,7 +216,8 @@ def lower(state: State) -> State:
     if state.goal.late_backward and state.derivative is not None:
         late = PARTS if state.derivative.has_one_cotangent else PARTS[1:]
         counted = {part: p for part, p in state.programs.items() if part not in late}
-        eager = {p: map_leaves(state.programs[p], _with_pytorch_kernels) for p in late}
+        plain = partial(replace, kernels="eager")
+        eager = {p: map_leaves(state.programs[p], plain) for p in late}
         state = replace(state, programs={**counted, **eager})
     new = context.lower(counted.values())
     context.lower(state.programs.values())
@@ -228,10 +230,6 @@ def lower(state: State) -> State:
     state.report.num_kernels += len(new)
     state.report.num_operators += sum(leaf.num_nodes for leaf in new)
     return replace(state, kernels="made")
-
-
-def _with_pytorch_kernels(leaf: ir.Leaf) -> ir.Leaf:
-    return replace(leaf, kernels="eager")
 
 
 @compile_pass("lower", "aten", goals=WITH_KERNELS)

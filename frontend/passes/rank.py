@@ -29,7 +29,7 @@ from ...pipeline_parallel.actions import (
     ActionTable,
 )
 from ...pipeline_parallel.cut import Colors, Stage
-from ...pipeline_parallel.plan import Boundaries, PipelinePlan, RankOrder
+from ...pipeline_parallel.plan import PipelinePlan, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
 from ...reuse.ir.leaf import flat_types
@@ -197,14 +197,6 @@ def started(
 _PHASES = (1, 2, 4, 8, 16)
 # The most phases of all actions together: the time of planning grows with their number.
 _MAX_PHASES = 2048
-
-
-def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
-    """Returns the boundaries between stages that activations or gradients cross."""
-    return Boundaries(
-        frozenset(d.stage.index for d in derived if d.stage.sent_types),
-        frozenset(d.stage.index for d in derived if d.gradient_types),
-    )
 
 
 def plan_rank(state: RankCompilation) -> RankProgram:

@@ -556,7 +556,12 @@ def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _I
             type_.empty("cpu").requires_grad_(wants_grad is True) if new else tensors[first]
         )
     count = count if program.step is None else len(program.step.batch)
-    taken = [_first_part(leaf, count) for leaf in leaves]
+    taken = leaves  # the first micro-batch of each
+    if count > 1:
+        taken = [
+            torch.empty_like(x).tensor_split(count)[0] if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]
     sizes = None
     if program.sizes is not None:
         sizes = ReadKnownSizes(taken, told["sizes"][0], program.sizes)
@@ -571,13 +576,6 @@ def _inputs(told: Mapping[str, Any], program: ReadProgram, count: int = 1) -> _I
                 what = f"the input {source.name} is of another type"
                 raise FileError(f"{what} than programs take ({value.type})")
     return _Inputs(leaves, tree, sizes)
-
-
-def _first_part(leaf: Any, count: int) -> Any:
-    """Returns the first micro-batch of an input."""
-    if count == 1 or not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_like(leaf).tensor_split(count)[0]
 
 
 @contextmanager

@@ -82,9 +82,9 @@ class GpuCasts:
 
         def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if not torch.is_autocast_enabled("cuda") or not (
-                _has_rule(func) or _is_composite(func)
-            ):
+            keys = "AutocastCUDA", "CompositeImplicitAutograd"
+            is_on = torch.is_autocast_enabled("cuda")
+            if not (is_on and any(_has_rule(func, key) for key in keys)):
                 return dispatch(func, types, args, kwargs)
             rule = self._rule(func, args, kwargs)
             if rule.casts_inside and not _has_rule(func):
@@ -184,10 +184,5 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _has_rule(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCUDA")
-
-
-def _is_composite(func: Any) -> bool:
-    key = "CompositeImplicitAutograd"
+def _has_rule(func: Any, key: str = "AutocastCUDA") -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

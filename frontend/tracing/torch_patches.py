@@ -158,9 +158,8 @@ def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
         if threading.get_ident() != thread:
             return run(self, *args, **kwargs)
         original = getattr(self, "_torchdynamo_inline", None)  # as Dynamo does
-        known = original and _try_get_jit_cached_function(
-            original
-        )  # None, or another, of one that was traced
+        # None, or another one, of a function that was traced.
+        known = original and _try_get_jit_cached_function(original)
         is_scripted = known is not None and known.qualified_name == self.qualified_name
         return watcher.scripted(original if is_scripted else None)(*args, **kwargs)
 

@@ -184,13 +184,10 @@ _ALLOWED = (
 )
 
 
-def _bits_of(names: Iterable[str]) -> int:
-    key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-    sets = (keys(getattr(key, name)).raw_repr() for name in names if hasattr(key, name))
-    return functools.reduce(operator.or_, sets)
-
-
-_ALLOWED_BITS = _bits_of(_ALLOWED)
+_KEYS = [getattr(torch._C.DispatchKey, name, None) for name in _ALLOWED]
+_ALLOWED_BITS = functools.reduce(
+    operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in _KEYS if key is not None)
+)
 
 
 def have_own_memory(values: Iterable[Any]) -> bool:
