@@ -246,7 +246,6 @@ class _Offline:
         return replace(found, way=way)
 
     def _step(self, asked: AskedPlan) -> Fit:
-        """Compiles a step without stages."""
         state = asked.step(self.subject, step_goal(self.batching))
         with state.context.cached(state.report):
             state = run(PASSES, state)

@@ -20,15 +20,11 @@ from .capture.regions import CapturedModel
 from .compile_record import (
     ClosureRecord,
     CompileRecord,
-    PartRecord,
-    PassRecord,
     not_shared_lines,
     part_lines,
     reuse_table,
 )
 from .page.page import compile_page, write_page
-
-__all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 
 
 @dataclass

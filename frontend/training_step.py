@@ -420,7 +420,6 @@ class _StepEntry:
         ]
 
     def _take(self, leaves: Sequence[Any]) -> None:
-        """Copies the batch in."""
         for index, staging in self._staging:
             staging.take(leaves[index])
 

@@ -399,7 +399,6 @@ def _units(items: Sequence[Node | Region]) -> list[_Unit]:
 
 
 def _devices(nodes: Iterable[Node]) -> set[torch.device]:
-    """Returns the devices of the tensors that operators take and return."""
     both = {n: None for node in nodes for n in (node, *node.all_input_nodes)}
     return {tensor.device for node in both for tensor in tensors_of(node)}
 

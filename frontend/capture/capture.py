@@ -209,7 +209,6 @@ def _explained_errors(recording: Recording) -> Iterator[None]:
 
 
 def _capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
-    """Returns the error to raise for an exception of the model's Python."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     where = next((f" at {frame_text(f)}" for f in reversed(frames) if user_frame(f) is f), "")
     name, text = model_name(model), str(error)

@@ -171,7 +171,6 @@ class ControlFlow:
         return result.clone(memory_format=kept)
 
     def _closure(self, body: _Body, inputs: Sequence[torch.fx.Node]) -> Composite:
-        """Makes a closure of a body that was traced."""
         region, tensors = body.region, self._recording.tensors
         region.inputs, region.num_calls = list(inputs), 2
         region.input_names = [node.name for node in inputs]

@@ -237,9 +237,10 @@ class ModelWatcher:
         return is_taken
 
     def text(self, tensor: torch.Tensor) -> None:
-        """Refuses to format a tensor as text."""
+        """Refuses to format a tensor as text: a traced tensor has no values."""
         if not self._recording.quiet:
-            self._recording.effects.asks_for_text(tensor)
+            why = " (print, an f-string, a log), whose values differ at every call"
+            self._recording.effects.refuse(f"writes out a {TensorType.of(tensor)} tensor", why)
 
     def saving_hook(self) -> None:
         """Refuses saved-tensor hooks: a program saves other tensors."""

@@ -382,7 +382,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             self._compile_for(Inputs.of(leaves, tree), self._goal(leaves))
 
     def _goal(self, leaves: Sequence[Any]) -> Goal:
-        """Returns the goal of compiling for a call."""
         train, options = torch.is_grad_enabled(), self.options
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         may_wait = options.backend == "inductor" and not (options.target or options.recompute)
@@ -426,7 +425,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return _no_calls, ()
 
     def _runner(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """Returns the function that runs a call."""
         return self._run
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -529,7 +527,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return call_past_slot(self.model, args, kwargs)
 
     def _report_eager(self, reason: str) -> None:
-        """Notes why the model runs eagerly."""
         if self._eager is None or self._eager.ran_eagerly != reason:
             backend, reuse = self.options.backend, self.options.reuse
             train = torch.is_grad_enabled()

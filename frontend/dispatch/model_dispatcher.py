@@ -29,12 +29,13 @@ from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.freeze import TELLS_APART
 from ...reuse.process import ProcessLock
 from ..capture.regions import shapes_of
+from ..compile_record import PartRecord
 from ..compiler import Compiler
 from ..guard import Inputs
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS, way_of, wrapped_parts
-from ..report import CompileReport, PartRecord
+from ..report import CompileReport
 from ..sizes.shapes import CompileResult
 from ..tracing.frames import warn_user
 from ..tracing.torch_patches import replaced
@@ -187,7 +188,6 @@ class Parts:
         return [self._calls[id_] for id_ in wanted]
 
     def _make(self, places: Sequence[tuple[str, nn.Module]]) -> None:
-        """Makes the dispatchers of new modules."""
         likeness = {id(module): _likeness(module) for _, module in places}
         counts = Counter(likeness.values())
         self._paths = {id(module): path for path, module in places}

@@ -359,7 +359,10 @@ class ModuleChanges(_Changes):
         """Records a module before it is read or changed, unless the run itself made it."""
         if id(module) in self._before or id(module) in self._made:
             return
-        if _is_empty(module):
+        state = module_state(module)
+        # The run makes a module that has no attributes besides those of every module: its first
+        # read is in ``nn.Module.__init__``.
+        if state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES)):
             self._made[id(module)] = module
         else:
             self.met[id(module)] = module
@@ -423,13 +426,6 @@ class ModuleChanges(_Changes):
         return is_set or was_other or find_fake([now]) is not None
 
 
-def _is_empty(module: nn.Module) -> bool:
-    """Whether a module has no attributes yet besides those of every module: the run makes it."""
-    # The first read of such a module is in ``nn.Module.__init__``.
-    state = module_state(module)
-    return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
-
-
 # ---- effects that a program would not have -------------------------------------------------------
 
 
@@ -453,11 +449,6 @@ class Effects:
         self.policy = policy
         self._error: EffectError | None = None
         self._kept: torch.Tensor | None = None
-
-    def asks_for_text(self, tensor: torch.Tensor) -> None:
-        """Refuses to format a tensor as text: a traced tensor has no values."""
-        why = " (print, an f-string, a log), whose values differ at every call"
-        self.refuse(f"writes out a {TensorType.of(tensor)} tensor", why)
 
     def refuse(self, doing: str, why: str = "") -> None:
         """Refuses a side effect, or a change of a state that a program would not follow."""

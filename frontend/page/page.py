@@ -211,7 +211,6 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
 
 
 def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -> Iterator[Tile]:
-    """Yields the tiles of a measurement, the most important first."""
     yield from _other_tiles(found, late)
     cpu_s = f"{late.cpu_s:.2f} s late, {early.cpu_s:.2f} s early"
     less = times_less(late.cpu_s, early.cpu_s)

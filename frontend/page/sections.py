@@ -382,7 +382,6 @@ def _totals(record: CompileRecord) -> dict[str, Any]:
 
 
 def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
-    """Returns the row of a pass, summed over its runs."""
     found = [p for p in record.passes if p.name == name]
     cpu_s, wall_s = sum(p.cpu_s for p in found), sum(p.wall_s for p in found)
     return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}

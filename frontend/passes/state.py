@@ -26,9 +26,10 @@ from ...reuse.torch_names import lazy_modules
 from ..capture.capture import Subject
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
+from ..compile_record import PassRecord
 from ..compiled import GradientRequest
 from ..options import Batching
-from ..report import CompileReport, PassRecord, cpu_seconds
+from ..report import CompileReport, cpu_seconds
 from .context import Context, has_marks
 
 VERIFY_VARIABLE = "LAZYINLINE_VERIFY"

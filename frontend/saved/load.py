@@ -449,7 +449,6 @@ class Opened:
         return made
 
     def _optimizer_of(self, model: SavedModel) -> StepOptimizer | None:
-        """Returns the optimizer, with its state."""
         update = self._optimizer(partial(tensor_of, model))
         if update is None:
             return None

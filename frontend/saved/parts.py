@@ -382,7 +382,6 @@ def _check_types(what: str, found: Any, expected: Any) -> None:
 
 
 def _positions(row: Any) -> tuple[int, ...]:
-    """Reads a list of positions."""
     return tuple(map(_index, row))
 
 

@@ -115,7 +115,6 @@ def _name(frame: FrameType) -> tuple[Any, str]:
 
 
 def _class_in_eager(value: Any, known: Mapping[int, type]) -> Any:
-    """Returns the class that a value has in eager."""
     kind = type(value)
     if kind is not FakeTensor or not is_traced(value):
         return kind
@@ -239,7 +238,6 @@ class AskedClasses:
             self._asking.append((frame, questions, given))
 
     def _asked_by(self, frame: FrameType) -> Sequence[_Question]:
-        """Returns the checks in a function."""
         code = frame.f_code
         if _name(frame) in _ALIKE:
             return ()

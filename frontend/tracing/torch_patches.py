@@ -240,7 +240,6 @@ def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _asking_frame() -> types.FrameType:
-    """Returns the frame that uses the tensor's attribute."""
     frame: Any = sys._getframe(2)
     # A method that was kept from before the patch (``f = Tensor.name``) comes through the tracer.
     while frame.f_code.co_filename == _TRACER_FILE:
@@ -397,7 +396,6 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches saved-tensor hooks."""
     saving = torch.autograd.graph.saved_tensors_hooks
     enter = saving.__enter__
 
