@@ -230,7 +230,8 @@ def _look(event: str, args: tuple[Any, ...]) -> None:
     if event in ("subprocess.Popen", "os.system", "pickle.find_class", "socket.connect", "os.exec"):
         _SEEN.append(f"{event} {args}")
     is_write = event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR)
-    if is_write and not args[0].startswith(os.environ["LAZYINLINE_CACHE_DIR"]):
+    own = (os.environ["LAZYINLINE_CACHE_DIR"], "__pycache__")  # an import keeps its bytecode
+    if is_write and not any(one in args[0] for one in own):
         _SEEN.append(f"open {args}")
 
 
