@@ -118,14 +118,9 @@ def make_pair(
     order = [*saved, *(primals[i] for i in kept_inputs), *(primal_results[i] for i in kept_outputs)]
     _reorder_inputs(backward, [*order, *tangents])
     cotangents = tuple(joint.tangent_outputs[int(n.split("_")[1]) - 1] for n in tangents)
-    forward_leaf = Leaf(
-        f"{leaf.name}.forward",
-        forward,
-        leaf.input_types,
-        (*leaf.output_types, saved_type),
-        leaf.input_names,
-        level,
-        kernels,
+    name, types = f"{leaf.name}.forward", (*leaf.output_types, saved_type)
+    forward_leaf = replace(
+        leaf, name=name, module=forward, output_types=types, level=level, kernels=kernels
     )
     kept = [leaf.input_types[i] for i in kept_inputs] + [leaf.output_types[i] for i in kept_outputs]
     backward_leaf = Leaf(

@@ -5,6 +5,7 @@ Rules are PyTorch's decompositions to core ATen (``default_decompositions``), an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +39,6 @@ class Reducer:
     """
 
     def __init__(self) -> None:
-        self._table: Decompositions | None = None
         self._differentiator = Differentiator(lambda leaf: Recipe())
         self._reduced: dict[Leaf, Leaf] = {}
 
@@ -53,9 +53,7 @@ class Reducer:
 
     def _of_leaf(self, leaf: Leaf) -> Leaf:
         if leaf not in self._reduced:
-            if self._table is None:
-                self._table = _rules()
-            self._reduced[leaf] = _as_primitives(leaf, self._table)
+            self._reduced[leaf] = _as_primitives(leaf, _rules())
         return self._reduced[leaf]
 
 
@@ -64,6 +62,7 @@ def _attention_as_products() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+@functools.cache
 def _rules() -> Decompositions:
     """Returns the known decompositions of operators that are not primitives.
 

@@ -44,14 +44,8 @@ class Series:
 
     order: int  # of the highest derivative; 1 is a tangent, as of ``jvp``
     directions: int  # how many directions there are at once
-    # Whether the top coefficient is kept only as its sum over the directions.
+    # Whether the top coefficient (of an order above 1) is kept only as its sum over the directions.
     collapsed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.order < 1 or self.directions < 1:
-            raise ValueError(f"{self}: order and directions are at least 1")
-        if self.collapsed and self.order == 1:
-            raise ValueError(f"{self}: tangents are not collapsed; their sum is one tangent")
 
     @property
     def orders(self) -> Orders:

@@ -47,27 +47,13 @@ _AVERAGE_BACKWARDS = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_ba
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with twelve corrections.
-
-    * Operators that refuse negative indices refuse them here, too.
-    * ``cat`` of one tensor and empty ones has PyTorch's layout.
-    * ``bernoulli.p`` becomes ``native_dropout``, which draws the same mask out of place. Inductor
-      makes it an in-place draw, and may fuse a reader of the mask into a kernel that runs before.
-    * ``bernoulli`` of float64 probabilities draws float64 numbers, as in eager.
-    * Pooling imports the module that its decompositions use, and that Inductor imports later.
-    * ``index_put`` into a tensor with overlapping elements works on a copy.
-    * Scatters stay whole, so that :func:`scatters_into_complex` finds them.
-    * ``all`` and ``any`` of bytes are bytes, as in eager.
-    * The least and greatest of 8-bit integers are found among 32-bit ones: Inductor fills vectors
-      of bytes in part, and the zeros of the rest count (pytorch/pytorch#191499).
-    * Nearest upsampling and its gradient take eager's elements.
-    * Before torch 2.13, what is cast to fewer bits is written to memory.
-    * The gradient of average pooling with ``ceil_mode`` divides by what a window at the border has.
-    """
+    """Returns Inductor's decomposition table, with the corrections of this file."""
     from torch._inductor.decomposition import select_decomp_table
 
     with settings():
         table = dict(select_decomp_table())
+    # Draws the same mask out of place. Inductor makes it an in-place draw, and may fuse a reader of
+    # the mask into a kernel that runs before.
     table[torch.ops.aten.bernoulli.p] = draw_mask
     table[torch.ops.aten.bernoulli.default] = _below_probabilities
     for operator in NOT_FROM_THE_END:
@@ -86,13 +72,14 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table[nearest] = _doubled(table[nearest])
     table[aten.upsample_nearest2d_backward.default] = _by_scales
     table |= {operator: _by_window(operator, n) for n, operator in _AVERAGE_BACKWARDS.items()}
-    # A rule of an operator is one of its ``out`` overload, too, but takes no ``out``.
+    # Scatters stay whole, so that :func:`scatters_into_complex` finds them. A rule of an operator
+    # is one of its ``out`` overload, too, but takes no ``out``.
     left_out = {o for o in table if o in SCATTERS or str(o).endswith(".out")}
     return {operator: rule for operator, rule in table.items() if operator not in left_out}
 
 
 def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
-    """Decomposes ``bernoulli`` into the comparison that PyTorch's CPU kernel makes."""
+    """Decomposes ``bernoulli`` into the comparison of PyTorch's CPU kernel: in float64 if given."""
     if generator is not None or not probabilities.is_floating_point():
         return NotImplemented
     is_double = probabilities.dtype is torch.float64
@@ -125,7 +112,10 @@ def _of_bytes(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., A
 
 
 def _among_wider(operator: Any, rule: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Finds the least or greatest of 8-bit integers among 32-bit ones."""
+    """Finds the least or greatest of 8-bit integers among 32-bit ones.
+
+    Inductor fills vectors of bytes in part, and zeros of the rest count (pytorch/pytorch#191499).
+    """
 
     def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dtype not in (torch.int8, torch.uint8):
@@ -231,7 +221,7 @@ def _by_window(backward: Any, num_dims: int) -> Callable[..., Any]:
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Imports the module that a decomposition of PyTorch needs to be imported."""
+    """Imports the module that a decomposition of pooling needs; Inductor imports it later."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("torch._inductor.lowering")

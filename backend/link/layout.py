@@ -142,7 +142,7 @@ class Layout:
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
-        now, device = self.time, self._elsewhere(type_.device)
+        now, device = self.time, type_.device if type_.device in self.others else None
         index = self._add(Instance("given", type_.num_bytes, now, now, len(self.parts), device))
         self.givens[index] = Placed(index, type_.dtype, type_.shape, type_.stride, 0)
         return self.givens[index]
@@ -233,10 +233,6 @@ class Layout:
         launch = Launch(name, getattr(torch.Tensor, name), views, ())
         return with_native(launch) if self.runs == "native" else launch
 
-    def _elsewhere(self, device: torch.device | None) -> torch.device | None:
-        """Returns a device, or None if it is the one that the program is planned for."""
-        return device if device in self.others else None
-
     def _taken_over(
         self,
         kernels: KernelList,
@@ -277,7 +273,8 @@ class Layout:
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
             kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
             lives = (birth, max(death, birth + 1), len(self.parts))
-            new = Instance(kind, info.num_bytes, *lives, self._elsewhere(info.device))
+            device = info.device if info.device in self.others else None
+            new = Instance(kind, info.num_bytes, *lives, device)
             bases.append((self._add(new), 0))
         return tuple(bases)
 
