@@ -47,10 +47,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (28_406, 89),
     "reuse": (9_626, 32),
-    "autodiff": (6_039, 19),
+    "autodiff": (6_027, 19),
     "recompute": (1_081, 4),
     "pipeline_parallel": (7_172, 25),
-    "backend": (12_118, 37),
+    "backend": (12_105, 37),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
