@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from models import Around
 from torch import Tensor, nn
 
 import lazyinline
@@ -24,15 +25,6 @@ Function = Callable[..., Any]
 Entry = Literal["curves", "lines"]
 Curves = list[list[Tensor]]
 """For each active input its coefficients, one tensor of all directions for each order."""
-
-
-class Wrapped(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(*args)
 
 
 def captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[Program, list[Tensor]]:
@@ -165,7 +157,9 @@ def assert_series(
         reference: what PyTorch differentiates, where it gets the function itself wrong.
     """
     flags = [True] * len(tensors) if active is None else list(active)
-    program, values = captured(model or Wrapped(function or (lambda *args: None)), tensors)
+    program, values = captured(
+        model or Around(lambda _, *args: function and function(*args)), tensors
+    )
     closure = closure_of(program)
     moving = []
     for source in program.sources:
@@ -210,10 +204,5 @@ def compare(
                 wanted = torch.stack(rows).sum(0) if series.is_sum(order) else torch.stack(rows)
             if actual is None:
                 actual = torch.zeros_like(wanted)
-            torch.testing.assert_close(
-                actual,
-                wanted.detach(),
-                rtol=1e-9,
-                atol=1e-10,
-                msg=lambda m, p=place, o=order: f"result {p}, order {o}: {m}",
-            )
+            say = lambda m, p=place, o=order: f"result {p}, order {o}: {m}"  # noqa: E731
+            torch.testing.assert_close(actual, wanted.detach(), rtol=1e-9, atol=1e-10, msg=say)

@@ -32,6 +32,10 @@ MATRIX, VECTOR, SCALAR = tensor_type(3, 4), tensor_type(4), tensor_type()
 BASE_TYPES = (MATRIX, MATRIX, VECTOR, SCALAR)
 
 
+def without_numbers(type_: TensorType) -> torch.Tensor:
+    return torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
+
+
 class LeafBuilder:
     """Builds a leaf operator by operator; types follow from running them on the meta device."""
 
@@ -42,9 +46,7 @@ class LeafBuilder:
 
     def _placeholder(self, index: int, type_: TensorType) -> torch.fx.Node:
         node = self.graph.placeholder(f"a{index}")
-        node.meta["val"] = torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-        )
+        node.meta["val"] = without_numbers(type_)
         return node
 
     def add(self, target: Any, *args: Any, **options: Any) -> torch.fx.Node:
@@ -268,16 +270,12 @@ def merge_leaves(program: Program, name: str = "whole") -> Leaf:
     for index, value in enumerate(program.inputs):
         node = graph.placeholder(f"a{index}")
         assert isinstance(value.type, TensorType)
-        with_val = torch.empty_strided(
-            value.type.shape, value.type.stride, dtype=value.type.dtype, device="meta"
-        )
-        node.meta["val"] = with_val
+        node.meta["val"] = without_numbers(value.type)
         env[value] = node
     for call in program.calls:
         assert isinstance(call.closure, Leaf)
-        results = graph.graph_copy(
-            call.closure.module.graph, _placeholder_map(call.closure, [env[v] for v in call.args])
-        )
+        given = dict(zip(call.closure.entries, (env[v] for v in call.args), strict=True))
+        results = graph.graph_copy(call.closure.module.graph, given)
         assert isinstance(results, (tuple, list))
         env.update(zip(call.results, results, strict=True))
     graph.output(tuple(env[v] for v in program.outputs))
@@ -288,13 +286,6 @@ def merge_leaves(program: Program, name: str = "whole") -> Leaf:
         tuple(flat_types(v.type for v in program.outputs)),
         tuple(v.hint for v in program.inputs),
     )
-
-
-def _placeholder_map(
-    leaf: Leaf, args: Sequence[torch.fx.Node]
-) -> dict[torch.fx.Node, torch.fx.Node]:
-    placeholders = leaf.entries
-    return dict(zip(placeholders, args, strict=True))
 
 
 # ---- the early inliner: linking late must give exactly what linking its result gives -------------

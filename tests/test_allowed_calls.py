@@ -100,9 +100,7 @@ SETTINGS = [
         *("__future__", "mkldnn_enabled", "warnAlways", "matmul_precision", "multithreading"),
     ]
 )
-def test_a_setting_is_asked_for_and_left_changed_at_each_call(
-    getter: Callable[[], Any], setter: Callable[[Any], Any]
-) -> None:
+def test_a_setting_is_asked_for_and_left_changed_at_each_call(getter: Any, setter: Any) -> None:
     before, x = getter(), torch.ones(2, 2)
     asking = Asks(lambda: getter())
     asks = lazyinline.compile(asking, backend="eager")

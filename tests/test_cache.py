@@ -154,14 +154,6 @@ def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("directory")
-def test_a_deeper_model_finds_the_blocks_of_a_shallower_one() -> None:
-    model = stack(5)
-    numbers, report = compiled_anew(model)
-    assert report.cache.num_made <= 2  # the memory plan, and the program's own ends
-    assert_right(numbers, model)
-
-
-@pytest.mark.usefixtures("directory")
 def test_a_rebuilt_derivative_can_be_lowered_again(directory: pathlib.Path) -> None:
     for path in entries(directory):
         if b'"KernelList"' in path.read_bytes():
@@ -231,6 +223,10 @@ def test_names_and_source_lines_are_not_in_the_key() -> None:
 
     _, report = compiled_anew(models.Around(whole, Renamed(), Renamed()))
     assert report.cache.num_made == 0
+    model = stack(5)  # nor is the depth
+    numbers, report = compiled_anew(model)
+    assert report.cache.num_made <= 2  # the memory plan, and the program's own ends
+    assert_right(numbers, model)
 
 
 FACTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {

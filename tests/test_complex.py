@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import Door, assert_equals_eager, assert_same_gradients, relative_error, twin
-from models import Made
+from models import Made, block
 from torch import Tensor, nn
 
 import lazyinline
@@ -68,30 +68,21 @@ def scaled(w: Tensor, x: Tensor) -> Tensor:
     return (z**2).imag.square().sum() + (2j * z).abs().sum()
 
 
-class Weighted(nn.Module):
-    def __init__(self, forward: Forward, *shape: int) -> None:
-        super().__init__()
-        self.w, self.body = weight(*shape), forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.w, x)
+def weighted(forward: Forward, *shape: int) -> nn.Module:
+    return Made(lambda self, x: forward(self.w, x), w=weight(*shape))
 
 
-class Rotated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Rotary(), Rotary())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+def rotated() -> nn.Module:
+    layers = nn.Sequential(Rotary(), Rotary())
+    return Made(lambda self, x: self.layers(x).square().mean(), layers=layers)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "rotary": (Rotated, (3, 8)),
-    "conjugated": (lambda: Weighted(conjugated, 4, 4), (3, 4)),
-    "written through a conjugate": (lambda: Weighted(written_through_a_conjugate, 3, 4), (3, 4)),
-    "spectrum": (lambda: Weighted(spectrum, 4), (3, 4)),
-    "scaled": (lambda: Weighted(scaled, 3, 4), (3, 4)),
+    "rotary": (rotated, (3, 8)),
+    "conjugated": (lambda: weighted(conjugated, 4, 4), (3, 4)),
+    "written through a conjugate": (lambda: weighted(written_through_a_conjugate, 3, 4), (3, 4)),
+    "spectrum": (lambda: weighted(spectrum, 4), (3, 4)),
+    "scaled": (lambda: weighted(scaled, 3, 4), (3, 4)),
 }
 
 
@@ -108,7 +99,7 @@ def test_complex_models_train_as_in_eager(name: str, backend: str, door: Door) -
 
 @pytest.mark.parametrize("train", [True, False])
 def test_strides_of_a_conjugate_run_eagerly(train: bool) -> None:
-    model = Weighted(lambda w, x: (w * x).conj().as_strided((3, 2), (4, 2), 1).abs().sum(), 4)
+    model = weighted(lambda w, x: (w * x).conj().as_strided((3, 2), (4, 2), 1).abs().sum(), 4)
     x = torch.randn(3, 4, dtype=torch.complex64)
     compiled = lazyinline.compile(model, backend="eager")
     with torch.set_grad_enabled(train):
@@ -131,21 +122,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.sweep(keep=["one column", "adjoint"])
 def test_conjugates_of_any_layout_leave_a_block(name: str) -> None:
-    @lazy_inline
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = weight(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return LAYOUTS[name](x * self.w)
-
     def between(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.first(x)
         return (y * self.second(x * 2).conj()).abs().sum() + (y * 2j).imag.sum(), y
 
     torch.manual_seed(0)
-    model = Made(between, first=Block(), second=Block())
+    kind = block(lambda self, x: LAYOUTS[name](x * self.w))
+    first, second = (kind(w=weight(4), linear=None) for _ in range(2))
+    model = Made(between, first=first, second=second)
     x = torch.randn(3, 4, dtype=torch.complex64)
     expected, stepped = twin(model), twin(model)
     loss, out = lazyinline.compile(model, backend="eager")(x)

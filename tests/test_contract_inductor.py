@@ -376,9 +376,7 @@ def loops(x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("shape", [(64, 32), (64, 7), (5, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.sweep(keep=["float32-(64, 7)", "bfloat16-(5, 64)"])
-def test_kernels_are_written_as_they_are_without_what_is_quicker(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_kernels_are_written_as_they_are_without_what_is_quicker(shape: Any, dtype: Any) -> None:
     x, index = torch.ones(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.int64)
     module = traced_on_fakes(loops, x, x, index, table=decompositions())
 

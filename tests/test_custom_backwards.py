@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -160,15 +161,10 @@ def scripted_source(x: Tensor, w: Tensor) -> Tensor:
 def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
     scripted = torch.jit.script(scripted_source)
 
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+    def calls(self: Any, x: Tensor) -> Tensor:
+        return scripted(x, self.weight).mul_(3).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return scripted(x, self.weight).mul_(3).sum()
-
-    model, expected = Calls(), Calls()
+    model, expected = (Made(calls, weight=nn.Parameter(torch.ones(4))) for _ in range(2))
     for _ in range(3):  # from the second call on it is another graph
         wanted = gradients(expected, expected, torch.arange(4.0))
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
@@ -177,12 +173,7 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
 
 def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
     traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
-
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return traced(x) * 2
-
-    compiled = lazyinline.compile(Calls(), backend="eager")
+    compiled = lazyinline.compile(Made(lambda self, x: traced(x) * 2), backend="eager")
     torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2).sin() * 2)
     report = lazyinline.last_report(compiled)
     assert report is not None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
-from models import block
+from models import Made, block
 from torch import Tensor, nn
 
 import lazyinline
@@ -122,20 +122,13 @@ class Parametrized(nn.Module):
         return (self.linear(x) @ self.hyper(self.code).view(4, 4)).square().mean()
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).sum()
-
-
 def test_a_step_refuses_a_complex_loss_and_micro_batches_without_rows() -> None:
+    weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    model = Made(lambda self, x: (x * self.weight).sum(), weight=weight)
     with pytest.raises(RuntimeError, match="complex64"):
-        Complex()(torch.randn(4)).backward()
+        model(torch.randn(4)).backward()
     with pytest.raises(CaptureError, match=r"real, not torch\.complex64"):
-        lazyinline.compile_step(Complex(), backend="eager")(torch.randn(4))
+        lazyinline.compile_step(model, backend="eager")(torch.randn(4))
     step = lazyinline.compile_step(Parametrized(), micro_batches=2, backend="eager")
     with pytest.raises(PlanError, match="cannot be split"):
         step(torch.randn(0, 4))
@@ -405,15 +398,8 @@ def retained_with_a_graph(model: nn.Module, out: Any, x: Tensor) -> list[Any]:
 
 
 USES = [
-    retained_with_a_graph,
-    alone,
-    one_of_last,
-    for_an_input,
-    differentiated,
-    hooked,
-    in_a_batch,
-    changed,
-    retained,
+    *(retained_with_a_graph, alone, one_of_last, for_an_input, differentiated, hooked),
+    *(in_a_batch, changed, retained),
 ]
 
 

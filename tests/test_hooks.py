@@ -103,15 +103,8 @@ def over_several(net: Net, log: Log) -> list[Any]:
     return [kind(given, lambda gs: log.append([float(g.sum()) for g in gs])), first]  # type: ignore[union-attr]
 
 
-HOOKS = [
-    masked,
-    scaled_twice,
-    changed_in_place,
-    replaced,
-    stepped_in_backward,
-    on_the_node,
-    over_several,
-]
+HOOKS = [masked, scaled_twice, changed_in_place, replaced, stepped_in_backward, on_the_node]
+HOOKS += [over_several]
 
 
 class Pair:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import pathlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import hugging_face
@@ -114,9 +113,7 @@ def through_a_file(model: nn.Module, folder: pathlib.Path) -> nn.Module:
     ],
 )
 @pytest.mark.sweep(keep=["<lambda>0-Small", "through_a_file-OwnState"])
-def test_copies_of_it_are_plain_models(
-    kind: type[nn.Module], copied: Callable[..., Any], tmp_path: pathlib.Path
-) -> None:
+def test_copies_of_it_are_plain_models(kind: Any, copied: Any, tmp_path: pathlib.Path) -> None:
     model, expected = pair(kind)
     model(batch())
     other = copied(model, tmp_path)

@@ -85,17 +85,7 @@ def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
         assert not layouts.same(tensors)
 
 
-Residual = block(lambda self, x: x + torch.tanh(self.linear(x)))
-
-
-def net() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(Residual(), Residual()).float()
-
-
 VALUES = (0.5, 0.0, -0.0, math.nan)
-
-
 Scaled = block(lambda self, x, scale: self.linear(x) * scale + (1.0 - scale) * x)
 
 

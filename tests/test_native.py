@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager, assert_same_gradients, product_tolerance
-from models import Attention
+from models import Attention, Made
 from torch import Tensor, nn
 
 import lazyinline
@@ -250,23 +250,19 @@ def test_index_out_of_range_is_an_error(index: int) -> None:
 KERNEL_PREFIX = Path(torch.__file__).parent / "include/torch/csrc/inductor/cpp_prefix.h"
 
 
-class Quotient(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x // y) * 2 + x - y
-
-
 @pytest.mark.skipif(
     "ZeroDivisionError" not in KERNEL_PREFIX.read_text(),
     reason="kernels of this PyTorch divide integers unchecked, and end torch.compile's process too",
 )
 def test_what_a_kernel_throws_is_an_error_and_not_the_end() -> None:
-    compiled = lazyinline.compile(Quotient())
+    model = Made(lambda self, x, y: (x // y) * 2 + x - y)
+    compiled = lazyinline.compile(model)
     x, y = torch.arange(8), torch.arange(1, 9)
     with torch.no_grad():
-        assert torch.equal(compiled(x, y), Quotient()(x, y))
+        assert torch.equal(compiled(x, y), model(x, y))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             compiled(x, x)
-        assert torch.equal(compiled(x, y), Quotient()(x, y))
+        assert torch.equal(compiled(x, y), model(x, y))
 
 
 def strided(*shape: int) -> Tensor:
@@ -302,9 +298,7 @@ def test_what_has_no_native_form(case: str) -> None:
 def test_lower_precision_of_products_is_left_to_pytorch(owner: Any) -> None:
     """Set in the old way (None) or the new one, after which asking in the old way raises."""
     x, products = torch.ones(4, 4), torch.backends.mkldnn.matmul
-    products.fp32_precision = (
-        "none"  # an exact one, that a test before has set, wins over a general
-    )
+    products.fp32_precision = "none"  # an exact one, of a test before, wins over a general
     before = None if owner is None else owner.fp32_precision
     try:
         if owner is None:

@@ -238,12 +238,8 @@ def test_a_new_size_of_a_step_looks_at_its_batch_alone() -> None:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(planned, "check_memory", counted))
         for owner, name in (
-            (nn.Module, "named_parameters"),
-            (compiler, "run"),
-            (StepOptimizer, "bound"),
-            (StepOptimizer, "hindrance"),
-            (planned.Memory, "runner"),
-            (torch_symbols, "_computed"),
+            *((nn.Module, "named_parameters"), (compiler, "run"), (planned.Memory, "runner")),
+            *((StepOptimizer, "bound"), (StepOptimizer, "hindrance"), (torch_symbols, "_computed")),
         ):
             refused = AssertionError(f"{name} of a new size")
             stack.enter_context(mock.patch.object(owner, name, side_effect=refused))

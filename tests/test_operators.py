@@ -149,11 +149,7 @@ def assert_as_eager(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.sweep(
     keep=[
-        "conv2d-channels last",
-        "3-contig",
-        "buffer-contig",
-        "copy-contig",
-        "off-contig",
+        *("conv2d-channels last", "3-contig", "buffer-contig", "copy-contig", "off-contig"),
         "bytes-contig",
     ]
 )
@@ -400,9 +396,7 @@ def test_random_operators_in_a_row_draw_as_eager_from_one_seed(layout: str, plac
 @pytest.mark.parametrize("draw", [*INTO, *NEW])
 @pytest.mark.sweep(
     keep=[
-        "[t.normal_()-plain",
-        "[t.normal_()-with gaps",
-        "[t.normal_()-few-i",
+        *("[t.normal_()-plain", "[t.normal_()-with gaps", "[t.normal_()-few-i"),
         "d(t.shape)-plain-i",
     ]
 )

@@ -108,9 +108,7 @@ def cost_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Cost:
         (torch.add, [(3, 4), (3, 4)]),
     ],
 )
-def test_flops_are_those_that_pytorch_counts(
-    function: Callable[..., Tensor], shapes: list[tuple[int, ...]]
-) -> None:
+def test_flops_are_those_that_pytorch_counts(function: Any, shapes: Any) -> None:
     counter = FlopCounterMode(display=False)
     with counter:
         function(*(torch.randn(shape) for shape in shapes))

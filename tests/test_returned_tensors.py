@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_equals_eager
+from contracts import passing
 from models import Made
 from torch import Tensor, nn
 from worlds import assert_as_eager
@@ -24,18 +25,8 @@ class Returning(nn.Module):
         self.count.add_(1)
         hidden = self.linear(x)
         bias = self.linear.bias
-        return (
-            hidden,
-            hidden,
-            hidden.detach(),
-            torch.zeros_like(hidden),
-            hidden[0],
-            self.count,
-            x,
-            x[0],
-            bias,
-            bias.detach(),
-        )
+        own = hidden, hidden, hidden.detach(), torch.zeros_like(hidden), hidden[0]
+        return *own, self.count, x, x[0], bias, bias.detach()
 
 
 def _relations(model: Returning, x: Tensor, results: tuple[Tensor, ...]) -> list[object]:
@@ -65,18 +56,6 @@ def test_results_are_the_tensors_that_eager_returns(backend: str, train: bool) -
             assert any(result is model.count for result in found)
 
 
-class Reversed(torch.autograd.Function):
-    """Passes numbers through, and gradients with another sign."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
 # Two results that share memory, made of one tensor of shape (3, 4).
 SHARING: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "itself and flat": lambda h: (h, h.view(-1)),
@@ -95,16 +74,9 @@ SHARING: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 ROWS = {"rows": lambda h: (h[1], h[1:, 2:])}
 
 
-class Sharing(nn.Module):
-    """Returns what shares memory."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.name = name
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return (SHARING | ROWS)[self.name](self.linear(x))
+def sharing(name: str) -> nn.Module:
+    """Returns a model whose results share memory."""
+    return Made(lambda self, x: (SHARING | ROWS)[name](self.linear(x)), linear=nn.Linear(4, 4))
 
 
 def played(
@@ -144,7 +116,7 @@ def test_results_that_share_memory_may_be_changed_in_place(
     backend: str, name: str, changed: int, used: Sequence[int]
 ) -> None:
     torch.manual_seed(0)
-    model = Sharing(name)
+    model = sharing(name)
     other = copy.deepcopy(model)
     expected = played(model, model, changed, used)
     found = played(other, lazyinline.compile(other, backend=backend), changed, used)
@@ -157,7 +129,7 @@ def test_results_that_share_memory_may_be_changed_in_place(
 
 @pytest.mark.sweep(keep="eager")
 def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backend: str) -> None:
-    run = lazyinline.compile(Sharing("rows"), backend=backend)
+    run = lazyinline.compile(sharing("rows"), backend=backend)
     for _ in range(2):
         results = run(torch.ones(3, 4))
         with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
@@ -167,7 +139,7 @@ def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backe
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.sweep(keep=["eager", "inductor-columns"])
 def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: str) -> None:
-    model = Sharing(name)
+    model = sharing(name)
     compiled, x = lazyinline.compile(model, backend=backend), torch.randn(3, 4)
     left: list[int] = []
     with torch.no_grad():
@@ -179,11 +151,9 @@ def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: 
 
 
 def test_a_function_of_the_users_that_returns_a_view_has_its_own_gradient() -> None:
-    def run_model(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.linear(x)
-        return h, Reversed.apply(h)
-
-    assert_equals_eager(Made(run_model, linear=nn.Linear(4, 4)), (torch.ones(3, 4),))
+    turned = passing(lambda gradient: -gradient)
+    model = Made(lambda self, x: (h := self.linear(x), turned.apply(h)), linear=nn.Linear(4, 4))
+    assert_equals_eager(model, (torch.ones(3, 4),))
 
 
 MODEL = """

@@ -185,22 +185,11 @@ def test_a_backward_that_does_not_go_with_the_whole_one_is_refused(
     told = json.loads(parts["model.json"])
     rows = told["programs"][0]["backwards"]
     whole = told["programs"][0]["boundary"][2:]
-    for wrong in (
-        [],
-        [[]],
-        [rows[0]],
-        [rows[1], rows[0]],
-        [whole, rows[1]],
-        [[[], rows[0][1]], rows[1]],
-        [[rows[0][0], rows[0][1][:-1]], rows[1]],
-        [[rows[0][0], [*rows[0][1], 99]], rows[1]],
-        [[rows[0][0], rows[0][1][::-1]], rows[1]],
-        [[[-1], rows[0][1]], rows[1]],
-        [[[True], rows[0][1]], rows[1]],
-        [*rows, rows[0]],
-        7,
-        "ab",
-    ):
+    results, takes = rows[0]
+    of_takes = [[results, one] for one in (takes[:-1], [*takes, 99], takes[::-1])]
+    firsts = [whole, *([one, takes] for one in ([], [-1], [True])), *of_takes]
+    others = [[], [[]], [rows[0]], [rows[1], rows[0]], [*rows, rows[0]], 7, "ab"]
+    for wrong in (*others, *([first, rows[1]] for first in firsts)):
         told["programs"][0]["backwards"] = wrong
         said = opened(written(parts | {"model.json": json.dumps(told).encode()}), path)
         assert said or wrong in ([], [rows[0]]), wrong  # which is a file without those

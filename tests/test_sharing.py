@@ -408,19 +408,6 @@ def test_blocks_of_several_precisions(name: str) -> None:
     assert outcome.shared == shared
 
 
-def tanh(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(self.linear(x))
-
-
-def test_each_instance_uses_its_own_parameters() -> None:
-    kind = block(tanh)
-    program = lazyinline.capture(Stack(*(kind() for _ in range(4))), (example(),), train=True)
-    used = [source.name for source in program.sources]
-    assert used == ["x"] + [f"layers.{i}.linear.{n}" for i in range(4) for n in ("weight", "bias")]
-    assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(4)]
-    assert len(program.closures) == 1
-
-
 def test_blocks_traced_apart_still_share_an_equal_graph() -> None:
     """The evidence says no (an attribute differs), the graphs turn out equal: one closure."""
     kind = block(lambda self, x: self.linear(x) * (2 if self.scale > 0 else 3))

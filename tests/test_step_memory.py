@@ -35,17 +35,8 @@ def decoder_step(
 
 
 SAVING = (
-    "log_softmax",
-    "softmax",
-    "cross_entropy",
-    "layer_norm",
-    "batch_norm",
-    "rms_norm",
-    "gelu",
-    "silu gate",
-    "gate operator",
-    "ResNet-50",
-    "Llama block",
+    *("log_softmax", "softmax", "cross_entropy", "layer_norm", "batch_norm", "rms_norm", "gelu"),
+    *("silu gate", "gate operator", "ResNet-50", "Llama block"),
 )
 
 

@@ -55,20 +55,6 @@ class Net(nn.Module):
         }
 
 
-USES = [
-    ["loss"],
-    ["loss"],
-    ["logits", "half"],
-    ["half"],
-    ["own"],
-    ["loss", "own"],
-    ["loss"],
-    ["loss", "logits", "metric", "half", "own"],
-    ["metric"],
-    ["loss"],
-]
-
-
 def made(model: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
     """Returns a model, its twin for eager, and the model as it is compiled."""
     return model, twin(model), lazyinline.compile(model, **{"backend": "eager", **options})
@@ -80,6 +66,8 @@ def use(outputs: dict[str, Tensor], names: Sequence[str]) -> Tensor:
 
 # Gradients of the larger are memory for activations; what can be used is the same on both.
 ALL = ["loss", "logits", "metric", "half", "own"]
+USES = [["loss"], ["loss"], ["logits", "half"], ["half"], ["own"], ["loss", "own"], ["loss"]]
+USES += [ALL, ["metric"], ["loss"]]
 FEW_USES = [["loss"], ["loss"], ["logits", "half"], ["own"], ["loss"], ALL, ["loss"]]
 AT_LENGTHS = [["loss"], ["loss"], ["logits", "half"], ["loss", "own"], ["loss"], ["loss"]]
 LENGTHS = (4, 6, 4, 6, 9, 11)

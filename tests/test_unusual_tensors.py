@@ -54,23 +54,18 @@ WATCHING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * x
-
-
 def of(run: Callable[..., Any], **held: Any) -> nn.Module:
     """A function as a model, with what a test lets it hold."""
     return block(run, mark=False)(**held).float()
 
 
+def net() -> nn.Module:
+    return of(lambda self, x: torch.tanh(self.linear(x)) * x)
+
+
 def make(backend: str) -> tuple[CompiledModule, nn.Module]:
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     return lazyinline.compile(model, backend=backend), twin(model)
 
 
@@ -199,7 +194,7 @@ def test_what_an_attribute_or_a_global_holds_is_refused_if_its_memory_holds_othe
 def test_batches_of_steps_lie_in_memory_and_those_of_pipelines_in_any(kind: str) -> None:
     plain = torch.randn(4, 4)
     lazy = LAZY[kind](plain)
-    step = lazyinline.compile_step(Net(), backend="eager", loss_fn=torch.sum)
+    step = lazyinline.compile_step(net(), backend="eager", loss_fn=torch.sum)
     step(plain)
     with pytest.raises(PlanError, match=r"lazily .*: hand in what (resolve_neg|clone)\(\) returns"):
         step(lazy)
@@ -210,7 +205,7 @@ def test_batches_of_steps_lie_in_memory_and_those_of_pipelines_in_any(kind: str)
 @pytest.mark.parametrize("kind", WATCHING)
 def test_batches_whose_class_sees_operators_are_refused_by_steps_and_pipelines(kind: str) -> None:
     plain = torch.randn(4, 4)
-    step = lazyinline.compile_step(Net(), backend="eager", loss_fn=torch.sum)
+    step = lazyinline.compile_step(net(), backend="eager", loss_fn=torch.sum)
     step(plain)
     with pytest.raises(PlanError, match="class intercepts operators"):
         step(WATCHING[kind](plain))
@@ -218,16 +213,11 @@ def test_batches_whose_class_sees_operators_are_refused_by_steps_and_pipelines(k
         Batch(((plain,), {}), 2).split((WATCHING[kind](plain),), {})
 
 
-def run_imaginary(self: Any, x: Tensor) -> Tensor:
-    return (self.weight * x).square().sum().conj().imag
-
-
 @pytest.mark.sweep(keep="eager")
 def test_a_loss_that_is_negated_only_in_name(backend: str) -> None:
-    model, x = (
-        Made(run_imaginary, weight=nn.Parameter(torch.randn(4, dtype=torch.complex64))),
-        torch.randn(4),
-    )
+    imaginary = lambda self, x: (self.weight * x).square().sum().conj().imag  # noqa: E731
+    weight, x = nn.Parameter(torch.randn(4, dtype=torch.complex64)), torch.randn(4)
+    model = Made(imaginary, weight=weight)
     want = model(x)
     assert want.is_neg()
     loss = lazyinline.compile_step(twin(model), backend=backend)(x)
