@@ -63,18 +63,14 @@ def random_problem(seed: int, count: int) -> Buffers:
     return Buffers(birth, birth + life, 2 ** rng.integers(0, 14, count) * rng.integers(1, 4, count))
 
 
-def live_bytes(buffers: Buffers) -> dict[int, int]:
-    """Returns the live bytes at each birth, counted one by one."""
-    rows = list(zip(buffers.birth, buffers.death, buffers.size, strict=True))
-    return {t: sum(z for b, d, z in rows if b <= t < d) for t in buffers.birth.tolist()}
-
-
 def check(buffers: Buffers, found: ArenaPlan, alignment: int = 64) -> None:
     padded = buffers.aligned(alignment)
     check_no_overlap(buffers.birth, buffers.death, found.offsets, padded.size)
     assert not (found.offsets % alignment).any()
     assert found.peak_bytes == (found.offsets + padded.size)[padded.size > 0].max(initial=0)
-    assert found.lower_bound_bytes == max(live_bytes(padded).values(), default=0)
+    rows = list(zip(padded.birth, padded.death, padded.size, strict=True))
+    live = (sum(size for b, d, size in rows if b <= at < d) for at in padded.birth.tolist())
+    assert found.lower_bound_bytes == max(live, default=0)
     assert found.peak_bytes >= found.lower_bound_bytes and found.ratio >= 1.0
 
 

@@ -178,16 +178,6 @@ def test_an_operator_may_have_several_results(own: bool) -> None:
     torch.testing.assert_close(x.grad, y.grad)
 
 
-def straight_through(name: str) -> Operator:
-    def rounded(x: Tensor) -> Tensor:
-        return x.round()
-
-    operator = new_operator(name, rounded)
-    operator.register_autograd(lambda context, gradient: gradient)
-    lazyinline.decomposition(operator, check="values")(rounded)
-    return operator
-
-
 def rounding(operator: Operator) -> nn.Module:
     torch.manual_seed(0)
     return Around(
@@ -204,7 +194,12 @@ def penalty(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_derivative_of_its_own_is_kept(order: int) -> None:
-    operator = straight_through(f"straight_{order}")
+    def rounded(x: Tensor) -> Tensor:
+        return x.round()
+
+    operator = new_operator(f"straight_{order}", rounded)
+    operator.register_autograd(lambda context, gradient: gradient)
+    lazyinline.decomposition(operator, check="values")(rounded)
     model, other = rounding(operator), rounding(operator)
     compiled = lazyinline.compile(other, backend="eager")
     if order == 1:

@@ -396,10 +396,6 @@ def write_no_tanh(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_inductor, "guarded", wrong)
 
 
-def mixed_layers() -> nn.Module:
-    return nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
-
-
 @pytest.mark.sweep(keep=["SyntaxError", "no_such_thing"])
 @pytest.mark.parametrize("said", [*FAILURES, "no_such_thing"])
 def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
@@ -409,7 +405,8 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
         fail_at_tanh(monkeypatch, FAILURES[said])
     else:
         write_no_tanh(monkeypatch)
-    model, x = mixed_layers(), torch.randn(3, WIDTH)
+    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
+    x = torch.randn(3, WIDTH)
     expected = copy.deepcopy(model)
     with pytest.warns(UserWarning, match=f"(?s)PyTorch runs its operators.*{said}"):
         report = assert_equals_eager(model, (x,), calls=1, backend="inductor").told

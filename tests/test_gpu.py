@@ -17,7 +17,7 @@ import gpu_cases
 import pytest
 import torch
 from conftest import ROOT, selected
-from models import Around
+from models import Around, Made
 from programs import move_to
 from torch import nn
 
@@ -251,19 +251,13 @@ def test_attention_on_a_gpu_is_named_in_the_program_and_not_chosen_as_it_runs() 
 
 
 def test_a_kernel_that_is_handed_a_view_from_anywhere_is_compiled_for_that() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(x) * x.sigmoid()) + x.exp()
-
     def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
         return layers[1](layers[0](torch.tanh(x)[1:]))
 
+    body = lambda self, x: torch.tanh(self.linear(x) * x.sigmoid()) + x.exp()  # noqa: E731
     for is_warm in (False, True):
-        compiled = lazyinline.compile(Around(forward, Block(), Block()), target="cuda:sm_90")
+        parts = (Made(body, linear=nn.Linear(6, 6)) for _ in range(2))
+        compiled = lazyinline.compile(Around(forward, *parts), target="cuda:sm_90")
         report = compiled_for_nothing(compiled, torch.randn(3, 6))
         assert (report.cache.num_made == 0) == is_warm
         program = compiled.__dict__["_lazyinline_calls"].entries.first._compiled.runtime.program

@@ -13,7 +13,7 @@ import decoders as models
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Around
+from models import Around, Made
 from programs import move_to
 from torch import Tensor, nn
 from torch._inductor import config
@@ -202,18 +202,13 @@ def test_what_begins_anywhere_is_copied_in_its_layout() -> None:
 def test_kernels_are_handed_what_they_can_load_and_users_get_their_own_memory(train: bool) -> None:
     """The kernels of a GPU look at their operands, and compute nothing."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(x.tanh()) * x.sigmoid())
-
     def forward(layers: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return layers[0](x), x[1:]
 
-    compiled = lazyinline.compile(Around(forward, Block()), target=TARGET)
+    body = lambda self, x: torch.tanh(self.linear(x.tanh()) * x.sigmoid())  # noqa: E731
+    compiled = lazyinline.compile(
+        Around(forward, Made(body, linear=nn.Linear(8, 8))), target=TARGET
+    )
     x = torch.randn(33)[1:].view(4, 8).requires_grad_(train)
     assert x.data_ptr() % 16
     refused = pytest.raises(lazyinline.PlanError, match="which is not here")
