@@ -22,7 +22,7 @@ from lazyinline import lazy_inline
 from lazyinline.backend.gpu.targets import target_named
 from lazyinline.reuse import torch_pytree
 from lazyinline.reuse.ir.operators import CPU, Cost, OperatorCosts, ProgramCosts, Rates
-from lazyinline.reuse.ir.program import Composite, Program
+from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)
 
@@ -72,18 +72,6 @@ def test_a_forward_adds_few_calls_to_its_kernels_and_per_layer(train: bool, back
             added[layers] = num_calls(whole) - num_calls(kernels)
     assert 0 < added[LAYERS] <= BASE_CALLS + CALLS_PER_BLOCK * LAYERS, added
     assert added[LAYERS] - added[4] <= CALLS_PER_BLOCK * (LAYERS - 4), added
-
-
-def programs(layers: int) -> list[Any]:
-    """The captured program and its derivatives."""
-    model, args = llama(layers, **SIZES)
-    compiled = lazyinline.compile(model, backend="eager")
-    compiled(*args)
-    made = entry_of(compiled, args)._compiled
-    derivative = made.derivative
-    assert isinstance(derivative.forward, Composite)
-    assert isinstance(derivative.backward, Composite)
-    return [made.captured.program, derivative.forward.program, derivative.backward.program]
 
 
 def of(function: Callable[..., Tensor]) -> nn.Module:
