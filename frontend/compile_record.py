@@ -229,9 +229,12 @@ class PartRecord:
 def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
     """Yields a line for each group of parts of one class that run in the same way."""
     for group in alike(parts, lambda part: (part.class_name, part.how)):
-        paths = ", ".join(part.path for part in group[:_MAX_PATHS])
-        more = f" and {len(group) - _MAX_PATHS} more" if len(group) > _MAX_PATHS else ""
-        yield f"{paths}{more} ({group[0].class_name}): {group[0].how}"
+        yield f"{_few([part.path for part in group])} ({group[0].class_name}): {group[0].how}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_PATHS} more" if len(names) > _MAX_PATHS else ""
+    return f"{', '.join(names[:_MAX_PATHS])}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +246,8 @@ class DeviceRecord:
     arena_bytes: int
 
     def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:_MAX_PATHS]) or "no tensor of the model"
-        more = len(self.tensors) - _MAX_PATHS
-        and_more = f" and {more} more" if more > 0 else ""
-        return f"on {self.device}: {shown}{and_more}; an arena of {self.arena_bytes:,} bytes"
+        shown = _few(self.tensors) or "no tensor of the model"
+        return f"on {self.device}: {shown}; an arena of {self.arena_bytes:,} bytes"
 
 
 @dataclass

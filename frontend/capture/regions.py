@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.fx
@@ -126,36 +126,27 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _UNKNOWN: Any = object()
 
 
-@dataclass(frozen=True)
-class InitArgument:
-    """One argument of a constructor, with a text for people.
+class InitArgument(NamedTuple):
+    """One argument of a constructor."""
 
-    Equal arguments have equal identities: the text of a plain value, the ``id`` of an object.
-    """
-
-    name: str
-    text: str
-    identity: str | int
-    is_default: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.text}"
+    text: str  # for people
+    identity: str | int  # equal for equal arguments: the text of plain values, ``id`` of objects
+    is_default: bool
 
 
 @dataclass(frozen=True)
 class InitKey:
-    """A class and its constructor's arguments, as far as an instance has them as attributes."""
+    """A class and its constructor's arguments by name, as far as an instance has them."""
 
     class_name: str
-    arguments: tuple[InitArgument, ...] = ()
+    arguments: Mapping[str, InitArgument] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        shown = [str(a) for a in self.arguments if not a.is_default]
-        return f"{self.class_name}({', '.join(shown)})"
+        return text_of_keys([self])
 
     def differing(self, other: InitKey) -> list[str]:
         """Returns the names of the arguments that differ in another key of the class."""
-        mine, others = ({a.name: a.identity for a in k.arguments} for k in (self, other))
+        mine, others = ({n: a.identity for n, a in k.arguments.items()} for k in (self, other))
         return [n for n in {**mine, **others} if mine.get(n, n) != others.get(n, n)]
 
 
@@ -164,16 +155,14 @@ NO_KEY = InitKey("")
 
 def text_of_keys(keys: Sequence[InitKey]) -> str:
     """Formats keys of one class as one; an argument that varies shows its first and last value."""
-    first, ends = keys[0], {argument.name: argument for argument in keys[-1].arguments}
-    varying = {name for key in keys for name in first.differing(key)}
-    arguments = []
-    for argument in first.arguments:
-        end = ends.get(argument.name)
-        if argument.name in varying and end is not None:
-            arguments.append(f"{argument.name}={argument.text}..{end.text}")
-        elif not argument.is_default:
-            arguments.append(str(argument))
-    return f"{first.class_name}({', '.join(arguments)})"
+    first, ends = keys[0], keys[-1].arguments
+    varying = {name for key in keys for name in first.differing(key)} & ends.keys()
+    shown = [
+        f"{name}={one.text}..{ends[name].text}" if name in varying else f"{name}={one.text}"
+        for name, one in first.arguments.items()
+        if name in varying or not one.is_default
+    ]
+    return f"{first.class_name}({', '.join(shown)})"
 
 
 class InitKeys:
@@ -187,8 +176,7 @@ class InitKeys:
         cls = type(module)
         if cls not in self._parameters:
             self._parameters[cls] = _parameters(cls)
-        found = []
-        places = _near(module)
+        found, places = dict[str, InitArgument](), _near(module)
         for name, default in self._parameters[cls].items():
             # Only plain attributes: a parameter ``bias`` is not the argument ``bias=True``.
             held = (module_state(place).get(name, _UNKNOWN) for place in places)
@@ -197,8 +185,8 @@ class InitKeys:
             if value is not _UNKNOWN:
                 described = _described(value)
                 is_alike = type(value) is type(default) and described == _described(default)
-                found.append(InitArgument(name, *described, value is default or is_alike))
-        return InitKey(cls.__name__, tuple(found))
+                found[name] = InitArgument(*described, value is default or is_alike)
+        return InitKey(cls.__name__, found)
 
 
 def _parameters(cls: type) -> Mapping[str, Any]:

@@ -332,13 +332,10 @@ def _schedule(state: RankCompilation, stages: Sequence[int]) -> Schedule:
                 posted[key] = ends[order.posted[action]]
             if action in order.delivered:
                 delivered[key] = places[order.delivered[action]]
-    return Schedule(runs, posted, arriving, delivered, _handed(stages), due)
-
-
-def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:
-    """Returns the neighbouring stages on one rank: they share a buffer instead of sending."""
+    # Neighbouring stages on one rank share a buffer instead of sending.
     pairs = [(stage, stage + 1) for stage in stages if stage + 1 in stages]
-    return [hand for a, b in pairs for hand in ((a, FORWARD, b), (b, BACKWARD, a))]
+    handed = [hand for a, b in pairs for hand in ((a, FORWARD, b), (b, BACKWARD, a))]
+    return Schedule(runs, posted, arriving, delivered, handed, due)
 
 
 # ---- one stage -------------------------------------------------------------------------------
