@@ -170,7 +170,7 @@ def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None)
     torch_slot.fill_slot(model, dispatcher)
     for inside in dispatcher.called_past():
         torch_slot.fill_slot(inside.model, inside)
-    dispatcher.warn_if_generate_is_eager(stacklevel=4)
+    dispatcher.warn_if_generate_is_eager()
     return model
 
 

@@ -172,7 +172,6 @@ def for_checkpoint(state: _State) -> _State:
 @contextmanager
 def _mesh_of(asked: Any, *, any_names: bool) -> Iterator[Any]:
     """Yields the given mesh, or a mesh of absent ranks for a dictionary of sizes."""
-    # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.given import check_mesh
     from ..pipeline_parallel.mesh.torch_collectives import absent_ranks
 
@@ -453,7 +452,6 @@ class _Agreement:
     """
 
     def __init__(self, mesh: Any) -> None:
-        # Imported late, as all that is of DTensor.
         from ..pipeline_parallel.mesh import torch_collectives
 
         self.settle = torch_collectives.settle
@@ -547,7 +545,6 @@ def check_backwards(table: ActionTable) -> None:
 
 def _of_each_rank(state: State) -> Iterator[tuple[tuple[int, ...], State]]:
     """Yields the state for each rank of the mesh, while this process acts as that rank."""
-    # Imported late: DTensor takes as long to import as all of lazyinline.
     from ..pipeline_parallel.mesh.sharded import Ends
     from ..pipeline_parallel.mesh.torch_collectives import become, forget_meshes
 

@@ -340,11 +340,8 @@ class ModelDispatcher(ModuleDispatcher):
             self._generating = ModelDispatcher(inside, self.options, self.dynamic)
         return self._generating
 
-    def warn_if_generate_is_eager(self, stacklevel: int = 3) -> str:
-        """Warns once if the calls that ``generate`` makes do not use the compiled model; says why.
-
-        ``stacklevel`` is that of the user's line, for ``warnings.warn``.
-        """
+    def warn_if_generate_is_eager(self) -> str:
+        """Warns once if calls that ``generate`` makes do not use the compiled model; says why."""
         inside = model_that_generates(self.model) or self.model
         if torch_slot.asks_slot(inside) or not hasattr(inside, "generate"):
             return ""
@@ -356,13 +353,13 @@ class ModelDispatcher(ModuleDispatcher):
                 f"generate() of the compiled model runs {name} eagerly: it has a __call__ of "
                 "its own, which is not compiled. Put what it does into forward; then generate() "
                 "runs compiled programs.",
-                stacklevel=stacklevel,
+                stacklevel=4,  # the user's line
             )
         return reason
 
     def note_generate(self) -> None:
         """Notes in the report, before ``generate`` runs, why it will run the model eagerly."""
-        reason = self.warn_if_generate_is_eager(stacklevel=4)
+        reason = self.warn_if_generate_is_eager()
         if reason:
             self._report_eager(reason)
 

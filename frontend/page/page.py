@@ -301,7 +301,6 @@ class ShownPlan(PipelinePlan):
         """The layouts, and the traffic of each stage, as text; empty without a mesh."""
         if self.layouts is None:
             return ""
-        # Imported late: DTensor takes as long to import as all of lazyinline.
         from ...pipeline_parallel.mesh.traffic import traffic_text
 
         moved = [f"stage {n}, {traffic_text(one)}" for n, one in self.traffic.items()]

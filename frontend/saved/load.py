@@ -349,7 +349,6 @@ class Opened:
         """Returns the mesh of a file, if it has one; a collective."""
         if not self.is_on_mesh:
             return None
-        # Imported late: DTensor takes as long to import as all of lazyinline.
         from .mesh import SavedMesh
 
         said = self._told["mesh"]
