@@ -29,6 +29,7 @@ from .passes.mesh import REDUCTION, rank_memory, rank_moves, rank_traffic, shard
 from .passes.rank import RankCompilation, Split, Splitting, part_name, parts_of, started
 from .passes.stages import of_rank
 from .passes.state import Subject, between, run, step_goal
+from .pipeline import table_of
 from .refusals import check_example
 
 if TYPE_CHECKING:
@@ -257,11 +258,10 @@ class _Offline:
     def _stages(self, asked: AskedPlan, dim: str) -> Fit:
         """Compiles the stages of all ranks of a pipeline; returns the fit of the largest."""
         from ..pipeline_parallel.mesh.traffic import ShardedStep
-        from ..pipeline_parallel.torch_pipelining import action_table
 
         on_mesh, context = asked.stages(self.subject), Context(asked.options)
         num_ranks, number = self.mesh[dim], self.batching.micro_batches
-        table = action_table(self.schedule, self.num_stages or num_ranks, num_ranks, number)
+        table = table_of(self.schedule, self.num_stages or num_ranks, num_ranks, number)
         axis = self._axes[list(self.mesh).index(dim)].rates
         rates = replace(
             self.target.rates,

@@ -144,7 +144,8 @@ def parallelize(
         check_sums(sums)
         on_mesh = asked.stages(subject)  # first, so that errors of the mesh precede the schedule's
         ranks = ranks_along(mesh, dim, REPLICATED, 1, timeout_s)
-        table = table_of(schedule, num_stages or ranks.num_ranks, ranks, micro_batches)
+        number = ranks.num_ranks
+        table = table_of(schedule, num_stages or number, number, micro_batches)
         context, splitting = Context(options), Splitting(split)
         pipe = AskedPipeline(whole, batch, context, ranks, table, splitting, on_mesh)
         return stages_elsewhere(pipe) if is_elsewhere else ParallelPipeline(pipe)

@@ -122,7 +122,7 @@ def pipeline(
     check_sums(sums)
     is_elsewhere = isinstance(mesh, Mapping)
     ranks = ranks_elsewhere(mesh, timeout_s) if is_elsewhere else ranks_of(mesh, timeout_s)
-    table = table_of(schedule, num_stages, ranks, micro_batches)
+    table = table_of(schedule, num_stages, ranks.num_ranks, micro_batches)
     asked = AskedPipeline(
         LossModel(model, loss_fn),
         Batch((args, kwargs or {}), micro_batches),
@@ -134,12 +134,12 @@ def pipeline(
     return (PipelineElsewhere if is_elsewhere else Pipeline)(asked, update)
 
 
-def table_of(schedule: str, num_stages: int, ranks: Ranks, micro_batches: int) -> ActionTable:
+def table_of(schedule: str, num_stages: int, num_ranks: int, micro_batches: int) -> ActionTable:
     """Returns the table of the actions of each rank."""
     # Imported late: it brings in Dynamo, which nothing else here needs.
     from ..pipeline_parallel.torch_pipelining import action_table
 
-    return action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
+    return action_table(schedule_name(schedule), num_stages, num_ranks, micro_batches)
 
 
 def check_sums(sums: Sums) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ...autodiff.leaf_derivative import Request
 from ...backend.files.container import CallError, Content, Parts, reason_of, to_json, write_parts
 from ...backend.files.torch_store import open_cache
-from ...pipeline_parallel.actions import ActionTable, schedule_name
+from ...pipeline_parallel.actions import ActionTable
 from ...pipeline_parallel.cut import Colors, Stage
 from ...pipeline_parallel.mesh.plan import REPLICATED
 from ...pipeline_parallel.process_groups import (
@@ -31,6 +31,7 @@ from ...reuse.ir.program import Composite, walk_closures
 from ..mesh_placement import stage_dimension
 from ..passes.programs import PARTS
 from ..passes.rank import RankCompilation, part_name, parts_of
+from ..pipeline import table_of
 from .parts import BOUNDARY, KeptProgram, derivative_data, program_parts, read_runs, take_made
 
 Made = TypeVar("Made")
@@ -209,16 +210,13 @@ def read_ranks(said: Any, meet: Callable[[], None], mesh: Any = None) -> tuple[R
 
 def read_table(said: Any) -> ActionTable:
     """Returns the table of actions, by PyTorch's schedule; FileError for invalid sizes."""
-    # Imported late: it brings in Dynamo, which nothing else here needs.
-    from ...pipeline_parallel.torch_pipelining import action_table
-
     schedule, sizes, timeout_s, _ = said
     stages, ranks, micro_batches, replicas = sizes
     whole = all(type(size) is int and size > 0 for size in sizes)
     most = stages * max(micro_batches, replicas) if whole else 0
     if not 0 < most <= _MAX_ACTIONS or not 0 < timeout_s < 1e9:
         raise FileError(f"there is no pipeline of such sizes: {str(sizes)[:80]}")
-    return action_table(schedule_name(str(schedule)), stages, ranks, micro_batches)
+    return table_of(str(schedule), stages, ranks, micro_batches)
 
 
 def read_colors(said: Any, num_stages: int) -> Colors:

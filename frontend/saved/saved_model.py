@@ -168,6 +168,9 @@ def _row(guard: Guard, inputs: Inputs, linker: Any = None) -> str:
     return f"{row} and of further sizes{f' (not of these: {why})' if why else ''}"
 
 
+# ---- arguments and results as plain data ---------------------------------------------------------
+
+
 class Record(dict[str, Any]):
     """An object loaded from a file: a dict of its fields, which are attributes as well.
 
