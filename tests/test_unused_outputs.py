@@ -157,32 +157,53 @@ def test_a_change_between_two_such_backwards_is_refused() -> None:
 
 
 class Twofold(torch.autograd.Function):
-    """Has two results; autograd gives its backward zeros for one that is unused."""
+    """Has two results; autograd gives its backward zeros, or None, for one that is unused."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, y: Tensor, materialize: bool = True) -> Any:
+        ctx.set_materialize_grads(materialize)
         return x * 2, y * 3
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
-        return first * 2, second * 3
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Any:
+        gradients = (first, 2), (second, 3)
+        return *(g if g is None else g * factor for g, factor in gradients), None
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = (nn.Parameter(torch.ones(3)) for _ in range(2))
+class Positive(torch.autograd.Function):
+    """Tells where a tensor is positive, in its dtype and without a gradient."""
 
-    def forward(self) -> Any:
-        return Twofold.apply(self.x, self.y)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        found = (x > 0).to(x.dtype)
+        ctx.mark_non_differentiable(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise AssertionError
 
 
-def test_gradients_that_are_zero_in_eager_are_zero() -> None:
-    model, expected, compiled = made(Custom())
+CUSTOM: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
+    "zeros for an unused result": lambda x, y: Twofold.apply(x, y),
+    "None for an unused result": lambda x, y: Twofold.apply(x, y, False),
+    "marked as without a gradient": lambda x, y: (x * Positive.apply(y), y * 2),
+    "a size alone": lambda x, y: (x + torch.zeros_like(y * 2) + y.new_ones(3), y * 2),
+    "an operator without a derivative": lambda x, y: (x + torch.histc(y, 3), y * 2),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_gradient_is_none_or_zero_as_in_eager(name: str) -> None:
+    """An optimizer decays a weight whose gradient is zero, and leaves one without a gradient."""
+    x, y = (nn.Parameter(torch.arange(3.0)) for _ in range(2))
+    model, expected, compiled = made(Made(lambda m: CUSTOM[name](m.x, m.y), x=x, y=y))
     for run in (compiled, expected):
         run()[0].sum().backward()
     assert_same_gradients(model, expected)
-    assert model.y.grad is not None
+    assert (model.y.grad is None) == (name != "zeros for an unused result")
+    why = lazyinline.last_report(compiled).ran_eagerly
+    assert bool(why) == ("None" in name) and ("set_materialize_grads" in why or not why)
 
 
 def run_parts(self: Any, x: Tensor) -> tuple[Tensor, ...]:

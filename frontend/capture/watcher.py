@@ -64,17 +64,35 @@ class CustomFunction:
 
 
 def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Applies a function and runs its backward once, so that its Python is watched as well."""
+    """Applies a function and runs its backward, so that its Python is watched as well.
+
+    Raises:
+        CaptureError: Its backward gives no gradient where a result is unused.
+    """
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     edges = [get_gradient_edge(a) for a in wanted]  # first, as it may change arguments in-place
     result = apply(*args)
     results = result if isinstance(result, (tuple, list)) else [result]
     made = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-    if made and edges:
-        seeds = [torch.zeros_like(r) for r in made]
-        # In this thread, because the profiler that watches Python is per thread.
-        with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(made, edges, seeds, retain_graph=True, allow_unused=True)
+    if not made or not edges:
+        return result
+
+    def absent(used: Sequence[torch.Tensor]) -> list[bool]:
+        seeds = [torch.zeros_like(r) for r in used]
+        found = torch.autograd.grad(used, edges, seeds, retain_graph=True, allow_unused=True)
+        return [gradient is None for gradient in found]
+
+    # In this thread, because the profiler that watches Python is per thread.
+    with torch.autograd.set_multithreading_enabled(False):
+        of_all = absent(made)
+        if len(made) > 1 and any(
+            absent([r for r in made if r is not one]) != of_all for one in made
+        ):
+            raise CaptureError(
+                f"A torch.autograd.Function at {user_line()} gives no gradient where a result is "
+                "unused (set_materialize_grads(False)), where a compiled one would give zeros: an "
+                "optimizer would decay weights."
+            )
     return result
 
 
@@ -204,12 +222,20 @@ class ModelWatcher:
             result = run_both_ways(proceed, args)
         self._recording.ran_backwards |= torch.is_grad_enabled()
         node = tracer.call(CustomFunction(function, layout, self._capture), operands)
+        wants = any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+
+        def track(part: torch.Tensor, made: torch.fx.Node) -> None:
+            tracer.track(part, made)
+            if torch.is_grad_enabled() and wants and not part.requires_grad:
+                # The function marked it as one without a gradient, which its node does not say.
+                tracer.track(part, tracer.call(torch.ops.aten.detach.default, [made]))
+
         if isinstance(result, torch.Tensor):
-            tracer.track(result, node)
+            track(result, node)
         else:
             for index, part in enumerate(result):
                 if isinstance(part, torch.Tensor):
-                    tracer.track(part, tracer.item(node, index))
+                    track(part, tracer.item(node, index))
         return result
 
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:

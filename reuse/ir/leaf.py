@@ -21,7 +21,7 @@ import torch.fx
 
 from ..freeze import Freezer
 from ..torch_names import memory_id, module_of
-from .operators import WRITES_STATISTICS, mutated_args, reads_values
+from .operators import WRITES_STATISTICS, has_history, mutated_args
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Value, outputs_of
 from .torch_symbols import SizedInterpreter, Values
 from .types import StructType, TensorType, Type, flatten_type
@@ -286,7 +286,7 @@ def memory_of(node: torch.fx.Node) -> Any:
 def _passes_gradient(node: torch.fx.Node) -> bool:
     if not stamp_of(node).grad_enabled or node.target is torch.ops.aten.detach.default:
         return False
-    if not reads_values(node.target):  # autograd keeps no history for it
+    if not has_history(node.target):
         return False
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):

@@ -48,10 +48,17 @@ _NORMS = (
 )
 WRITES_STATISTICS = frozenset(getattr(torch.ops.aten, name).default for name in _NORMS)
 
-# Their results have no history in autograd: of tensors they read the size, dtype and device alone.
+# Of tensors these read the size, dtype and device alone.
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _NEW = ("empty", "empty_strided", "full", "ones", "zeros")
 READ_NO_VALUES = (*(f"{made}_like" for made in _LIKE), *(f"new_{made}" for made in _NEW))
+# How names begin of further operators that autograd has no derivative of, and no error for.
+_WITHOUT_HISTORY = (
+    *("histc", "linspace", "logspace"),
+    *(f"special_{name}" for name in ("airy_ai", "bessel_", "chebyshev_", "hermite_", "laguerre_")),
+    *(f"special_{name}" for name in ("legendre_", "modified_bessel_", "scaled_modified_bessel_")),
+    *(f"special_{name}" for name in ("shifted_chebyshev_", "spherical_bessel_")),
+)
 
 _DROPOUTS = frozenset(
     overload
@@ -67,10 +74,11 @@ def is_mutable(operator: object) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def reads_values(operator: object) -> bool:
-    """Whether a result depends on operands' values; not so for ``zeros_like`` and its like."""
+def has_history(operator: object) -> bool:
+    """Whether autograd connects the results of an operator to its operands."""
     schema = schema_of(operator)
-    return schema is None or schema.name.removeprefix("aten::") not in READ_NO_VALUES
+    name = "" if schema is None else schema.name.removeprefix("aten::")
+    return name not in READ_NO_VALUES and not name.startswith(_WITHOUT_HISTORY)
 
 
 def returns_operand(operator: object) -> bool:
